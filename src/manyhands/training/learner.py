@@ -61,7 +61,7 @@ class Learner(Protocol):
     rank: int
     size: int  # processes of the job
     optimizer_name: str
-    # What the optimizer was made with (rate, betas, ...) as JSON, as far as the framework reports it.
+    # The options of the optimizer (rate, betas, ...) as JSON, as far as the framework reports them.
     optimizer_options: dict[str, Any]
     # Worth knowing about how the job is run; and how a batch is divided at the moment.
     notes: list[str]
@@ -69,11 +69,11 @@ class Learner(Protocol):
 
     @property
     def data(self) -> Data:
-        """What is trained on."""
+        """The training data."""
 
     @property
     def test(self) -> Data | None:
-        """What is evaluated on."""
+        """The validation data; None without any."""
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         """Every batch from the cursor to the end of its epoch, each in the form that :meth:`step` takes."""
@@ -94,7 +94,7 @@ class Learner(Protocol):
         """Send the sums of this moment, over all processes, on their way to the host; never waits."""
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        """What of it has arrived since the last call, with its step, oldest first; ``wait``: all of it."""
+        """The figures that have arrived since the last call, with their steps, oldest first; ``wait``: all of them."""
 
     def learning_rates(self) -> dict[str, float]:
         """The rates of the last step by name: ``lr``, of further groups of parameters ``lr_1``, ...; never waits.

@@ -1,4 +1,4 @@
-"""What the trainers of all frameworks have in common: their options, their settings and their run folders."""
+"""The base class of all trainers: their options, their settings and their run folders."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
 
     @property
     def device_names(self) -> list[str]:
-        """As every framework prints them."""
+        """The names of the devices, as every framework prints them."""
         devices = self._option("devices")
         return Placement(self.backend).names((self.gpus or ["cpu"]) if devices is None else devices)
 
@@ -366,7 +366,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
             f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
         )
 
-    # What config.json of the run says besides the settings.
+    # Further entries of the run's config.json, besides the settings.
     run_config: Mapping[str, Any] = MappingProxyType({})
     # Settings, and options of the optimizer, whose change in a resumed run the caller has announced.
     announced: Collection[str] = ()
@@ -427,7 +427,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         return Settings(batch_size=_DEFAULT_BATCH if size is None else size, **chosen)
 
 
-# As written here: a reader of the book may put in another __init__.
+# The defaults of this __init__: a reader of the book may write another one.
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(BaseTrainer.__init__).parameters.items()}
 
 

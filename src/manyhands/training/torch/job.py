@@ -1,4 +1,4 @@
-"""What is to be trained, and how. A job is sent to its workers as it is."""
+"""A job: what to train, and how. It is sent to its workers as a whole."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job:
     # To evaluate and to predict a job computes with ``train`` and trains nothing; to time, its ranks sum alone.
     purpose: Literal["fit", "evaluate", "predict", "time"] = "fit"
     inputs: Inputs | None = None  # of a prediction: which parts of a batch are the model's
-    # What was found out before the job began, for its result.
+    # Notes from before the job began, for its result.
     notes: list[str] = field(default_factory=list)
 
     def make_optimizer(self, model: torch.nn.Module) -> Configured:

@@ -369,7 +369,7 @@ class Rank:
         return self.metrics.arrived(wait=wait)
 
     def learning_rates(self) -> dict[str, float]:
-        """As the host set them: a captured step keeps its rates on the device."""
+        """The rates as the host set them: a captured step keeps its own on the device."""
         if self.scheduler is not None:
             return named_rates(self.scheduler.rates(self.optimizer))
         return named_rates([base * self._factor for base in self.base_rates])

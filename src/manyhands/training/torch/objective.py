@@ -1,4 +1,4 @@
-"""What a step minimises: from a model and a batch to a loss, and to the number of right answers where there is one."""
+"""What a step minimises: a loss of a model and a batch, with the number of right answers where there is one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Objective(abc.ABC):
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, torch.Tensor | None]:
-        """What the user's loss gives for the batch, and how many samples were answered rightly.
+        """The value of the user's loss for the batch, and the number of right answers.
 
         ``known``, where it is given, is entered around the code that computes the loss.
         """
@@ -96,7 +96,7 @@ _TWO_KINDS = (
 
 
 def checked(loss_sum: LossSum) -> LossSum:
-    """The same with tensors of no dimensions: the count in float64, without a gradient."""
+    """The sum with scalar tensors: the count in float64, without a gradient."""
     total, count = loss_sum.total, loss_sum.count
     if not isinstance(total, torch.Tensor) or total.dim():
         shape = f" and shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else ""
@@ -123,7 +123,7 @@ class Supervised(Objective):
     labels: LabelRange | None = None
 
     def is_mean(self, model: torch.nn.Module) -> bool:
-        """Of batches that are no dicts: there the default is the loss in the model's output."""
+        """For batches that are not dicts; with dicts the default loss is the one in the model's output."""
         return is_torchs_mean(self.loss)
 
     def value(
@@ -206,7 +206,7 @@ class OwnStep(Objective):
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
 
     def of_optimizer(self, key: int | str) -> OwnStep:
-        """The same for one of several optimizers."""
+        """The objective of one of several optimizers."""
         return dataclasses.replace(self, optimizer=key, sums=self.sums_of.get(key, self.sums))
 
     def _called(self, step: Callable[..., Any], batch: Batch) -> Any:
@@ -266,7 +266,7 @@ def _check_shapes(loss: Any, answer: Any, target: Any) -> None:
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
-    """The same objective with the tensors of its loss, class weights say, where the model is.
+    """The objective with the tensors of its loss, class weights say, on the model's device.
 
     ``dtype``: that of the model, where the trainer has changed it. The caller's own loss stays as it is.
     """

@@ -187,7 +187,7 @@ class Schedulers:
         return next((part.why_not_captured for part in self.parts.values() if part.why_not_captured is not None), None)
 
     def rates(self, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Of each group of the job's optimizer, as the host set it."""
+        """The learning rate of each group of the job's optimizer, as the host set it."""
         scheduled = {
             id(group): rate
             for part in self.parts.values()
@@ -239,7 +239,7 @@ class Schedulers:
 
 
 def schedulers_of(schedule: Any, configured: Configured) -> Schedulers | None:
-    """Those of the trainer's ``schedule``, or those that came with the optimizers."""
+    """The schedulers of the trainer's ``schedule``, or those of ``configure_optimizers``."""
     if isinstance(schedule, PerStep | PerEpoch):
         return Schedulers({"": Scheduler(schedule, configured.optimizer)})
     parts = {name: Scheduler(part, optimizer) for name, optimizer, part in configured.schedules}
@@ -274,7 +274,7 @@ def _plain(value: Any) -> Any:
 
 
 def _merged(current: Any, saved: Any) -> Any:
-    """What was saved, in the kinds that the scheduler has; what was not, as it is."""
+    """The current state, updated with the saved values, in the scheduler's own types."""
     if isinstance(current, Counter):
         return Counter(saved)
     if isinstance(current, Mapping) and isinstance(saved, Mapping):

@@ -59,7 +59,7 @@ def logits_of(output: Any, otherwise: Any = None) -> Any:
 
 
 def target_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
-    """What metrics compare the outputs with: the labels, by their usual names, or what the model does not take."""
+    """The targets for metrics: the labels, by their usual names, or the part that the model does not take."""
     for name in LABELS:
         if name in batch:
             return batch[name]

@@ -46,7 +46,7 @@ class DrawnSamples(Dataset[Any]):
         return self.dataset[number]
 
     def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
-        """What PyTorch's loader asks for: all samples of a batch."""
+        """All samples of a batch; PyTorch's loader calls this."""
         self._begin(numbers[0])  # a collate function may draw, too
         if type(self.dataset) in _PLAIN:
             return [self.dataset[number] for number in numbers]

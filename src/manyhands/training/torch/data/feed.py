@@ -110,7 +110,7 @@ def stream_shards(
     empty: bool = False,
     least: int = 1,
 ) -> Iterator[tuple[Window, Batch | None]]:
-    """Those batches of a stream, cut for this rank."""
+    """The batches of a stream, cut for this rank."""
 
     def parts() -> Iterator[tuple[Window, Batch | None]]:
         for window, batch in batches:
@@ -122,7 +122,7 @@ def stream_shards(
 
 
 def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
-    """The same values, taken a few ahead by a thread; its error surfaces where its value would.
+    """The values, read a few ahead by a thread; an error is raised where its value would be.
 
     On the way to a GPU they are laid into pinned memory by that thread, too.
     """
@@ -173,7 +173,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The same trees on the device; the next one is on its way while this one is worked with."""
+    """The trees on the device; the next one is copied while this one is in use."""
     if device.type == "cpu":
         yield from values
         return

@@ -90,7 +90,7 @@ class Samples:
     batch_size: int | None = None
     shuffle: bool = True
     start_worker: Callable[[int], None] | None = None
-    # Of the loader, where it has worker processes: what they are started with.
+    # The loader's options for its worker processes.
     options: dict[str, Any] = field(default_factory=dict)
     # Looks at each batch on the host, before it goes to the device; raises where it cannot be trained on.
     look: Look | None = None

@@ -108,5 +108,5 @@ def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_count(count: Any, added: Any) -> bool:
-    """As a BatchNorm counts: one more, without a dimension."""
+    """Whether this is the count of a BatchNorm: a scalar integer plus one."""
     return type(added) is int and added == 1 and count.dtype is torch.int64 and count.dim() == 0

@@ -32,7 +32,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Watch:
-    """What Python held of some modules, and of an optimizer, after each step so far."""
+    """The Python state of some modules, and of an optimizer, after each step so far."""
 
     def __init__(self, roots: Sequence[object], optimizer: torch.optim.Optimizer | None = None) -> None:
         self._optimizer = optimizer
@@ -54,7 +54,7 @@ class Watch:
         """A step is over: the reason why a graph would compute something else, if there is one."""
         drawn = [before != now for before, now in zip(self._drawn, _random_numbers(), strict=True)]
         self._tossed = self._tossed + 1 if drawn[2] else 0
-        # Of PyTorch's twice: a compiler that draws does it in one step.
+        # From PyTorch's CPU generator twice: a compiler may draw in one step.
         for name, seen in (("Python's random", drawn[0]), ("numpy.random", drawn[1]), ("the CPU's", self._tossed > 1)):
             if seen:
                 return (

@@ -46,7 +46,7 @@ from manyhands.training.torch.fast.python_state import HOOKS, HOOKS_OF_PARAMETER
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# Of the nodes of layers: the places of weight and bias.
+# The positions of weight and bias among the inputs of a layer's autograd node.
 _PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
 
 
@@ -204,7 +204,7 @@ class Search(TorchDispatchMode):
         straight = call.norm_node.next_functions[0][0] is call.node and self._edges[call.node] == 1
         return straight and None not in paths
 
-    # What is seen
+    # Observations
 
     def _in_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = self._called(layer, args, kwargs)
@@ -293,7 +293,7 @@ def _bears_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _without_bias(layer: nn.Module) -> nn.Module:
-    """The same layer, its weight included, without its bias."""
+    """A layer that shares the weight and has no bias."""
     bare = copy.copy(layer)
     bare._parameters = {**layer._parameters, "bias": None}
     return bare

@@ -106,7 +106,7 @@ class TracedStep:
         return "\n".join([f"{counts}, all proved", *self._passes])
 
     def _observed(self, step: Callable[[], object], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a step leaves behind; random numbers are drawn again by the next one."""
+        """The tensors that a step writes; the next call draws the same random numbers."""
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             step()
         return [tensor.detach().clone() for tensor in written]

@@ -71,7 +71,7 @@ def profile(
 def _profile(
     model: torch.nn.Module, batch: Batch, loss: Any, optimizer: Any, settings: Settings, device: torch.device
 ) -> tuple[Profile, bool]:
-    """What plain steps show, and whether they are in bfloat16."""
+    """The profile of plain steps, and whether they are in bfloat16."""
     size, on_gpu = rows(batch), device.type == "cuda"
     base = torch.cuda.memory_allocated(device) if on_gpu else 0
     subject, notes = subject_of(job_of(model, loss, optimizer, settings), device)
@@ -128,7 +128,7 @@ def _shards(size: int, several: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What was measured with one shard. ``allocated``: the allocator's peak on a GPU."""
+    """The measurements with one shard. ``allocated``: the allocator's peak on a GPU."""
 
     time: StepTime
     history: History
@@ -226,7 +226,7 @@ def _arrivals(subject: Subject, part: Batch) -> tuple[Bucket, ...]:
 
 
 def _moments(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """What notes a moment of the device; its seconds are known when the device is done."""
+    """A function that records a moment of the device, and returns how to read it when the device is done."""
     if device.type != "cuda":
 
         def note() -> Callable[[], float]:

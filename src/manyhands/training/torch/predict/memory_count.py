@@ -25,7 +25,7 @@ from manyhands.predict.memory_lines import History
 
 
 class Allocator(Protocol):
-    """What a device's allocator says: bytes that are held, and the most of them since ``reset``."""
+    """A device's allocator: bytes that are held, and their peak since ``reset``."""
 
     def held(self) -> int: ...
 
@@ -73,7 +73,7 @@ class MemoryCount(compat.TorchDispatchMode):
                     self._kinds[serial] = kind
 
     def history(self, batch: int) -> History:
-        """What was held, and when, in the step of so many samples."""
+        """The history of a step with this many samples: what was held, and when."""
         return History(batch, self._events[:], dict(self._sizes), dict(self._kinds))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class MemoryCount(compat.TorchDispatchMode):
         return result
 
     def _note_workspace(self, size: int) -> None:
-        """That of one operation; also where it needs none, so that steps of all batch sizes have the same events."""
+        """Record the workspace of one operation, also an empty one: steps of all batch sizes need the same events."""
         serial = next(self._serials)
         self._sizes[serial], self._kinds[serial] = size, "workspace"
         self._events += [(serial, 1), (serial, -1)]

@@ -55,7 +55,7 @@ def of(job: Job, error: Exception) -> str | None:
 
 
 def of_prediction(job: Job) -> str | None:
-    """The same for a prediction: samples of a dtype or a shape that the model does not take."""
+    """What to change for a prediction: samples of a dtype or a shape that the model does not take."""
     if not can_be_read(job.train):
         return None
     with contextlib.suppress(Exception):
@@ -181,7 +181,7 @@ def _of_kinds(job: Job) -> str | None:
 
 
 def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
-    """What may be changed about these samples, and the words for it."""
+    """Corrections of these samples to try, each with its description."""
     kind = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
     others = {tensor.dtype for tensor in tensors_in(batch[:-1])} - {kind}
     if others:
@@ -286,7 +286,7 @@ def _of_layer(job: Job, error: Exception) -> str | None:
 
 
 def _without_numbers(text: str) -> str:
-    """Those of a batch's size differ between the job and a few samples."""
+    """The text with its numbers masked: batch sizes differ between the job and a few samples."""
     return re.sub(r"\d+", "#", text)
 
 

@@ -62,7 +62,7 @@ class Choice:
 
 
 def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World, before: bool | None) -> Choice:
-    """What all ranks compute in, where the user leaves it to us; all of them take part.
+    """The precision of all ranks for ``precision="auto"``; a collective.
 
     ``before``: whether a resumed job computed in bfloat16 (None: it is not resumed).
     """
@@ -76,7 +76,7 @@ def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World,
 
 
 def agreed(choices: Sequence[Choice]) -> Choice:
-    """What all ranks can do: bfloat16 if each of them has chosen it."""
+    """The precision that all ranks support: bfloat16 if each of them has chosen it."""
     return next((choice for choice in choices if not choice.bf16), choices[0])
 
 
@@ -104,7 +104,7 @@ def on_cpu(model: torch.nn.Module, features: Collection[str]) -> Choice:
 
 
 def _of_weights(model: torch.nn.Module) -> str:
-    """What a model computes in by itself."""
+    """The precision of a model without autocast."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if dtypes <= {torch.float32}:
         return "fp32"
@@ -150,7 +150,7 @@ def refused(model: torch.nn.Module, error: Exception) -> Choice:
 
 
 class BeforeStep:
-    """What a step changes before its update: statistics, metrics and random numbers, to be put back if it fails."""
+    """Copies of what a step changes before its update: statistics, metrics and random numbers."""
 
     def __init__(self, step: PlainStep) -> None:
         self._step = step
@@ -159,7 +159,7 @@ class BeforeStep:
         self._random = randomness.as_tensors(step.device)
 
     def put_back(self) -> bool:
-        """As if the step had not begun; False where its update has."""
+        """Undo a failed step; False where its update has begun."""
         if self._step.versions() != self._versions:
             return False
         with torch.no_grad():

@@ -146,7 +146,7 @@ def _in_callers_group(device: torch.device) -> World:
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """What the first rank of a launcher makes, as every rank gets it; JSON. Without a launcher: what is made."""
+    """The value, JSON, that ``make`` returns at the first rank of a launcher; without a launcher, that of this call."""
     if not launcher.is_there():
         return make()
     here = launcher.place()

@@ -97,7 +97,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer keeps per group of parameters, as JSON; not how it runs, nor the rate, which is the job's."""
+    """The options of an optimizer per group of parameters, as JSON, without its learning rate and how it runs."""
     return [
         {name: _listed(value) for name, value in group.items() if name not in _NOT_SAVED and _is_plain(value)}
         for group in optimizer.param_groups
@@ -105,7 +105,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer was made with, by name; with the group's name before it where there are several groups."""
+    """The options that an optimizer was created with, by name; several groups have prefixes."""
     groups = optimizer_groups(optimizer)
     for group, live in zip(groups, optimizer.param_groups, strict=True):
         group["lr"] = float(live["lr"])
@@ -116,7 +116,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _prefixes(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What stands before the options of each group of parameters: nothing, its number, or the optimizer's name."""
+    """The prefix of the options of each group of parameters: nothing, its number, or the optimizer's name."""
     count = len(optimizer.param_groups)
     names = getattr(optimizer, "group_names", [""] if count == 1 else list(map(str, range(count))))
     return [f"{name}." if name else "" for name in names]

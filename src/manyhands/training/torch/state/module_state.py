@@ -69,7 +69,7 @@ class ModuleState:
     # The way home from a worker
 
     def luggage(self) -> tuple[dict[str, Any], list[str]]:
-        """What has changed, as bytes; and notes about what cannot travel."""
+        """The changed attributes as bytes, and notes about those that cannot be sent."""
         names, notes = Names(self._model), []
         values: dict[Place, bytes] = {}
         for (path, name), value in self.changed().items():
@@ -83,7 +83,7 @@ class ModuleState:
     # Checkpoints
 
     def save(self) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
-        """What has changed as JSON, the tensors in it by name, and notes about what is not saved."""
+        """The changed attributes as JSON, their tensors by name, and notes about those that are not saved."""
         tensors: dict[str, torch.Tensor] = {}
         attributes, extra, notes = [], {}, []
         for place, value in self.changed().items():

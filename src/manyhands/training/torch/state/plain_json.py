@@ -59,7 +59,7 @@ def _as_numbers(value: Any) -> torch.Tensor | None:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
-    """What was encoded; tensors that were not on the host are put on ``device``."""
+    """The value of :func:`encode`; tensors that were not on the host are put on ``device``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -38,7 +38,7 @@ class Average:
         self.tensors = [_copy(average, like=value) for average, value in pairs]
 
     def _values(self) -> list[torch.Tensor]:
-        """What is averaged. Buffers are looked up: a layer may put another tensor there in each step."""
+        """The averaged tensors. Buffers are looked up: a layer may put another tensor there in each step."""
         return [*self._parameters, *map(self._model.get_buffer, self._buffers)]
 
     @property
@@ -73,7 +73,7 @@ class Average:
             current.copy_(value)
 
     def saved(self) -> bytes:
-        """As weights of the model, with the rest of what it holds."""
+        """The average as weights of the model, with its other tensors."""
         by_value = {id(value): average for value, average in zip(self._values(), self.tensors, strict=True)}
         names = itertools.chain(
             self._model.named_parameters(remove_duplicate=False), self._model.named_buffers(remove_duplicate=False)

@@ -250,7 +250,7 @@ class EagerStep:
         return torch.stack([tensor.sum() * 0 for tensor in tensors_in(answer)]).sum(), None
 
     def _empty_answer(self, part: Batch) -> Any:
-        """That of a shard without samples: only to take part in what all ranks do together."""
+        """The output for a shard without samples, so that the rank takes part in the collectives of the layers."""
         if isinstance(part, Mapping) and isinstance(self.objective, Supervised):
             return dict_batches.answer(self.model, part)
         if isinstance(part, (tuple, list)):

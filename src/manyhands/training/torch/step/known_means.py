@@ -84,7 +84,7 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 
 def _weight(scores: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """What PyTorch divides by: the weights of all labels that count; for probabilities, their number."""
+    """PyTorch's divisor: the weights of all labels that count; for probabilities, their number."""
     if target.is_floating_point():
         number = scores.numel() // scores.shape[1 if scores.dim() > 1 else 0]
         return torch.full((), number, dtype=torch.float64, device=scores.device)

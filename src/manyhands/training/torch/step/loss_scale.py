@@ -94,7 +94,7 @@ class LossScale:
         self._in_row.fill_(saved.get("in_row", 0))
 
     def note(self) -> str:
-        """What came of it, in words; waits for the device."""
+        """The scale and the skipped steps, in words; waits for the device."""
         state = self.saved()
         steps = f"{state['skipped']} step{'' if state['skipped'] == 1 else 's'}"
         return f"fp16: the loss scale is {state['scale']:g}; {steps} skipped because gradients were too large for it"

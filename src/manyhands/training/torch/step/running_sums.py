@@ -79,7 +79,7 @@ class Metrics:
         self._sent.append(_Sent(step, self.sums[:_BAD_STEP].clone(), world))
 
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        """What was sent and is on the host, with its step; ``wait``: all of it."""
+        """The figures that have arrived on the host, with their steps; ``wait``: all that were sent."""
         figures = []
         while self._sent and (wait or self._sent[0].is_there()):
             sent = self._sent.popleft()

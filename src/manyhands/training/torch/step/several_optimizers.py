@@ -75,7 +75,7 @@ class Several(torch.optim.Optimizer):
 
     @property
     def group_names(self) -> list[str]:
-        """Of each group of parameters the name of its optimizer, and its number where that has several."""
+        """The name of the optimizer of each group of parameters, with a number where it has several groups."""
         counts = {key: len(self.entries[key].optimizer.param_groups) for key in self._sorted}
         return [
             f"{key}.{number}" if count > 1 else f"{key}" for key, count in counts.items() for number in range(count)
@@ -90,7 +90,7 @@ class Several(torch.optim.Optimizer):
         return _States(*(optimizer.state for optimizer in self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer of all parameters."""
+        """The state in the form of one optimizer for all parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0

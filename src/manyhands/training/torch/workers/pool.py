@@ -42,7 +42,7 @@ _STDOUT = 1
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
 _HOME_SECONDS = (5, 60)  # how long an interrupted job waits for the weights: at least, and at most
 _STACK_SECONDS = 5  # how long a hanging worker may take to write its stack
-# What a rank says when another one went away: a consequence, not the cause.
+# In the errors of a rank that lost another one: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Gloo", "gloo")
 
 

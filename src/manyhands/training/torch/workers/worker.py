@@ -140,7 +140,7 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
 
 
 def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
-    """What a rank sends home: the weights, what else the model holds, and the state of the caller's optimizer."""
+    """A rank's final state: the weights, changed attributes of the model, and the state of the caller's optimizer."""
     home: dict[str, Any] = {"weights": job_state.pack(job_state.model_tensors(worker.model))}
     home["module_state"], notes = worker.module_state.luggage()
     worker.notes += notes

@@ -42,7 +42,7 @@ from manyhands.training.torch.fast.storage import is_view, written_by
 
 _aten = torch.ops.aten
 _MAIN = 0
-# What may follow a gradient to its lane: what autograd itself does with one on its way to a parameter.
+# Operations that follow a gradient to its lane: autograd applies them on the way to a parameter.
 _FOLLOWERS = {_aten._to_copy.default, _aten.add.Tensor, _aten.add_.Tensor, _aten.clone.default}
 _Memories = dict[int, torch.UntypedStorage]
 
@@ -54,10 +54,10 @@ class Lanes(Protocol):
         """A point on a lane, behind all that was issued to it."""
 
     def wait(self, lane: int, mark: Any) -> None:
-        """What is issued to the lane from now on comes after the mark. The host does not wait."""
+        """Later work on the lane waits for the mark. The host does not wait."""
 
     def on(self, lane: int) -> AbstractContextManager[Any]:
-        """What is called inside is issued to this lane."""
+        """Operations within it are issued to this lane."""
 
 
 class StreamLanes:
@@ -222,7 +222,7 @@ class SideLanes(TorchDispatchMode):
         self._behind_count[lane] = self._main_count
 
     def _behind(self, lane: int, other: int) -> None:
-        """What the lane is given from now on comes after all that the other, a side lane, has been given."""
+        """Later work on the lane waits for all work so far on the other, a side lane."""
         self._journal.wait(lane, self._journal.mark(other))
         self._lanes.wait(lane, self._lanes.mark(other))
         if lane == _MAIN:

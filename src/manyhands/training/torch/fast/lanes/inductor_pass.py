@@ -24,7 +24,7 @@ from manyhands.training.torch.fast.lanes.weight_gradients import multiplications
 
 _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
-# What may stand between a gradient and the results of the backward pass.
+# Operations that may lie between a gradient and the results of the backward pass.
 _LIGHT = {
     operator.getitem,
     _prims.convert_element_type.default,
@@ -53,7 +53,7 @@ class TakeAside(_CustomGraphPass):  # type: ignore[misc]
             _take_aside(graph, self._most_held, self._least_product)
 
     def uuid(self) -> bytes:
-        """What was compiled with another state of these files is not this."""
+        """Part of the key of Inductor's cache: it changes with the options and with these files."""
         sources = [inspect.getsource(module) for module in (compiled, sys.modules[__name__])]
         return hashlib.sha256(repr((self._most_held, self._least_product, sources)).encode()).digest()
 

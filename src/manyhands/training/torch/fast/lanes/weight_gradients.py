@@ -18,7 +18,7 @@ from manyhands.backends.torch.compat import memory_id
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"
 _PASSED = ("ToCopyBackward0", "TBackward0")  # between a weight and the operation that takes it: a cast, a transposition
-# Of the nodes of products: what they call the input that they have saved, and the places of weight and bias.
+# For autograd nodes of products: the attribute with the saved input, and the positions of weight and bias.
 _PRODUCTS: dict[str, tuple[str, int, int | None]] = {
     "AddmmBackward0": ("_saved_mat1", 2, 0),
     "MmBackward0": ("_saved_self", 1, None),
@@ -26,7 +26,7 @@ _PRODUCTS: dict[str, tuple[str, int, int | None]] = {
 
 
 def goes_aside(func: Any, args: tuple[Any, ...]) -> str | None:
-    """What kind of gradient this call computes beside the chain, in words; None where it belongs to the chain."""
+    """The kind of weight gradient that this call computes, in words; None where the chain needs its result."""
     if func is _aten.convolution_backward.default:
         return _of_convolution(args)
     if func is _aten.mm.default:
