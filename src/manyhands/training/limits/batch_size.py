@@ -68,5 +68,4 @@ def find(
 
 def shards(trainer: BaseTrainer, batch: int, devices: int) -> list[int]:
     """How many samples of a batch each device gets; measured shares begin as equal ones."""
-    shares = trainer._option("step").shares
-    return _shares.sizes(batch, devices, None if isinstance(shares, str) else shares)
+    return _shares.sizes(batch, devices, trainer._settings_with(batch).fixed_shares)

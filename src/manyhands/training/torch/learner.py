@@ -63,12 +63,6 @@ def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
     return loop, rank
 
 
-def _first_shares(shares: Any, size: int) -> list[float] | None:
-    if shares is None:
-        return None
-    return [1 / size] * size if shares == "measured" else [float(share) for share in shares]
-
-
 class Rank:
     """The state of one rank while it works; a :class:`~manyhands.training.learner.Learner`."""
 
@@ -81,7 +75,8 @@ class Rank:
         self.notes: list[str] = [*job.notes]
         self.module_state = ModuleState(job.model)
         self.metrics = Metrics(world.device)
-        self.shares = _first_shares(job.settings.step.shares, world.size)
+        is_measured = job.settings.step.shares == "measured"
+        self.shares = [1 / world.size] * world.size if is_measured else job.settings.fixed_shares
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
         self.numbers = numbers_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.

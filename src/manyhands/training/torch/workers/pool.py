@@ -175,8 +175,8 @@ class Pool:
 
         The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
         """
-        shares = job.settings.step.shares
-        worker = self.workers[0 if shares is None or isinstance(shares, str) else list(shares).index(max(shares))]
+        shares = job.settings.fixed_shares
+        worker = self.workers[0 if shares is None else shares.index(max(shares))]
         until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
             worker.connection.send_bytes(sending.COME_HOME)
