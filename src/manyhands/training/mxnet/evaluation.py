@@ -8,8 +8,8 @@ from typing import Any
 import mxnet as mx
 
 from manyhands import tree
-from manyhands.training.data.order import Cursor, windows
-from manyhands.training.data.sources import Batch, Stream
+from manyhands.training.data.order import Cursor
+from manyhands.training.data.sources import Batch
 from manyhands.training.evaluation.inputs import Inputs, input_count
 from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
@@ -80,12 +80,8 @@ def predict(model: Any, inputs: Inputs, feed: Feed, settings: Settings, alive: C
 
 def _batches(feed: Feed, settings: Settings, *, whole: bool = False) -> Iterator[Shards]:
     """Every batch in the order of the data; ``whole``, for a loss that is not known to be a mean over samples."""
-    if isinstance(feed.source, Stream):
-        batches = feed.stream(Cursor(), None, settings.seed, whole=whole)
-    else:
-        size = whole_size(feed.source, settings.batch_size) if whole else batch_size_for(settings.batch_size)
-        batches = feed.shards(list(windows(Cursor(), feed.source.count, size, whole=whole)), None, None)
-    return (shards for _, shards in batches)
+    size = whole_size(feed.source, settings.batch_size) if whole else batch_size_for(settings.batch_size)
+    return (shards for _, shards in feed.batches(Cursor(), size, settings.seed, whole=whole))
 
 
 def predicted(model: Any, batch: Batch) -> Any:

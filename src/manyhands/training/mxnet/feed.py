@@ -7,6 +7,7 @@ Everything else is cut on the host and copied; MXNet's engine orders the copies 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mxnet as mx
@@ -14,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.training.data.order import Cursor, Window, undivided
+from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.mxnet import modes
 
 Shards = list[Batch | None]  # one per device; None where it has no samples
 Look = Callable[[Sequence[NDArray[Any]]], None]
+Rows = Callable[[int, int, int], Batch]  # of a device's number, and where its shard begins and ends
 
 
 class Feed:
@@ -39,45 +41,54 @@ class Feed:
         if isinstance(source, Arrays) and _fits(source, devices):
             self.on_devices = [tuple(modes.native(array, device) for array in source.arrays) for device in devices]
 
-    def shards(
-        self, windows: Sequence[Window], order: NDArray[np.int64] | None, shares: Sequence[float] | None
+    def batches(
+        self,
+        cursor: Cursor,
+        size: int,
+        seed: int,
+        shares: Sequence[float] | None = None,
+        *,
+        shuffle: bool = False,
+        whole: bool = False,
     ) -> Iterator[tuple[Window, Shards]]:
-        """The shards of every window of arrays, in an order (None: as they stand)."""
-        assert isinstance(self.source, Arrays)
-        if order is None:
-            order = np.arange(self.source.count)
-        numbers = [modes.native(order.astype(np.int32), device) for device in self.devices] if self.on_devices else None
-        for window in windows:
-            shards: Shards = []
-            for index, device in enumerate(self.devices):
-                start, stop = window.part(index, len(self.devices), shares, least=self.least)
-                if start == stop:
-                    shards.append(None)
-                elif self.on_devices is not None and numbers is not None:
-                    here = numbers[index][start:stop]
-                    shards.append(
-                        self._prepared(tuple(modes.take(on_device, here) for on_device in self.on_devices[index]))
-                    )
-                else:
-                    rows = self.source.rows(order[start:stop])
-                    shards.append(self._prepared(tuple(modes.native(row, device) for row in rows)))
-            yield window, shards
+        """Every batch from the cursor to the end of its epoch, as shards; ``whole`` ones are not divided.
 
-    def stream(
-        self, cursor: Cursor, shares: Sequence[float] | None, seed: int, *, whole: bool = False
-    ) -> Iterator[tuple[Window, Shards]]:
-        """The batches that a loader gives, cut into shards or ``whole``, each with its window."""
-        assert isinstance(self.source, Stream)
-        for window, batch in undivided(self.source.windows(cursor, seed), whole):
-            if self.look is not None:
-                self.look(batch)
-            shards: Shards = []
-            for index, device in enumerate(self.devices):
-                begin, end = window.part(index, len(self.devices), shares, least=self.least)
-                rows = slice(begin - window.start, end - window.start)
-                cut = tuple(modes.native(part[rows], device) for part in batch)
-                shards.append(self._cast(cut) if end > begin else None)
-            yield window, shards
+        Arrays come in batches of that size, a loader has its own.
+        """
+        if isinstance(self.source, Stream):
+            for window, batch in undivided(self.source.windows(cursor, seed), whole):
+                if self.look is not None:
+                    self.look(batch)
+                yield window, self._divided(window, shares, partial(self._cut, batch, window.start))
+            return
+        order = epoch_order(seed, cursor.epoch, self.source.count, shuffle=shuffle)
+        rows: Rows = partial(self._sent, order)
+        if self.on_devices is not None:
+            rows = partial(self._gathered, [modes.native(order.astype(np.int32), device) for device in self.devices])
+        for window in windows(cursor, self.source.count, size, whole=whole):
+            yield window, self._divided(window, shares, rows)
+
+    def _divided(self, window: Window, shares: Sequence[float] | None, rows: Rows) -> Shards:
+        """A shard for each device; None where it has no samples."""
+        count = len(self.devices)
+        parts = [window.part(index, count, shares, least=self.least) for index in range(count)]
+        return [rows(index, begin, end) if end > begin else None for index, (begin, end) in enumerate(parts)]
+
+    # The rows of a device's shard, between two places of the epoch's order
+
+    def _cut(self, batch: Sequence[NDArray[Any]], start: int, index: int, begin: int, end: int) -> Batch:
+        device = self.devices[index]
+        return self._cast(tuple(modes.native(part[begin - start : end - start], device) for part in batch))
+
+    def _gathered(self, orders: Sequence[Any], index: int, begin: int, end: int) -> Batch:
+        assert self.on_devices is not None
+        numbers = orders[index][begin:end]
+        return self._prepared(tuple(modes.take(array, numbers) for array in self.on_devices[index]))
+
+    def _sent(self, order: NDArray[np.int64], index: int, begin: int, end: int) -> Batch:
+        assert isinstance(self.source, Arrays)
+        device = self.devices[index]
+        return self._prepared(tuple(modes.native(row, device) for row in self.source.rows(order[begin:end])))
 
     def _prepared(self, rows: Batch) -> Batch:
         assert isinstance(self.source, Arrays)

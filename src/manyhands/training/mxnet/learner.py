@@ -18,8 +18,8 @@ from manyhands.placement.moves import Placement
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
-from manyhands.training.data.order import Cursor, Window, epoch_order, windows
-from manyhands.training.data.sources import Source, Stream
+from manyhands.training.data.order import Cursor, Window
+from manyhands.training.data.sources import Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.mxnet import evaluation, state
 from manyhands.training.mxnet.feed import Feed, Look, Shards
@@ -99,13 +99,9 @@ class GluonLearner:
 
     # Steps
 
-    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
-        if isinstance(self.data, Stream):
-            yield from self.feed.stream(cursor, self.shares, self.settings.seed)
-            return
-        order = epoch_order(self.settings.seed, cursor.epoch, self.data.count, shuffle=self.data.shuffle)
-        left = list(windows(cursor, self.data.count, self.settings.batch_size))
-        yield from self.feed.shards(left, order, self.shares)
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Shards]]:
+        settings = self.settings
+        return self.feed.batches(cursor, settings.batch_size, settings.seed, self.shares, shuffle=self.data.shuffle)
 
     def step(self, window: Window, batch: Shards, factor: float | None) -> None:
         if factor is not None and self.base_rate is not None:
