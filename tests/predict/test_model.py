@@ -12,7 +12,7 @@ from hypothesis import given
 
 from manyhands.errors import BadProfile, BadSettings, EngineError
 from manyhands.predict.all_reduce import all_reduce
-from manyhands.predict.link import LINKS, Link, as_json, link
+from manyhands.predict.link import LINKS, Link, link
 from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.prediction import predict
 from manyhands.predict.profile import (
@@ -197,7 +197,7 @@ def test_links_by_name_and_from_files(tmp_path: Path) -> None:
     assert link("nvlink", per_node=4).nodes(8) == 2
     for name, one in LINKS.items():
         path = tmp_path / f"{name}.json"
-        path.write_text(as_json(one))
+        path.write_text(json.dumps(one.as_dict()))
         assert link(str(path)) == one
     path.write_text(json.dumps({"schema": 1, "bandwidth": 5e9, "hop": 1e-5, "network": "ethernet-100g"}))
     assert link(str(path)).bandwidth(8) == 5e9

@@ -13,7 +13,6 @@ PCIe 4.0. No figure comes from a training run.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -169,7 +168,3 @@ def from_dict(fields: Mapping[str, Any], where: str) -> Link:
         if isinstance(error, BadSettings):
             raise
         raise wrong(where, "link", f"{type(error).__name__}: {error}") from error
-
-
-def as_json(link: Link) -> str:
-    return json.dumps(link.as_dict(), indent=2)

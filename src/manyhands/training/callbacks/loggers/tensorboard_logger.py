@@ -28,7 +28,7 @@ class TensorBoardLogger(Logger):
 
     def on_fit_start(self, training: Training) -> None:
         self.folder(training, self._folder)
-        self._package = package("tensorboardX", "TensorBoardLogger", "tensorboardX")
+        package("tensorboardX", "TensorBoardLogger", "tensorboardX")
         super().on_fit_start(training)
 
     def open(self, training: Training, step: int | None) -> None:
