@@ -65,7 +65,7 @@ def test_gradients_and_statistics_are_as_exact(name: str) -> None:
     norms = FusedNorms()
     plain, ours = stepped(None), stepped(norms)
     count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
-    assert norms.told["batch normalisations"] == count
+    assert norms.counts["batch normalisations"] == count
     for one, other, right in zip(ours, plain, exact, strict=True):
         assert bool(one.isfinite().all())
         assert float((one - right).norm()) < 1.05 * float((other - right).norm()) + 1e-6 * float(right.norm())

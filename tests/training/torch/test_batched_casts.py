@@ -55,10 +55,10 @@ def test_a_net_computes_the_same() -> None:
     for ours, theirs in zip(passed(net, calls, at_once), plain, strict=True):
         assert torch.equal(ours, theirs)
     weights = [name for name, _ in net.named_parameters() if "norm" not in name and "bn" not in name]
-    assert at_once.told["counts of batches"] == sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
-    assert 15 < at_once.told["casts of weights"] <= len(weights)
+    assert at_once.counts["counts of batches"] == sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
+    assert 15 < at_once.counts["casts of weights"] <= len(weights)
     casts = calls.names.count("aten._to_copy.default")
-    assert casts < 2 * at_once.told["casts of weights"]  # one each in the first step; later only those of activations
+    assert casts < 2 * at_once.counts["casts of weights"]  # one each in the first step; later only those of activations
     assert calls.names.count("aten._foreach_copy_.default") == 2
     assert "casts of weights" in at_once.explain()
 

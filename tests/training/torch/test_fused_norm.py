@@ -69,7 +69,7 @@ def test_the_same_step(way: Callable[..., torch.Tensor], lanes: bool) -> None:
 
 def test_what_is_in_one_go() -> None:
     norms, _ = both(Net(lambda net, x: net.second(residual(net, x))).double())
-    assert norms.told == {
+    assert norms.counts == {
         "batch normalisations": 2,
         "with ReLU": 1,
         "with addition and ReLU": 1,
@@ -147,7 +147,7 @@ def test_layers_without_channels_last_are_left_alone() -> None:
     plain = stepped(copy.deepcopy(net), X)
     for a, b in zip(plain, stepped(net, X, norms), strict=True):
         assert torch.equal(a, b)
-    assert not norms.told
+    assert not norms.counts
 
 
 @pytest.mark.parametrize("make", [models.small_resnet, models.resnet18], ids=lambda make: make.__name__)
@@ -156,7 +156,7 @@ def test_whole_nets(make: Callable[..., nn.Module]) -> None:
     net = make(3).double()
     norms, apart = both(net, torch.rand(4, 1, 12, 12, dtype=torch.float64), lanes=True)
     count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
-    told = norms.told
+    told = norms.counts
     assert told["batch normalisations"] == told["with ReLU"] + told["with addition and ReLU"] == count
     # Backward not those whose shortcut has a convolution, which takes the gradient first.
     assert told["backward past the ReLU"] >= count * 0.7
@@ -169,7 +169,7 @@ def test_rows_and_columns() -> None:
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
     norms, apart = both(net, torch.rand(6, 5, dtype=torch.float64))
     assert apart < 1e-13
-    assert norms.told["with ReLU"] == 1
+    assert norms.counts["with ReLU"] == 1
 
 
 def test_sparse_gradients() -> None:
@@ -185,4 +185,4 @@ def test_sparse_gradients() -> None:
 
     norms, apart = both(Words().double(), torch.arange(12).reshape(6, 2) % 9)
     assert apart < 1e-13
-    assert norms.told["with ReLU"] == 1
+    assert norms.counts["with ReLU"] == 1

@@ -33,12 +33,12 @@ class AtOnce(TorchDispatchMode):
         self._before: dict[int, tuple[torch.Tensor, torch.dtype]] = {}  # the casts of the pass before, by memory
         self._now: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         self._ahead: dict[int, torch.Tensor] | None = None  # cast and not yet asked for
-        self._counts: dict[int, torch.Tensor] = {}
-        self.told = Counter[str]()
+        self._batch_counts: dict[int, torch.Tensor] = {}
+        self.counts = Counter[str]()
 
     def __enter__(self) -> AtOnce:
-        self._now, self._ahead, self._counts = {}, None, {}
-        self.told = Counter[str]()
+        self._now, self._ahead, self._batch_counts = {}, None, {}
+        self.counts = Counter[str]()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -46,7 +46,7 @@ class AtOnce(TorchDispatchMode):
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             self._count()
-        self._before, self._ahead, self._counts = self._now, None, {}
+        self._before, self._ahead, self._batch_counts = self._now, None, {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,11 +55,11 @@ class AtOnce(TorchDispatchMode):
         if func is _aten._to_copy.default and _is_cast_of_weight(args, kwargs):
             return self._cast(func, args[0], kwargs["dtype"])
         if func is _aten.add_.Tensor and not kwargs and _is_count(*args):
-            if memory_id(args[0]) in self._counts:
+            if memory_id(args[0]) in self._batch_counts:
                 self._count()
-            self._counts[memory_id(args[0])] = args[0]
+            self._batch_counts[memory_id(args[0])] = args[0]
             return args[0]
-        if self._counts and not is_view(func) and self._counts.keys() & memories_of((args, kwargs)):
+        if self._batch_counts and not is_view(func) and self._batch_counts.keys() & memories_of((args, kwargs)):
             self._count()
         if self._ahead:
             for changed in memories_of(written_by(func, args, kwargs)):
@@ -87,18 +87,18 @@ class AtOnce(TorchDispatchMode):
         weights = [weight.detach() for weight in weights_by_memory.values()]
         casts = [torch.empty_like(weight, dtype=dtype) for weight in weights]
         compat.foreach_copy_(casts, weights)
-        self.told["casts of weights"] = len(casts)
+        self.counts["casts of weights"] = len(casts)
         return dict(zip(weights_by_memory, casts, strict=True))
 
     def _count(self) -> None:
-        if self._counts:
-            compat.foreach_add_(list(self._counts.values()), 1)
-            self.told["counts of batches"] += len(self._counts)
-        self._counts = {}
+        if self._batch_counts:
+            compat.foreach_add_(list(self._batch_counts.values()), 1)
+            self.counts["counts of batches"] += len(self._batch_counts)
+        self._batch_counts = {}
 
     def explain(self) -> str:
         """What was batched, in words."""
-        return "at once: " + ", ".join(f"{count} {kind}" for kind, count in self.told.items())
+        return "at once: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
 
 
 def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -361,7 +361,7 @@ class GraphStep:
                 self._eager.scaled(loss).backward()
         if sized.idle is not None:
             sized.idle.settle()
-        sized.notes = [mode.explain() for mode in (at_once, norms) if mode is not None and mode.told]
+        sized.notes = [mode.explain() for mode in (at_once, norms) if mode is not None and mode.counts]
         if convolutions is not None and convolutions.report is not None and is_usual:
             sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:

@@ -1,24 +1,23 @@
-"""Batch normalisation, addition and ReLU in one go, without a change to the model.
+"""BatchNorm fused with the addition and ReLU that follow it, without a change to the model.
 
-A model says ``relu(norm(conv(x)) + x)``, and PyTorch calls one operation after the other. Here a dispatch mode is
-active while it does. A normalisation that it sees is not carried out: its result is memory that nobody has written to
-yet, and a note says what belongs there. What happens next to that memory decides:
+A model says ``relu(norm(conv(x)) + x)``, and PyTorch calls one operation after the other. A dispatch mode puts the
+normalisation off: it allocates the result without writing it, and notes what belongs there. The next operation on that
+memory decides:
 
     norm                    note: y is norm(x)
     y += shortcut           note: y is norm(x) + shortcut
     z = relu(y)             one kernel writes z = relu(norm(x) + shortcut) and the statistics; y is never written
     anything else with y    one kernel writes y and the statistics, then the other operation takes it
-    anything with the       they are taken by a kernel of their own, then the other operation takes them
-      statistics before
+    anything that reads     a kernel computes the statistics, then the other operation takes them
+      the statistics first
 
-Backward it is the same with the ReLU, and with the sum of gradients that come to it from two sides: there are notes
-only, and where the normalisation's backward takes them, one operation does it all. If somebody else wants that gradient
-as well (the shortcut does), it is written after all, as soon as it is wanted; or, as the step before has shown who
-wants what, in passing.
+In the backward pass the ReLU, and the sum of two gradients that reach it, are put off the same way. Where the
+normalisation's backward takes them, one kernel does it all. If another operation reads that gradient too (the shortcut
+does), it is written when it is read; or, from the second step on, by the same kernel.
 
-So nothing has to be known of the model, and autograd's graph and what it saves stay what they were. One thing a mode
-cannot see: memory that is read past PyTorch, by a kernel that is given an address. The first step therefore fills the
-memory of notes with NaN, and if that arrives in the loss, in a gradient or in a buffer, nothing of this is done.
+Nothing has to be known of the model, and autograd's graph and what it saves do not change. A mode cannot see memory
+that is read past PyTorch, by a kernel that gets an address. So the first step fills unwritten memory with NaN, and if
+NaN reaches the loss, a gradient or a buffer, the job goes on without this.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ class FusedNorms(TorchDispatchMode):
         with lanes, norms:
             loss.backward()
 
-    ``told`` counts what the step has done in one go.
+    ``counts``: the fused operations of the step, by kind.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._wanted: set[int] = set()
-        self._wanted_before: set[int] = set()  # gradients that somebody else wanted too, in the step before
+        self._wanted_before: set[int] = set()  # gradients that another operation read too, in the step before
         self.begin(poison=False)
 
     def begin(self, *, poison: bool) -> None:
-        """A new step. ``poison``: memory that is only noted is filled with NaN, so that who reads it is found."""
+        """Begin a step. ``poison``: fill unwritten memory with NaN, to find out whether anything reads it."""
         self._poison = poison
         self._wanted_before, self._wanted = self._wanted or self._wanted_before, set()
         self._notes: dict[int, Note] = {}
@@ -65,12 +64,12 @@ class FusedNorms(TorchDispatchMode):
         self._rectified: dict[int, Rectified] = {}
         self._shapes: set[torch.Size] = set()  # of the results of these ReLUs
         self._gradients = 0
-        self.told = Counter[str]()
+        self.counts = Counter[str]()
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         if kind is None:
-            self._write(list(self._notes))  # somebody may hold it, and read it later
+            self._write(list(self._notes))  # it may be read later
             self._take(self._untaken)
         self._notes, self._untaken = {}, []
 
@@ -79,8 +78,8 @@ class FusedNorms(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._forget()
-        own = _OWN.get(func)
-        result = own(self, func, *args, **kwargs) if own is not None else NotImplemented
+        handler = _HANDLERS.get(func)
+        result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
         if result is not NotImplemented:
             return result
         if not is_view(func):
@@ -101,52 +100,52 @@ class FusedNorms(TorchDispatchMode):
             statistics.mean.fill_(float("nan"))
             statistics.deviation.fill_(float("nan"))
         self._untaken.append(statistics)
-        self.told["batch normalisations"] += 1
+        self.counts["batch normalisations"] += 1
         return self._noted(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.deviation
 
-    def _add(self, func: Any, one: Any, other: Any, *, alpha: Any = 1) -> Any:
-        note, added = self._note(one), other
+    def _add(self, func: Any, tensor: Any, other: Any, *, alpha: Any = 1) -> Any:
+        note, added = self._note(tensor), other
         if note is None and func is _aten.add.Tensor:
-            note, added = self._note(other), one
-        if note is None or not isinstance(note.what, Norm) or note.what.added is not None or alpha != 1:
-            return self._sum(func, one, other) if alpha == 1 else NotImplemented
-        fitting = isinstance(added, torch.Tensor) and _alike(added, note.what.x)
+            note, added = self._note(other), tensor
+        if note is None or not isinstance(note.pending, Norm) or note.pending.added is not None or alpha != 1:
+            return self._sum(func, tensor, other) if alpha == 1 else NotImplemented
+        fitting = isinstance(added, torch.Tensor) and _alike(added, note.pending.x)
         if not fitting or memory_id(added) == note.memory.cdata:
             return NotImplemented
         self._settle(added)
-        what = replace(note.what, added=added)
+        pending = replace(note.pending, added=added)
         if func is _aten.add.Tensor:
-            return self._noted(one, what)
-        note.what = what
-        return one
+            return self._noted(tensor, pending)
+        note.pending = pending
+        return tensor
 
-    def _sum(self, func: Any, one: Any, other: Any) -> Any:
-        """Of two gradients that a ReLU's backward may take; what it takes is of the form that the ReLU gave."""
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape in self._shapes
-        if torch.is_grad_enabled() or not both or not _alike(one, other) or memory_id(one) == memory_id(other):
+    def _sum(self, func: Any, first: Any, second: Any) -> Any:
+        """Put off the sum of two gradients whose shape is that of a ReLU's result: the ReLU's backward may take it."""
+        both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape in self._shapes
+        if torch.is_grad_enabled() or not both or not _alike(first, second) or memory_id(first) == memory_id(second):
             return NotImplemented
-        self._settle((one, other))
+        self._settle((first, second))
         if func is _aten.add.Tensor:
-            return self._noted(one, Sum(one, other))
-        self._settle_before_writing(func, (one, other), {})
-        before = one.clone() if self._poison else None  # else it stays where it is
+            return self._noted(first, Sum(first, second))
+        self._settle_before_writing(func, (first, second), {})
+        before = first.clone() if self._poison else None  # None: the memory still holds it
         if self._poison:
-            one.fill_(float("nan"))
-        self._notes[memory_id(one)] = Note(one, Sum(before, other))
-        return one
+            first.fill_(float("nan"))
+        self._notes[memory_id(first)] = Note(first, Sum(before, second))
+        return first
 
     def _relu(self, func: Any, y: Any) -> Any:
         note = self._note(y)
-        if note is None or not isinstance(note.what, Norm):
+        if note is None or not isinstance(note.pending, Norm):
             return NotImplemented
-        norm = note.what
+        norm = note.pending
         result = y if func is _aten.relu_.default else torch.empty_like(norm.x)
         norm.write(result, relu=True)
         if result is y:
             del self._notes[memory_id(y)]
         self._rectified[memory_id(result)] = Rectified(result, norm)
         self._shapes.add(result.shape)
-        self.told["with ReLU" if norm.added is None else "with addition and ReLU"] += 1
+        self.counts["with ReLU" if norm.added is None else "with addition and ReLU"] += 1
         return result
 
     # Backward
@@ -156,59 +155,59 @@ class FusedNorms(TorchDispatchMode):
         self._settle(result)
         if rectified is None or rectified.result.expired() or threshold != 0 or not _alike(gradient, result):
             return NotImplemented
-        note, one, more = self._note(gradient), gradient, None
-        if note is not None and isinstance(note.what, Sum):
-            one, more = gradient if note.what.one is None else note.what.one, note.what.other
+        note, first, more = self._note(gradient), gradient, None
+        if note is not None and isinstance(note.pending, Sum):
+            first, more = gradient if note.pending.first is None else note.pending.first, note.pending.second
         else:
             self._settle(gradient)
         self._gradients += 1
-        return self._noted(gradient, Gradient(one, more, result, self._gradients))
+        return self._noted(gradient, Gradient(first, more, result, self._gradients))
 
     def _norm_backward(
         self, func: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
     ) -> Any:
-        own_mean, deviation, training, _, mask = rest
-        self._settle((x, weight, own_mean, deviation))
-        if not training or not kernels.fits(x, weight, own_mean, deviation) or not _alike(gradient, x):
+        batch_mean, deviation, training, _, mask = rest
+        self._settle((x, weight, batch_mean, deviation))
+        if not training or not kernels.fits(x, weight, batch_mean, deviation) or not _alike(gradient, x):
             return NotImplemented
         note = self._note(gradient)
-        what = note.what if note is not None else None
-        normal: Any = (x, own_mean, deviation, weight)
-        if isinstance(what, Gradient):
-            rectified, kept = self._rectified[memory_id(what.result)], None
-            wanted = what.number in self._wanted_before
-            if wanted or what.more is not None:  # written in passing
-                kept = gradient
-                self._wanted |= {what.number} if wanted else set()
+        pending = note.pending if note is not None else None
+        normal: Any = (x, batch_mean, deviation, weight)
+        if isinstance(pending, Gradient):
+            rectified, written = self._rectified[memory_id(pending.result)], None
+            wanted = pending.number in self._wanted_before
+            if wanted or pending.more is not None:  # the same kernel writes the gradient, too
+                written = gradient
+                self._wanted |= {pending.number} if wanted else set()
                 del self._notes[memory_id(gradient)]
-            result = None if rectified.again(own_mean) else what.result
-            found = kernels.backward(what.gradient, what.more, *normal, rectified.bias, result, True, kept)
-            self.told["backward past the ReLU"] += 1
-            self.told["of them of a sum"] += what.more is not None
+            result = None if rectified.again(batch_mean) else pending.result
+            gradients = kernels.backward(pending.gradient, pending.more, *normal, rectified.bias, result, True, written)
+            self.counts["backward past the ReLU"] += 1
+            self.counts["of them of a sum"] += pending.more is not None
         else:
             self._settle(gradient)
-            found = kernels.backward(gradient, None, *normal, None, None, False, None)
-        return tuple(one if wanted else None for one, wanted in zip(found, mask, strict=True))
+            gradients = kernels.backward(gradient, None, *normal, None, None, False, None)
+        return tuple(each if wanted else None for each, wanted in zip(gradients, mask, strict=True))
 
     # Notes
 
-    def _noted(self, like: torch.Tensor, what: Norm | Sum | Gradient) -> torch.Tensor:
+    def _noted(self, like: torch.Tensor, pending: Norm | Sum | Gradient) -> torch.Tensor:
         y = torch.empty_like(like)
         if self._poison:
             y.fill_(float("nan"))
-        self._notes[memory_id(y)] = Note(y, what)
+        self._notes[memory_id(y)] = Note(y, pending)
         return y
 
     def _note(self, tensor: Any) -> Note | None:
-        """What is noted of all of a tensor."""
+        """The note of a tensor's memory, where the tensor is all of it."""
         note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
         return note if note is not None and note.is_of(tensor) else None
 
     def _forget(self) -> None:
-        """Notes of memory that nobody holds any more. Running statistics move on all the same."""
+        """Drop notes of memory that was freed. Their running statistics are updated all the same."""
         self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
         if self._untaken:
-            noted = [note.what.statistics for note in self._notes.values() if isinstance(note.what, Norm)]
+            noted = [note.pending.statistics for note in self._notes.values() if isinstance(note.pending, Norm)]
             self._take([statistics for statistics in self._untaken if statistics not in noted])
 
     def _take(self, statistics: Iterable[Statistics]) -> None:
@@ -218,14 +217,14 @@ class FusedNorms(TorchDispatchMode):
         self._untaken = [each for each in self._untaken if not each.taken]
 
     def _settle(self, values: Any) -> None:
-        """Write what is only noted: somebody reads it now."""
+        """Write pending results that are read now."""
         if self._notes:
             memories = memories_of(values)
             self._write(memories)
             self._take([each for each in self._untaken if each.memories() & memories])
 
     def _settle_before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write what is made of memory that is about to change."""
+        """Write pending results whose inputs are about to change."""
         if changed := memories_of(written_by(func, args, kwargs)):
             self._write([number for number, note in self._notes.items() if note.read() & changed])
             for rectified in self._rectified.values():
@@ -236,18 +235,18 @@ class FusedNorms(TorchDispatchMode):
             note = self._notes.pop(number, None)
             if note is None:
                 continue
-            if isinstance(note.what, Sum) and note.what.one is None:  # what others are still to read changes
-                self._write([one for one, other in self._notes.items() if number in other.read()])
+            if isinstance(note.pending, Sum) and note.pending.first is None:  # in place: others read the old value
+                self._write([other for other, reader in self._notes.items() if number in reader.read()])
             note.write()
-            if isinstance(note.what, Gradient):
-                self._wanted.add(note.what.number)
+            if isinstance(note.pending, Gradient):
+                self._wanted.add(note.pending.number)
 
     def explain(self) -> str:
-        """For people: what is done in one go."""
-        return "in kernels of their own: " + ", ".join(f"{count} {what}" for what, count in self.told.items())
+        """Which operations were fused, in words."""
+        return "in kernels of their own: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
 
 
-_OWN: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm.default: FusedNorms._norm,
     _aten.add.Tensor: FusedNorms._add,
     _aten.add_.Tensor: FusedNorms._add,
@@ -260,8 +259,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 def is_clean(values: Iterable[torch.Tensor]) -> bool:
     """Whether there is no NaN in any of them; the host waits for the answer."""
-    found = [value.isnan().any() for value in values if value.is_floating_point()]
-    return not found or not bool(torch.stack(found).any())
+    has_nan = [value.isnan().any() for value in values if value.is_floating_point()]
+    return not has_nan or not bool(torch.stack(has_nan).any())
 
 
 def _alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What :mod:`.fused_norm` notes of memory that nobody has written to yet: what belongs there, how it gets there."""
+"""Results that :mod:`.fused_norm` has put off: the memory is allocated, and a note says what to write there."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _aten = torch.ops.aten
 
 
 class Statistics:
-    """Mean and deviation of what a normalisation was given; they are taken when its result is written, or is wanted."""
+    """Mean and deviation of a normalisation's input, computed when its result is written, or when they are read."""
 
     def __init__(self, x: torch.Tensor, running: tuple[Any, Any], momentum: float, epsilon: float) -> None:
-        self._x, self._running, self._how = x, running, (momentum, epsilon)
+        self._x, self._running, self._options = x, running, (momentum, epsilon)
         self.mean, self.deviation = kernels.per_channel(x, running[0]), kernels.per_channel(x, running[0])
         self.taken = False
 
     def take(self, y: torch.Tensor | None = None, *behind: Any) -> None:
-        """Take them; and write what is normalised by them, given what is behind it, in one go."""
+        """Compute them; with ``y``, the same kernel writes the normalised result, with addition and ReLU."""
         if not self.taken:
             self.taken = True
             behind = behind or (None, None, None, False)
-            kernels.forward_(y, self.mean, self.deviation, self._x, *self._running, *self._how, *behind)
+            kernels.forward_(y, self.mean, self.deviation, self._x, *self._running, *self._options, *behind)
 
     def memories(self) -> set[int]:
-        """What is written when they are taken."""
-        return {memory_id(one) for one in (self.mean, self.deviation, *self._running) if one is not None}
+        """The memory that is written when they are computed."""
+        return {memory_id(tensor) for tensor in (self.mean, self.deviation, *self._running) if tensor is not None}
 
 
 @dataclass
 class Norm:
-    """A normalisation that was called: its input, what is learned of it, and what is added to it."""
+    """A pending normalisation: its input, the statistics of the batch, and what is added to the result."""
 
     x: torch.Tensor
     statistics: Statistics
@@ -62,29 +62,29 @@ class Norm:
 
 @dataclass
 class Sum:
-    """A sum of two gradients; in place, the first one is what the memory holds as yet."""
+    """A pending sum of two gradients; ``first`` is None where it is in place: then the memory holds it."""
 
-    one: torch.Tensor | None
-    other: torch.Tensor
+    first: torch.Tensor | None
+    second: torch.Tensor
 
     def write(self, y: torch.Tensor) -> None:
-        if self.one is None:
-            y.add_(self.other)
+        if self.first is None:
+            y.add_(self.second)
         else:
-            torch.add(self.one, self.other, out=y)
+            torch.add(self.first, self.second, out=y)
 
     def read(self) -> list[torch.Tensor | None]:
-        return [self.one, self.other]
+        return [self.first, self.second]
 
 
 @dataclass
 class Gradient:
-    """A ReLU's backward that was called: the gradient behind it, perhaps the sum of two, and the ReLU's result."""
+    """A pending backward of a ReLU: the incoming gradient, perhaps in two terms, and the ReLU's result."""
 
     gradient: torch.Tensor
     more: torch.Tensor | None
     result: torch.Tensor
-    number: int  # of the step's
+    number: int  # of this gradient in the step
 
     def write(self, y: torch.Tensor) -> None:
         gradient = self.gradient if self.more is None else torch.add(self.gradient, self.more, out=y)
@@ -95,51 +95,48 @@ class Gradient:
 
 
 class Note:
-    """What belongs into memory that nobody has written to yet."""
+    """The result that belongs into unwritten memory."""
 
-    def __init__(self, y: torch.Tensor, what: Norm | Sum | Gradient) -> None:
-        self.what = what
-        self.memory = StorageWeakRef(y.untyped_storage())  # while it is referred to, no other memory gets its number
+    def __init__(self, y: torch.Tensor, pending: Norm | Sum | Gradient) -> None:
+        self.pending = pending
+        self.memory = StorageWeakRef(y.untyped_storage())  # while it lives, no other storage gets its id
         self._kind: Any = {"dtype": y.dtype, "device": y.device}
         self._where = y.storage_offset(), y.shape, y.stride()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of that memory, and not a view of it."""
-        return self._kind["dtype"] is tensor.dtype and self._where == (
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
+        where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return self._kind["dtype"] is tensor.dtype and self._where == where
 
-    @torch.no_grad()  # autograd knows of the operations that were noted; of how they are carried out it need not
+    @torch.no_grad()  # autograd has recorded the operations already
     def write(self) -> None:
-        """Write what belongs there, if there is anybody left who could read it."""
+        """Write the result, if a tensor that could read it is still alive."""
         storage = compat.storage_from_weak_pointer(self.memory.cdata)
         if storage is not None:
-            self.what.write(torch.empty(0, **self._kind).set_(storage, *self._where))
+            self.pending.write(torch.empty(0, **self._kind).set_(storage, *self._where))
 
     def read(self) -> set[int]:
-        return {memory_id(one) for one in self.what.read() if one is not None}
+        return {memory_id(tensor) for tensor in self.pending.read() if tensor is not None}
 
 
 class Rectified:
-    """The result of a ReLU behind a normalisation: it can be told again from what the normalisation was given."""
+    """The result of a ReLU after a normalisation. The backward pass may compute its sign again from the input."""
 
     def __init__(self, result: torch.Tensor, norm: Norm) -> None:
         self.result = StorageWeakRef(result.untyped_storage())
         self.bias = norm.bias
-        self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it names the call
+        self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it identifies the call
         self._version = _version(norm.bias)
-        self._read = {memory_id(one) for one in (result, *norm.read()) if one is not None}
-        self._as_it_was = norm.added is None
+        self._read = {memory_id(tensor) for tensor in (result, *norm.read()) if tensor is not None}
+        self._unchanged = norm.added is None
 
     def changes(self, changed: set[int]) -> None:
-        """Memory was written to, perhaps behind autograd's back (``bias.data``)."""
-        self._as_it_was = self._as_it_was and not self._read & changed
+        """Memory was written to, perhaps past autograd (``bias.data``)."""
+        self._unchanged = self._unchanged and not self._read & changed
 
     def again(self, mean: torch.Tensor) -> bool:
-        """Whether the ReLU's result needs not be read: it is above zero where the normalisation with that mean is."""
-        return self._as_it_was and self._mean.cdata == memory_id(mean) and self._version == _version(self.bias)
+        """Whether the kernel can compute the sign again instead of reading the ReLU's result."""
+        return self._unchanged and self._mean.cdata == memory_id(mean) and self._version == _version(self.bias)
 
 
 def _version(tensor: torch.Tensor | None) -> int | None:
