@@ -1,7 +1,7 @@
 """Whether results are as exact as plain execution's: what is asked of code that rounds at other places.
 
 A compiler adds in another order and keeps more or fewer digits in between, so its results are not plain execution's to
-the bit. To ask that they be close to them is asking the wrong thing: in a deep net in bfloat16 plain execution itself
+the bit. To ask that they be close would be the wrong question: in a deep net in bfloat16 plain execution itself
 is far from what exact arithmetic gives, and two honest ways are as far from each other. The question is whether the
 other way is *further from exact results* than plain execution is. In an example with four results, as norms:
 
@@ -84,18 +84,18 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
     others = [result for result in results if not _is_noise(result, largest)]
     if any(other.plain >= other.size for other in others):
         raise CannotBeExact("plain execution itself has nothing in common with exact results")
-    level = max((one.plain for one in noise), default=0.0)
+    level = max((result.plain for result in noise), default=0.0)
     luck = min(most_luck, max(map(_luck, others), default=leap))
     luck = max(luck, leap)
     accepted, worst = True, 0.0
-    for one in noise:
-        more = one.floor * largest
-        accepted &= one.ours <= _TWICE * level + more
-        worst = max(worst, _times(one.ours, level + more))
-    for one in others:
-        more = (one.floor + luck) * one.size
-        accepted &= one.ours <= min(_TWICE * one.plain + more, (one.plain + one.size) / 2)
-        worst = max(worst, _times(one.ours, one.plain + more))
+    for result in noise:
+        more = result.floor * largest
+        accepted &= result.ours <= _TWICE * level + more
+        worst = max(worst, _times(result.ours, level + more))
+    for result in others:
+        more = (result.floor + luck) * result.size
+        accepted &= result.ours <= min(_TWICE * result.plain + more, (result.plain + result.size) / 2)
+        worst = max(worst, _times(result.ours, result.plain + more))
     ours, plain = (
         (math.hypot(*values) for values in zip(*map(_relative, others), strict=True)) if others else (1.0, 1.0)
     )

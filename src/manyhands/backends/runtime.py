@@ -240,12 +240,12 @@ class Comparison(NamedTuple):
 
 def compared(runtime: Runtime, results: Sequence[object], expected: Sequence[object]) -> Comparison:
     same, worst, close = True, 0.0, True
-    for one, other in zip(results, expected, strict=False):
-        mine, theirs = runtime.numbers(one), runtime.numbers(other)
+    for ours, plain in zip(results, expected, strict=False):
+        mine, theirs = runtime.numbers(ours), runtime.numbers(plain)
         if mine is None or theirs is None:
-            if mine is not theirs or type(one) is not type(other) or not (one is other or one == other):
+            if mine is not theirs or type(ours) is not type(plain) or not (ours is plain or ours == plain):
                 return _UNLIKE
-        elif runtime.kind(one) != runtime.kind(other):
+        elif runtime.kind(ours) != runtime.kind(plain):
             return _UNLIKE
         else:
             equal, far = difference(mine, theirs)

@@ -145,19 +145,19 @@ class Parallel(ParallelFunction[P, R]):
 
     def _must_be_watched(self, call: Call, reached: Reached) -> None:
         """Everything that is no tensor takes part in a trace as it is: a change of it has to be noticed."""
-        for one in call.others:
-            if isinstance(one, self.backend.BY_VALUE) or callable(one) or not is_foreign(type(one)):
+        for value in call.others:
+            if isinstance(value, self.backend.BY_VALUE) or callable(value) or not is_foreign(type(value)):
                 continue
-            if self.backend.tasks.parts_of(one) is None:
+            if self.backend.tasks.parts_of(value) is None:
                 raise CannotTrace(
-                    f"an argument is a {type(one).__name__}, whose content may change unnoticed: make it a tensor"
+                    f"an argument is a {type(value).__name__}, whose content may change unnoticed: make it a tensor"
                 )
-        for one in reached.objects:
-            if (kind := why_unwatched(one)) is not None:
+        for value in reached.objects:
+            if (kind := why_unwatched(value)) is not None:
                 raise CannotTrace(f"it uses {kind}, and what comes of that cannot be known")
-        for one in reached.arrays:
-            if getattr(one, "nbytes", 0) > _WATCHED:
-                shape = getattr(one, "shape", None)
+        for value in reached.arrays:
+            if getattr(value, "nbytes", 0) > _WATCHED:
+                shape = getattr(value, "shape", None)
                 raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({shape})")
 
     def _compare(
@@ -168,7 +168,7 @@ class Parallel(ParallelFunction[P, R]):
         if run is None:
             return
         written = {id(write) for write in traced.writes}
-        before = [(one, value) for one, value in before if id(one) in written]
+        before = [(variable, value) for variable, value in before if id(variable) in written]
         if len(before) < len(written):
             planned.notes.append(f"{way} is not used: it writes to variables that cannot be put back")
             return

@@ -150,7 +150,7 @@ class Pieces:
                 turn = len(pieces) <= len(plain)
         if turn is None:
             return self._planned.run((), arguments, keywords)
-        way = self._alone if turn else lambda *given: self._plainly((), *given)
+        way = self._alone if turn else lambda *call: self._plainly((), *call)
         result, times = self._backend.timed_call(lambda: way(arguments, keywords))
         self._turns[turn].append(times)
         return result

@@ -62,7 +62,7 @@ class _Walk:
                 self._users[memory] = self._users.get(memory, 0) + 1
 
     def too_much(self, task: int, most: int) -> int:
-        """How many bytes too many are held with what a task makes; none where it makes nothing."""
+        """How many bytes above the limit a task's results would be; 0 where it makes none."""
         new = sum(self.footprint.sizes[memory] for memory in self._new(task))
         return max(0, self.held + new - most) if new else 0
 

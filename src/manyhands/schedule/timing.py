@@ -10,7 +10,7 @@ _TURNS = 3
 
 
 def rounds(alternatives: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterator[list[float]]:
-    """Round after round, without end, the seconds of each way; each round begins with another of them."""
+    """Endless rounds: the seconds of each alternative. Each round begins with another one."""
     first = 0
     while True:
         order = [*range(first, len(alternatives)), *range(first)]
@@ -20,6 +20,6 @@ def rounds(alternatives: Sequence[_Way], seconds_of: Callable[[_Way], float]) ->
 
 
 def in_turns(first: _Way, second: _Way, seconds_of: Callable[[_Way], float]) -> tuple[float, float]:
-    """The seconds of each in its best turn: what disturbs only ever adds to them."""
+    """The seconds of each in its best turn: disturbances only ever add to them."""
     turns = [times for _, times in zip(range(_TURNS), rounds((first, second), seconds_of), strict=False)]
     return min(times[0] for times in turns), min(times[1] for times in turns)

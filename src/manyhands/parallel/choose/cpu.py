@@ -53,14 +53,14 @@ def choose(
     tried += [(way, scheduled, count) for way, scheduled in candidates(measured, count, best)]
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     best.schedule = one_lane(measured)
-    ways: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
+    accepted: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
 
     def add(way: Way, run: Run, scheduled: Schedule, threads: int, results: Sequence[Value]) -> None:
         refused, exactness = judge.refused(results)
         if refused is not None:
             best.notes.append(f"{way} is not used: {refused}")
         else:
-            ways[way] = (run, scheduled, threads, exactness)
+            accepted[way] = (run, scheduled, threads, exactness)
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
@@ -78,12 +78,12 @@ def choose(
             continue
         add(way, replaying(run), scheduled, threads, results)
     with backend.untouched(trace, call.tensors) as put_back:
-        times = race([lambda run=run: run(*call.given) for run, *_ in ways.values()], put_back)  # type: ignore[misc]
-    best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
-    ratios = {way: _ratio(seconds, times[0]) for way, seconds in zip(ways, times, strict=True)}
+        times = race([lambda run=run: run(*call.given) for run, *_ in accepted.values()], put_back)  # type: ignore[misc]
+    best.seconds.update(zip(accepted, map(statistics.median, times), strict=True))
+    ratios = {way: _ratio(seconds, times[0]) for way, seconds in zip(accepted, times, strict=True)}
     fastest = min(ratios, key=ratios.__getitem__)
     if fastest != AS_WRITTEN and ratios[fastest] < _CLEARLY:
-        best.run, best.schedule, best.threads, best.exactness = ways[fastest]
+        best.run, best.schedule, best.threads, best.exactness = accepted[fastest]
         best.way = fastest
     best.peaks = Peaks(_peak(best.schedule, footprint), plain)
 

@@ -58,7 +58,7 @@ _EXACT = (bool, int, str, bytes)  # equal values of these types are written alik
 
 
 def recogniser(call: Call) -> Fits | None:
-    """The code for calls like this one; None where its arguments have a shape that only a signature tells."""
+    """The code for calls like this one; None where only a signature can tell calls apart."""
     writer = _Writer(call)
     try:
         writer.walk(call.arguments, "arguments")
@@ -69,7 +69,7 @@ def recogniser(call: Call) -> Fits | None:
 
 
 class _Unknown(Exception):
-    """A part of the arguments that is better left to the signature."""
+    """A part of the arguments that only the signature can compare."""
 
 
 class _Writer:
@@ -158,7 +158,7 @@ class _Writer:
         else:
             self._lines.append("return []")
         body = "\n".join(f"        {line}" for line in self._lines)
-        # Whatever a strange tensor raises when it is asked, the signature is the one to deal with it.
+        # If a tensor raises when it is asked, the signature is built, and deals with it.
         source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
         return function("signature", source, self._names)
 

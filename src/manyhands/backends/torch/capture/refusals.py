@@ -1,7 +1,7 @@
 """What a call, its arguments and its results must be like to be planned; :class:`CannotTrace` says what is not so.
 
-A plan gives new tensors, and does operations on tensors: nothing else that a function could do to what it was given, or
-that its results could be, comes of it.
+A plan runs operations on tensors and gives new tensors. It does nothing else to arguments, and its results are nothing
+else.
 """
 
 from __future__ import annotations

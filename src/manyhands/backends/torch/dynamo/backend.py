@@ -4,8 +4,8 @@ PyTorch makes of a model a graph of its forward pass and one of its backward pas
 function of tensors like any other, and is planned as such when it is first called, with the shapes that it then has:
 traced, measured, proved, compared with the graph as it is, and kept as it is where lanes give nothing.
 
-A graph's results may be its arguments, or views of them (what the backward pass needs of the forward pass), which a
-planned function may not have. They are computed apart: there is nothing to plan about them.
+A planned function gives new tensors. A graph's results may also be its arguments or views of them (what the backward
+pass needs of the forward pass): those are computed apart, as there is nothing to plan about them.
 
 What the forward pass keeps for the backward pass stays where its CUDA graph wrote it, and the CUDA graph of the
 backward pass reads it there. A forward pass that is called while the kept tensors of the one before are still needed
@@ -145,7 +145,7 @@ class _PlannedGraph:
         for at in self._kept:
             self._places.add(_place(results[at]))
         first = self._kept[0]
-        results[first] = results[first].detach()  # another object at every call: it lives as long as it is needed
+        results[first] = results[first].detach()  # a new object at every call, alive as long as somebody needs it
         self._holder = weakref.ref(results[first])
         return results
 

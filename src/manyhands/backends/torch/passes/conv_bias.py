@@ -2,8 +2,8 @@
 
 On a GPU a convolution's bias is no part of its kernel: another one goes over the whole result to add it, and the
 backward pass goes over the whole gradient once more to sum it up. In a trace both are hidden in the convolution, which
-is no operation that is compiled. Taken out, they are small operations like others, and cost next to nothing in the
-kernels that read and write these tensors anyway:
+is not compiled. Taken out, they are small operations like others, and cost next to nothing in the kernels that read
+and write these tensors anyway:
 
     y = convolution(x, w, bias)                       y = convolution(x, w, None)
     z = batch_norm(y)                                 z = batch_norm(y + bias)

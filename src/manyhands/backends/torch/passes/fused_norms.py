@@ -226,10 +226,21 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
         for number in range(3)
     )
     with rewriting.graph.inserting_before(at):
-        kept = None
+        masked_gradient = None
         if fused and len(gradient.users) > 1:
-            kept = rewriting.empty(gradient.meta["val"])
-        inputs = (incoming, more, x, norm.mean, norm.deviation, weight, bias if fused else None, result, fused, kept)
+            masked_gradient = rewriting.empty(gradient.meta["val"])
+        inputs = (
+            incoming,
+            more,
+            x,
+            norm.mean,
+            norm.deviation,
+            weight,
+            bias if fused else None,
+            result,
+            fused,
+            masked_gradient,
+        )
         whole = rewriting.call(kernels.backward, inputs, forms)
         ours = [rewriting.part(whole, number) for number in range(3)]
     for number, old in parts(node).items():
@@ -238,8 +249,8 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
             rewriting.graph.erase_node(part)
     rewriting.graph.erase_node(node)
     if fused:
-        if kept is not None:
-            gradient.replace_all_uses_with(kept)
+        if masked_gradient is not None:
+            gradient.replace_all_uses_with(masked_gradient)
         rewriting.graph.erase_node(gradient)
     return Counter({"backward past the ReLU" if fused else "backward": 1})
 

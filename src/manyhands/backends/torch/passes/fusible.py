@@ -1,4 +1,4 @@
-"""Which operations of a trace are small: pure, and of a kind that a compiler makes one kernel of with others."""
+"""Which operations of a trace are small: pure, and of a kind that a compiler fuses with others into one kernel."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def tensors(node: Node) -> Iterator[torch.Tensor]:
 
 
 def like(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor of the same form that no memory stands behind: what another operation of a trace would give."""
+    """A fake tensor of the same form, as the result of another operation of a trace."""
     with FakeTensorMode():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)

@@ -50,7 +50,7 @@ def _replaceable(trace: Trace) -> dict[Node, OpOverload]:
         if step.node in candidates and not trace.storages[step.node] & of_caller:
             continue
         schema: Any = getattr(step.node.target, "_schema", None)
-        aliases = schema is None or any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+        aliases = schema is None or any(entry.alias_info is not None for entry in (*schema.arguments, *schema.returns))
         if aliases or step.node in candidates or step.node.target in HIDDEN_VIEWS:
             touched = [step.node, *step.nodes, *step.node.all_input_nodes]
             shared |= {memory for node in touched for memory in _memories(node)}

@@ -176,7 +176,7 @@ def _units(trace: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list
     regions = [_without_outside_views(trace, members) for members in _sets(member, root) if len(members) > 1]
     regions = [members for members in regions if _computing(trace, members) >= _LEAST]
     alone = sorted(set(range(len(steps))).difference(*regions))
-    return [*(_Unit(members, compiler) for members in regions), *(_Unit([one]) for one in alone)]
+    return [*(_Unit(members, compiler) for members in regions), *(_Unit([step]) for step in alone)]
 
 
 def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
@@ -226,13 +226,15 @@ def _without_outside_views(trace: Trace, members: list[int]) -> list[int]:
     left = list(members)
     while True:
         inside = {node for step in left for node in trace.steps[step].nodes}
-        made = {memory for step in left if not is_view(trace.steps[step]) for memory in trace.steps[step].task.writes}
+        computed = {
+            memory for step in left if not is_view(trace.steps[step]) for memory in trace.steps[step].task.writes
+        }
         remaining = [
             step
             for step in left
             if not is_view(trace.steps[step])
             or not any(_escapes(node, inside) for node in trace.steps[step].nodes)
-            or _memories(trace.steps[step]) <= made
+            or _memories(trace.steps[step]) <= computed
         ]
         if len(remaining) == len(left):
             return remaining

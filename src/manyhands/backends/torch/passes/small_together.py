@@ -1,7 +1,7 @@
 """Small operations done together: casts of weights, and counters of batches.
 
 Under autocast each weight is cast when its layer comes, and each BatchNorm counts its batches: in ResNet-18 nearly
-forty kernels that do next to nothing, each of which a GPU has to start and to end. One operation over a list replaces
+forty tiny kernels, each of which a GPU has to start and to end. One operation over a list replaces
 all of a kind; results are the same to the bit:
 
     a16 = _to_copy(a)                      a16, b16, c16 = empty, empty, empty

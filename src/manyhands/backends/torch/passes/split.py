@@ -106,21 +106,25 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
     node, lists, first = step.node, _lists(step.node), _first(step.node)
     if not first or not str(node.target).startswith(_OVER_LISTS):
         return False
-    if first[0].device.type not in kinds or len({(one.device, one.dtype) for one in first}) > 1:
+    if first[0].device.type not in kinds or len({(item.device, item.dtype) for item in first}) > 1:
         return False
     # A tensor beside the lists may hold a number for each place.
-    given = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, Node)]
+    beside = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, Node)]
     results = node.meta.get("val") or ()
-    if any(one.meta["val"].numel() > 1 for one in given) or any(u.target is not operator.getitem for u in node.users):
+    if any(item.meta["val"].numel() > 1 for item in beside) or any(
+        u.target is not operator.getitem for u in node.users
+    ):
         return False
-    if [result.shape for result in results] not in ([], [one.shape for one in first]):
+    if [result.shape for result in results] not in ([], [item.shape for item in first]):
         return False  # a norm of each tensor: how it is summed up may depend on the largest of the list
     # PyTorch has one kernel for a list of tensors that are all alike at their place, and a loop otherwise.
     alike = [
         all(
-            _form(value) == _form(one) for tensors in lists if isinstance(value := _value(tensors[place]), torch.Tensor)
+            _form(value) == _form(item)
+            for tensors in lists
+            if isinstance(value := _value(tensors[place]), torch.Tensor)
         )
-        for place, one in enumerate(first)
+        for place, item in enumerate(first)
     ]
     return str(node.target).startswith(FUSED_UPDATES) or len(set(alike)) == 1
 

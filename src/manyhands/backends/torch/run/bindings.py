@@ -48,7 +48,7 @@ def native(node: Node) -> Callable[..., Any]:
 
 
 def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Such an update takes gradients that lie in memory as their weights do, and nothing else.
+    """A fused update for gradients of any layout: PyTorch's takes only gradients laid out as their weights are.
 
     Autograd sees to that when it keeps a gradient, but a trace has seen made-up ones: a library's kernel may lay out
     its results in another way than its description says.
@@ -91,7 +91,7 @@ def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def into_memory(node: Node) -> Callable[..., Any]:
-    """The same for an operation that is written to memory which is there, ``out``."""
+    """The same for an operation that writes to existing memory, ``out``."""
     binding = native(node)
     return binding.overloadpacket.out if isinstance(binding, OpOverload) else binding
 

@@ -5,8 +5,8 @@ where the schedule has them. One thread issues it. Work on the CPU between work 
 its turn comes; before that the host waits for copies that it reads. Run by :mod:`.streams`, :mod:`.cuda_graph`.
 
 Memory: a result belongs to the stream it was made on, and its memory is used again by later work on that stream. So
-it is let go where the schedule's own waits have brought that stream behind all of its users, and not earlier: no luck
-with timing, no ``record_stream``.
+it is freed where the schedule's own waits have brought that stream behind all of its users, and not earlier: nothing
+depends on timing, and no ``record_stream`` is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Stamps = dict[int, list[Any]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine hands over: each lane's device, a lane per step, the order of issue, the waits."""
+    """What a run needs of a schedule: each lane's device, a lane per step, the order of issue, the waits."""
 
     devices: Sequence[str]
     lane_of: Sequence[int]
@@ -44,7 +44,7 @@ class Plan:
 
 
 def plan_of(schedule: Schedule) -> Plan:
-    """What matters here of a schedule."""
+    """The schedule as a plan."""
     return Plan([lane.device for lane in schedule.lanes], schedule.lane_of, schedule.order, schedule.waits)
 
 
@@ -179,7 +179,7 @@ def on_cpu(step: Step) -> bool:
 
 
 class _Marks:
-    """The lines about streams: which one is current, what it waits for, where others may wait."""
+    """Writes the lines about streams: which one is current, what it waits for, where others may wait."""
 
     def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, code: Code) -> None:
         self._trace, self._plan, self._code, self._streams = trace, plan, code, streams

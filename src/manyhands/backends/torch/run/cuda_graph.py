@@ -1,7 +1,7 @@
 """Runs the code of lanes on a GPU, captured in one CUDA graph and replayed.
 
 A graph's memory is always the same: arguments are copied in, and results copied out to memory of the caller's own. Both
-are done by the graph itself where they can be (:mod:`torch_graph_copies`); otherwise before and after it.
+are done by the graph itself where they can be (:mod:`.graph_copies`); otherwise before and after it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing, str
 from manyhands.errors import CannotCompile
 
 _LIKELY = 32  # calls in a row whose arguments are in the same places
-_LITTLE = 1 / 100  # of the device's memory: results that may be there twice, once for each graph of a run
+_LITTLE = 1 / 100  # of the device's memory: results may be there twice, if they take no more
 _of_thread = threading.local()
 
 
 @contextmanager
 def only_tried() -> Iterator[None]:
-    """Calls of this thread that try runs out: nothing follows from where their arguments are."""
+    """Calls of this thread are trials: where their arguments lie says nothing about later calls."""
     before = getattr(_of_thread, "tries", False)
     _of_thread.tries = True
     try:
@@ -159,7 +159,7 @@ class GraphRun:
         return _Captured(graph, outputs, copies_in, copies_out, replay)
 
     def _as_before(self, outputs: list[Any]) -> list[Any]:
-        """They are copied as bytes: they have to have the form that fresh memory is made in."""
+        """Refuse outputs of another form than fresh memory has: they are copied as bytes."""
         if [_form(output) for output in outputs] != self._forms:
             raise CannotCompile("results came out in another form when they were captured")
         return outputs

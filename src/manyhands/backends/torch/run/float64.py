@@ -1,4 +1,4 @@
-"""Runs a trace in float64: what its results would be if nothing were rounded on the way (nearly).
+"""Runs a trace in float64: what its results would be if (nearly) nothing were rounded on the way.
 
 Plain execution rounds, compiled code rounds at other places; which of the two is nearer to the truth is seen only from
 a third one (:mod:`exactness`). A trace is operations on tensors with their types written out, so it can be run with
@@ -88,9 +88,9 @@ class _Wide(Interpreter):
 
     def __init__(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(trace.module)
-        given = [*tensors, *trace.constant_values()]
+        callers = [*tensors, *trace.constant_values()]
         whole = any(str(node.target).startswith("aten.as_strided") for node in trace.module.graph.nodes)
-        self.of = _widened({id(one): one for one in given}, whole)
+        self.of = _widened({id(tensor): tensor for tensor in callers}, whole)
         self._node: Node | None = None
 
     def run_node(self, n: Node) -> Any:
@@ -130,10 +130,10 @@ class _Wide(Interpreter):
             result = attention(target, args, kwargs, metas)
         else:
             result = target(*args, **kwargs)
-        if target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns):
+        if target in HIDDEN_VIEWS or any(returned.alias_info is not None for returned in schema.returns):
             return result
         if isinstance(result, (list, tuple)):
-            parts = [_in_form(one, meta) for one, meta in zip(result, metas, strict=True)]
+            parts = [_in_form(returned, meta) for returned, meta in zip(result, metas, strict=True)]
             return parts if isinstance(result, list) else tuple(parts)
         return _in_form(result, metas)
 
@@ -182,23 +182,23 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
     ``whole``: with all of the memory that a tensor lies in, because places in it are named by their numbers.
     """
     groups: dict[int, list[torch.Tensor]] = {}
-    for one in tensors.values():
-        groups.setdefault(compat.memory_id(one), []).append(one)
+    for tensor in tensors.values():
+        groups.setdefault(compat.memory_id(tensor), []).append(tensor)
     spans = [span for group in groups.values() if (span := span_of(group[0])) is not None]
     if len(joined(spans)) < len(spans):
         raise CannotBeExact("two tensors lie in one memory, and PyTorch does not know it (from_numpy)")
-    found: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     for group in groups.values():
         first = group[0]
-        if len({one.dtype for one in group}) > 1:
+        if len({tensor.dtype for tensor in group}) > 1:
             raise CannotBeExact("two tensors see one memory as numbers of different types")
-        low = 0 if whole else min(one.storage_offset() for one in group)
+        low = 0 if whole else min(tensor.storage_offset() for tensor in group)
         high = first.untyped_storage().nbytes() // first.element_size() if whole else max(map(_end, group))
         flat = first.detach().as_strided((high - low,), (1,), low)
         base = flat.to(_WIDE[first.is_complex()] if _is_number(first) else first.dtype, copy=True)
-        for one in group:
-            found[id(one)] = base.as_strided(one.shape, one.stride(), one.storage_offset() - low)
-    return found
+        for tensor in group:
+            copies[id(tensor)] = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - low)
+    return copies
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -270,8 +270,8 @@ def _distance(ours: Any, plain: Any, exactly: Any, coarse: float, before: torch.
         return Distance(math.inf, 0.0, 1.0, 0.0)
     floor = 0.0
     if _is_number(plain):
-        own = torch.finfo(plain.dtype).eps
-        floor = max(4 * own if own > 1e-5 else 64 * own, 4 * coarse if plain.numel() < _FEW else 0.0)
+        eps = torch.finfo(plain.dtype).eps
+        floor = max(4 * eps if eps > 1e-5 else 64 * eps, 4 * coarse if plain.numel() < _FEW else 0.0)
     elif torch.equal(plain, exactly) and not torch.equal(ours, plain):
         return Distance(math.inf, 0.0, 1.0, 0.0)
     finite = plain.isfinite()

@@ -1,4 +1,4 @@
-"""Results in memory of the caller's own."""
+"""Copies of results, in memory that belongs to the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the code of lanes on GPUs, issued anew at every call; and why one CUDA graph would not do instead.
+"""Runs the code of lanes on GPUs, issued anew at every call; and says why a trace cannot be one CUDA graph.
 
 A graph (:mod:`.cuda_graph`) takes the host out of the way, but its memory is always the same. Issuing anew costs
 the host some microseconds an operation, and gives fresh results: better where much goes to the host, and the only way
@@ -150,15 +150,15 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> 
         with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
             yield
     except BaseException:
-        _let_draw_again(device)
+        _reset_generator(device)
         raise
 
 
-def _let_draw_again(device: torch.device) -> None:
-    """After a capture that failed: the GPU's random numbers may still be thought to be in it.
+def _reset_generator(device: torch.device) -> None:
+    """Reset the GPU's random generator after a capture that failed: PyTorch may still take it for captured.
 
-    A capture that succeeds takes and gives back the same numbers, so that graphs captured before keep theirs. Where
-    there can be none, they get a state of their own, which other graphs know nothing of.
+    A capture that succeeds takes and gives back the generator's state, so graphs captured before keep theirs. Where no
+    capture succeeds, the generator gets a copy of its state, which other graphs do not share.
     """
     try:
         with torch.cuda.device(device), warnings.catch_warnings():

@@ -17,7 +17,7 @@ import torch
 
 
 class _Worker:
-    """A thread that does one job after the other; it sleeps between them."""
+    """A thread that does jobs one after the other, and sleeps between them."""
 
     def __init__(self, number: int) -> None:
         self._go, self._over = closed_lock(), closed_lock()

@@ -1,4 +1,4 @@
-"""The modes through which tensors come into being on virtual devices, in every thread."""
+"""The modes that create tensors on virtual devices, in every thread."""
 
 from __future__ import annotations
 
