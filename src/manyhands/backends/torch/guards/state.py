@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, compiled
 from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_installed, is_odd
 from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
-from manyhands.code_names import function_behind, making, members, modules_named, why_unwatched, words_of
+from manyhands.code_names import function_behind, making, members, modules_named, slots_of, why_unwatched, words_of
 from manyhands.errors import CannotTrace, NotYet
 
 # What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
@@ -203,17 +203,14 @@ class Outside:
     def _object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._dict(vars(value), name, whole=True)
-        for owner in type(value).__mro__:
-            slots = vars(owner).get("__slots__", ())
-            for word in (slots,) if isinstance(slots, str) else slots:
-                if word.startswith("__"):
-                    continue
-                if (content := getattr(value, word, _NOTHING)) is _NOTHING:
-                    self.spaces.empty(value, word, f"{name}.{word}")
-                else:
-                    self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
-                    self._visit(content, f"{name}.{word}")
-        self._class(type(value))
+        cls: type = type(value)
+        for word in slots_of(cls):
+            if (content := getattr(value, word, _NOTHING)) is _NOTHING:
+                self.spaces.empty(value, word, f"{name}.{word}")
+            else:
+                self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
+                self._visit(content, f"{name}.{word}")
+        self._class(cls)
 
     def _class(self, cls: type) -> None:
         """A class of the user's: what it has under words of the code becomes facts when all code is known."""
