@@ -112,14 +112,18 @@ def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
 
 
 class _Listener(TorchDispatchMode):
-    def __init__(self) -> None:
+    """Hears what arrives at the dispatcher. The operation itself is not done: a trace knows what it gives."""
+
+    def __init__(self, node: Node) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.heard: list[tuple[Any, list[Any]]] = []
+        self._node = node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # a fake tensor is asked for its device
-            self.heard.append((func, _written_out(func, args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a fake tensor is asked for its device
+            return func(*args, **(kwargs or {}))
+        self.heard.append((func, _written_out(func, args, kwargs or {})))
+        return self._node.meta["val"] if func is self._node.target else func(*args, **(kwargs or {}))
 
 
 def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
@@ -129,7 +133,7 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
             arguments = [_fake(value) for value in node.args]
             named = {name: _fake(value) for name, value in node.kwargs.items()}
             expected = _written_out(node.target, arguments, named)
-            with _Listener() as listener:
+            with _Listener(node) as listener:
                 candidate(*arguments, **named)
     except Exception:  # it takes other arguments, or fake tensors cannot do it
         return False
