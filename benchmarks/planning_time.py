@@ -2,6 +2,7 @@
 
     python benchmarks/planning_time.py                   three functions, each in processes of its own
     python benchmarks/planning_time.py --only resnet     one of them
+    python benchmarks/planning_time.py --parts           processor time of capture and guards, and what a call asks
     PYTHONPATH=/elsewhere/src python benchmarks/planning_time.py    another state of the code
 
 A ResNet-18 training step, a stack of transformer blocks, and a net of Inception blocks in eval mode. The clock starts
@@ -13,6 +14,7 @@ with the folder that the first one has filled. What each part of planning took i
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import subprocess
 import sys
@@ -84,20 +86,55 @@ def one(name: str) -> None:
     print(f"{spent:6.2f} s, processor {own:5.2f} s, {tasks} tasks; {parts}", flush=True)
 
 
+def parts(name: str) -> None:
+    """Capture and guards by the processor's time, whatever plan would win; and what asking the guards takes."""
+    import torch
+    import torch._dynamo
+
+    from manyhands.backends.torch import planning
+
+    torch.manual_seed(0)
+    function, arguments = FUNCTIONS[name](torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    begin = time.process_time()
+    trace: Any = planning.trace(function, planning.call(arguments, {}))
+    captured = time.process_time()
+    extra = (trace,) if "trace" in inspect.signature(planning.guards).parameters else ()
+    check: Any = planning.guards(function, arguments, {}, *extra)  # type: ignore[call-arg]
+    guarded = time.process_time()
+    asked, own = least_seconds(lambda: check(arguments, {})), least_seconds(trace.holds)
+    print(
+        f"capture {captured - begin:5.2f} s, guards {guarded - captured:5.2f} s; "
+        f"a call asks Dynamo {asked * 1e6:5.0f} us, our own guards {own * 1e6:5.0f} us",
+        flush=True,
+    )
+
+
+def least_seconds(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(30):
+        begin = time.process_time()
+        for _ in range(10):
+            work()
+        times.append((time.process_time() - begin) / 10)
+    return min(times)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=FUNCTIONS)
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--child", choices=FUNCTIONS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        one(given.child)
+        (parts if given.parts else one)(given.child)
         return 0
     for name in [given.only] if given.only else FUNCTIONS:
         with tempfile.TemporaryDirectory() as folder:
-            for when in ("first", "again"):
+            for when in ("parts",) if given.parts else ("first", "again"):
                 print(f"{name:<12} {when}: ", end="", flush=True)
                 environment = os.environ | {"MANYHANDS_CACHE": folder}
-                subprocess.run([sys.executable, __file__, "--child", name], env=environment, check=True)
+                command = [sys.executable, __file__, "--child", name, *(["--parts"] if given.parts else [])]
+                subprocess.run(command, env=environment, check=True)
     return 0
 
 
