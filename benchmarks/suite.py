@@ -30,6 +30,7 @@ import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -213,6 +214,8 @@ def child(given: argparse.Namespace) -> None:
         print("ready", flush=True)
         sys.stdin.readline()
     row: dict[str, Any] = {"name": program.name, "told": {}, "failed": {}, "first_s": {}, "explained": {}}
+    if given.no_graph:
+        row["failed"]["graph"] = given.no_graph
     compared = comparison(program, device, dtype)
     runs: dict[str, Callable[[], Any]] = {}
     for way in ways:
@@ -227,8 +230,18 @@ def child(given: argparse.Namespace) -> None:
         except Exception as error:
             traceback.print_exc()
             row["failed"][way] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            if way == "graph":
+                _begin_again(given, row["failed"][way])
     row["seconds"], row["waited"] = measured(runs, device, 2 if given.quick else ROUNDS)
     print(MARK + json.dumps(row), flush=True)
+
+
+def _begin_again(given: argparse.Namespace, why_no_graph: str) -> None:
+    """Start this process anew without the graph: a capture that failed may leave CUDA unusable."""
+    ways = ",".join(way for way in given.ways.split(",") if way != "graph")
+    command = [sys.executable, __file__, "--child", given.child, "--ways", ways, "--no-graph", why_no_graph]
+    sys.stderr.flush()
+    os.execv(sys.executable, [*command, *(["--quick"] if given.quick else [])])
 
 
 def _restore(name: str, value: str | None) -> None:
@@ -248,7 +261,8 @@ class Child:
         command = [sys.executable, __file__, "--child", name, "--ways", given.ways]
         command += ["--quick"] if given.quick else []
         command += ["--hold"] if hold else []
-        with Path(given.logs, f"{name}.txt").open("w") if given.logs else Path(os.devnull).open("w") as errors:
+        self._errors = Path(given.logs, f"{name}.txt")
+        with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
@@ -277,6 +291,15 @@ class Child:
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"go\n")
             self._process.stdin.flush()
+
+    def why_ended(self) -> str | None:
+        """The last line of the process's errors, if it has ended by itself."""
+        try:
+            status = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return None
+        lines = self._errors.read_text(errors="replace").splitlines()
+        return f"it ended with {status}: {lines[-1][:160] if lines else 'no message'}"
 
     def end(self) -> None:
         """End the process and what it started."""
@@ -318,7 +341,7 @@ class Suite:
             waiting = []
             for one in children:
                 if one.wait_for("ready", max(0.0, end - time.monotonic())) is None:
-                    self.left_out[one.name] = "did not get ready: it failed, or took too long to compile"
+                    self.left_out[one.name] = one.why_ended() or "took too long to compile"
                     one.end()
                 else:
                     waiting.append(one)
@@ -331,12 +354,13 @@ class Suite:
 
     def _take(self, one: Child, seconds: float) -> None:
         text = one.wait_for(MARK, max(0.0, seconds))
-        one.end()
         if text is None:
-            late = "no time was left" if self.left() <= 0 else f"failed, or took longer than {seconds:.0f} s"
-            self.left_out[one.name] = late
-            print(f"{one.name:<20} {late}", flush=True)
+            late = "no time was left" if self.left() <= 0 else f"it took longer than {seconds:.0f} s"
+            self.left_out[one.name] = one.why_ended() or late
+            one.end()
+            print(f"{one.name:<20} {self.left_out[one.name]}", flush=True)
             return
+        one.end()
         self.rows.append(json.loads(text))
         show(self.rows[-1])
         self.save()
@@ -391,6 +415,8 @@ def show(row: dict[str, Any]) -> None:
     told = ", ".join(f"{way}: {words}" for way, words in row["told"].items() if way != "eager")
     first = ", ".join(f"{way} {seconds:.1f}" for way, seconds in row["first_s"].items())
     print(f"{'':<20}results: {told}; first calls, s: {first}", flush=True)
+    for way, explained in row["explained"].items():
+        print(f"{'':<20}{way}: {explained.partition(': ')[2].splitlines()[0]}", flush=True)
     for way, why in row["failed"].items():
         print(f"{'':<20}{way}: {why}", flush=True)
 
@@ -414,10 +440,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to prepare a program, and to time one")
     parser.add_argument("--together", type=int, default=1, help="programs that compile side by side")
     parser.add_argument("--json", help="a file for all figures")
-    parser.add_argument("--logs", help="a folder for what each program writes to stderr")
+    parser.add_argument("--logs", help="a folder for what each program writes to stderr (a new one)")
     parser.add_argument("--list", action="store_true", help="print the names of all programs")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no-graph", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -434,8 +461,8 @@ def main() -> int:
     if given.list or not names:
         print("\n".join(known))
         return 0 if given.list else 2
-    if given.logs:
-        Path(given.logs).mkdir(parents=True, exist_ok=True)
+    given.logs = given.logs or tempfile.mkdtemp(prefix="manyhands-suite-")
+    Path(given.logs).mkdir(parents=True, exist_ok=True)
     print(f"{header()}{'; quick: no figures to quote' if given.quick else ''}", flush=True)
     print(f"{'ms (waited for each)':<20}" + "".join(f"{way:>20}" for way in WAYS), flush=True)
     suite = Suite(given)
