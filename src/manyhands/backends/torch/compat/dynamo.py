@@ -205,14 +205,17 @@ def _is_as_it_was(layer: Any, translator: Any) -> bool:
 
 @contextmanager
 def _without_words() -> Iterator[None]:
-    """Dynamo describes each guard, and names each function that it follows, for logs that nobody reads here."""
+    """Keep Dynamo from describing and timing its guards, and from naming functions, for logs that nobody reads here.
+
+    To time guards it empties the processor's caches first, which takes longer than capturing a small function.
+    """
     from torch._dynamo import guards, symbolic_convert
 
     def no_words(parts: Any, *_: Any, **__: Any) -> list[str]:
         return parts if isinstance(parts, list) else [parts]
 
     quick: dict[Any, dict[str, Any]] = {
-        guards: {"get_verbose_code_parts": no_words},
+        guards: {"get_verbose_code_parts": no_words, "profile_guard_manager": lambda *_: 0.0},
         symbolic_convert: {"get_funcname": lambda *_: None},
     }
     before = {
