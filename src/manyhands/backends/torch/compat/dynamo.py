@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType
@@ -18,6 +18,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.backends.torch.replacements import Replacements
 
 
 def skip_code(code: CodeType) -> None:
@@ -132,7 +134,22 @@ def dynamo_enabled(layers: Layers) -> Iterator[None]:
 
 
 @contextmanager
-def _opaque_optimizers() -> Iterator[None]:
+def _replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
+    """Have others in the places of Dynamo's own attributes; a name that this PyTorch does not have is left out.
+
+    Whoever does this holds Dynamo's ``compile_lock``.
+    """
+    replacements = Replacements()
+    try:
+        for owner, name, other in others:
+            if hasattr(owner, name):
+                replacements.replace(owner, name, other)
+        yield
+    finally:
+        replacements.undo()
+
+
+def _opaque_optimizers() -> AbstractContextManager[None]:
     """Dynamo takes an optimizer's update for a call that does nothing, and goes on behind it.
 
     Where it follows an update it breaks the graph, and sets ``capturable`` of the user's optimizer.
@@ -154,15 +171,10 @@ def _opaque_optimizers() -> Iterator[None]:
             return ConstantVariable.create(None)
         return calling(optimizer, translator, name, *arguments)
 
-    kind.var_getattr, kind.call_method = var_getattr, call_method
-    try:
-        yield
-    finally:
-        kind.var_getattr, kind.call_method = getting, calling
+    return _replaced((kind, "var_getattr", var_getattr), (kind, "call_method", call_method))
 
 
-@contextmanager
-def _known_layers(layers: Layers) -> Iterator[None]:
+def _known_layers(layers: Layers) -> AbstractContextManager[None]:
     """Dynamo does not follow a layer that has a stand-in, nor guard hooks that are watched."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables import ConstDictVariable, TensorVariable
@@ -189,11 +201,7 @@ def _known_layers(layers: Layers) -> Iterator[None]:
             return ConstDictVariable({})
         return getting(layer, translator, name)
 
-    kind.call_function, kind.var_getattr = call_function, var_getattr
-    try:
-        yield
-    finally:
-        kind.call_function, kind.var_getattr = calling, getting
+    return _replaced((kind, "call_function", call_function), (kind, "var_getattr", var_getattr))
 
 
 def _is_as_it_was(layer: Any, translator: Any) -> bool:
@@ -203,8 +211,7 @@ def _is_as_it_was(layer: Any, translator: Any) -> bool:
     return not looked_into and not effects.has_pending_mutation(layer)
 
 
-@contextmanager
-def _without_words() -> Iterator[None]:
+def _without_words() -> AbstractContextManager[None]:
     """Keep Dynamo from describing and timing its guards, and from naming functions, for logs that nobody reads here.
 
     To time guards it empties the processor's caches first, which takes longer than capturing a small function.
@@ -214,30 +221,19 @@ def _without_words() -> Iterator[None]:
     def no_words(parts: Any, *_: Any, **__: Any) -> list[str]:
         return parts if isinstance(parts, list) else [parts]
 
-    quick: dict[Any, dict[str, Any]] = {
-        guards: {"get_verbose_code_parts": no_words, "profile_guard_manager": lambda *_: 0.0},
-        symbolic_convert: {"get_funcname": lambda *_: None},
-    }
-    before = {
-        place: {name: vars(place)[name] for name in names if name in vars(place)} for place, names in quick.items()
-    }
-    for place, names in before.items():
-        vars(place).update({name: quick[place][name] for name in names})
-    try:
-        yield
-    finally:
-        for place, names in before.items():
-            vars(place).update(names)
+    return _replaced(
+        (guards, "get_verbose_code_parts", no_words),
+        (guards, "profile_guard_manager", lambda *_: 0.0),
+        (symbolic_convert, "get_funcname", lambda *_: None),
+    )
 
 
-@contextmanager
-def _constants_without_source() -> Iterator[None]:
+def _constants_without_source() -> AbstractContextManager[None]:
     """Keep Dynamo from marking the None (True, False) that all its captures share with the place where one was read.
 
     PyTorch 2.12 and 2.13 do so for ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any
     function, may then read its own None from that place, and fail (https://github.com/pytorch/pytorch/pull/194749).
     """
-    from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.variables import TensorVariable, constant
 
     kind: Any = TensorVariable
@@ -247,20 +243,15 @@ def _constants_without_source() -> Iterator[None]:
 
     def var_getattr(tensor: Any, translator: Any, name: str) -> Any:
         result = getting(tensor, translator, name)
-        if result.source is not None and any(result is one for one in shared):
+        if result.source is not None and any(result is constant_variable for constant_variable in shared):
             marked = result.clone()
             result.source = None
             return marked
         return result
 
-    with compile_lock:
-        for constant_variable in shared:
-            constant_variable.source = None  # somebody else's capture may have left it
-        kind.var_getattr = var_getattr
-        try:
-            yield
-        finally:
-            kind.var_getattr = getting
+    for constant_variable in shared:
+        constant_variable.source = None  # somebody else's capture may have left it
+    return _replaced((kind, "var_getattr", var_getattr))
 
 
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,7 +296,7 @@ class _Frames:
         self._left: dict[CodeType, str] = {}  # to Python
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
-        from torch._dynamo import config
+        from torch._dynamo import config, convert_frame
         from torch._dynamo.types import ConvertFrameReturn
 
         code = frame.f_code
@@ -313,7 +304,8 @@ class _Frames:
         if left is None:
             settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
             try:
-                with _constants_without_source(), config.patch(settings), _quiet(), self._listening():
+                patch = config.patch(settings)
+                with convert_frame.compile_lock, patch, _quiet(), _constants_without_source(), self._listening():
                     result = self._convert(frame, *arguments)
                 if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
                     return result
@@ -329,27 +321,19 @@ class _Frames:
             result.frame_exec_strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
         return result
 
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _listening(self) -> AbstractContextManager[None]:
         """Hear of each place where Dynamo leaves a function to Python."""
         from torch._dynamo import symbolic_convert
 
         owner: Any = symbolic_convert.InstructionTranslatorBase
-        before = getattr(owner, "log_graph_break", None)
-        if before is None:
-            yield
-            return
+        before: Any = getattr(owner, "log_graph_break", None)
 
         def log_graph_break(translator: Any, code_options: Any, reason: str, exc: BaseException) -> None:
             if not getattr(exc, "logged", False):
                 self._broken(exc)
             before(translator, code_options, reason, exc)
 
-        owner.log_graph_break = log_graph_break
-        try:
-            yield
-        finally:
-            owner.log_graph_break = before
+        return _replaced((owner, "log_graph_break", log_graph_break))
 
 
 @contextmanager
