@@ -3,7 +3,7 @@
 A net of 150 convolutions is 150 times the same code. What that code looks at is the layer itself, which our own guards
 watch (:mod:`.state`): that it is the same object with the same settings, parameters and hooks; and things outside the
 layer, which are the same for all layers of one kind. So Dynamo follows the first layer of each kind, and guards what
-lies outside. For the others it is told of what form their result is, and guards that they are the same object. The
+lies outside. For the others it takes the form of their results from us, and guards that they are the same object. The
 form of their parameters, of which our own guards know no more than address and size, is compared here.
 
 Only where no gradients are recorded: a backward pass has to know of every parameter.
@@ -35,7 +35,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class KnownLayers:
-    """What Dynamo is told of the layers of one function."""
+    """Says for the layers of one function which of them Dynamo has to follow."""
 
     def __init__(self, watched: Mapping[int, object]) -> None:
         """``watched``: the objects that our own guards watch, by their ids."""

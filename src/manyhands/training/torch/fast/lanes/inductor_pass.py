@@ -2,7 +2,7 @@
 
 A gradient goes aside if only casts, views and sums lie between it and the results of the backward pass. It is joined at
 the end. Until then the compiler keeps all inputs of the lanes; where these are too large there are joins in between,
-each for gradients that were taken aside a while ago, so that their lanes are likely done:
+each for gradients that went aside early, whose lanes are likely done:
 
     dw1 = aside(g1, x1)     dw2 = aside(g2, x2)     join([dw1], [g1, x1])     dw3 = aside(g3, x3)     ...
 """
