@@ -36,7 +36,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "LearningRateMonitor": "manyhands.training.callbacks.learning_rate",
         "Limits": "manyhands.training.options",
         "Logger": "manyhands.training.callbacks.loggers.logger",
-        "LossSum": "manyhands.training.loss_sum",
+        "LossSum": "manyhands.training.loss.loss_sum",
         "MLflowLogger": "manyhands.training.callbacks.loggers.mlflow_logger",
         "Module": "manyhands.training.{framework}.book.module",
         "Parallel": "manyhands.parallel.delegated",

@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from manyhands.training.jax.trainer import Trainer as Trainer
     from manyhands.training.jax.trainer import train as train
     from manyhands.training.limits.stop_signals import Stopped as Stopped
-    from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.loss.loss_sum import LossSum as LossSum
     from manyhands.training.options import Checkpoints as Checkpoints
     from manyhands.training.options import Limits as Limits
     from manyhands.training.options import Step as Step

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from manyhands.training.callbacks.progress import Progress as Progress
     from manyhands.training.commands.recipes import one_cycle as one_cycle
     from manyhands.training.limits.stop_signals import Stopped as Stopped
-    from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.loss.loss_sum import LossSum as LossSum
     from manyhands.training.mxnet.book.accuracy import accuracy as accuracy
     from manyhands.training.mxnet.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
     from manyhands.training.mxnet.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus

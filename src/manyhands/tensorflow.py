@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from manyhands.training.callbacks.progress import Progress as Progress
     from manyhands.training.commands.recipes import one_cycle as one_cycle
     from manyhands.training.limits.stop_signals import Stopped as Stopped
-    from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.loss.loss_sum import LossSum as LossSum
     from manyhands.training.options import Checkpoints as Checkpoints
     from manyhands.training.options import Limits as Limits
     from manyhands.training.options import Step as Step

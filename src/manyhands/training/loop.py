@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.training import nan_losses, schedules
+from manyhands.training import schedules
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.callbacks.reporter import Reporter
 from manyhands.training.callbacks.step_means import named
@@ -27,6 +27,7 @@ from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import Data, Learner, Say
 from manyhands.training.limits.ending import ENDLESS, Ending, StopNow
+from manyhands.training.loss import nan_losses
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
 from manyhands.training.schedules import Schedule

@@ -34,7 +34,7 @@ from manyhands.training.limits import stop_signals
 from manyhands.training.limits.ending import ENDLESS
 from manyhands.training.limits.finding_batch_size import FindingBatchSize
 from manyhands.training.limits.first_batches import as_number, first_batches
-from manyhands.training.nan_losses import NAN_HINT
+from manyhands.training.loss.nan_losses import NAN_HINT
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
 from manyhands.training.result import Result
 from manyhands.training.schedules import Schedule

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Arrays
-from manyhands.training.loss_trial import Pass, Term, check, choose, chosen_from, note, partial_note
+from manyhands.training.loss.loss_trial import Pass, Term, check, choose, chosen_from, note, partial_note
 
 X = np.random.default_rng(0).normal(size=(6, 3))
 Y = np.linspace(-1, 1, 6)

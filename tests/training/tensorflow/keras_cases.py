@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from manyhands.training.commands import parity
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.options import Step
 from manyhands.training.result import Result
 from manyhands.training.tensorflow.book.models import initialise

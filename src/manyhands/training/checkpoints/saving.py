@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
-from manyhands.training import nan_losses
 from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
 from manyhands.training.learner import AVERAGE_DROPPED, Learner
 from manyhands.training.limits.ending import ENDLESS
+from manyhands.training.loss import nan_losses
 from manyhands.training.running_sums import Figures, of_one, together
 from manyhands.training.settings import Settings
 

@@ -14,14 +14,14 @@ import numpy as np
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training import loss_trial
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.objective import Objective, Supervised, objective_for
 from manyhands.training.jax.skeleton import Skeleton
-from manyhands.training.loss_trial import Pass, Term
+from manyhands.training.loss import loss_trial
+from manyhands.training.loss.loss_trial import Pass, Term
 
 
 def check_labels(model: nnx.Module, objective: Objective, train: Source, test: Source | None) -> ClassLabels | None:

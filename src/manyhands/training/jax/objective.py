@@ -23,7 +23,7 @@ from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax.book.module import Module, cross_entropy
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 
 Batch = tuple[Any, ...]
 Loss = Callable[[Any, Any], Any]

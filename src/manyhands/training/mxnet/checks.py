@@ -14,10 +14,11 @@ from mxnet import autograd, gluon
 
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
-from manyhands.training import launcher, loss_trial, refusals
+from manyhands.training import launcher, refusals
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
-from manyhands.training.loss_trial import Pass, Term
+from manyhands.training.loss import loss_trial
+from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look

@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.mxnet.book.accuracy import right_answers
 from manyhands.training.mxnet.book.module import Module
 from manyhands.training.mxnet.step import replicas, sample_weights

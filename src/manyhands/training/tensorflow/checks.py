@@ -1,7 +1,7 @@
 """What is looked at before a job begins. On one device no pass is made for it through the model or the loss.
 
 There are two exceptions: layers that have seen no sample need a few to get their shapes, and on several devices, or
-with ``accumulate``, the loss is tried once (:mod:`.loss_trial`).
+with ``accumulate``, the loss is tried once (:mod:`manyhands.training.loss.loss_trial`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import keras
 import tensorflow as tf
 
 from manyhands.errors import BadSettings
-from manyhands.training import loss_trial, refusals
+from manyhands.training import refusals
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
+from manyhands.training.loss import loss_trial
 from manyhands.training.tensorflow.loss import keras_losses, trial
 from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for

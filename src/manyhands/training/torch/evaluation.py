@@ -31,7 +31,7 @@ from manyhands.training.data.order import Cursor, undivided, windows
 from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
 from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch.data import dict_batches, feed, samples
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in

@@ -1,4 +1,4 @@
-"""TensorFlow's part of the trial whether a loss is a mean over samples (:mod:`manyhands.training.loss_trial`).
+"""TensorFlow's part of the trial whether a loss is a mean over samples (:mod:`manyhands.training.loss.loss_trial`).
 
 The model is a function of its weights here, so that none of its variables changes, and traced once.
 """
@@ -15,10 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from manyhands.training import loss_trial
 from manyhands.training.data import loader_randomness
 from manyhands.training.data.sources import Arrays
-from manyhands.training.loss_trial import Pass, Term
+from manyhands.training.loss import loss_trial
+from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.tensorflow.loss.keras_losses import Losses
 from manyhands.training.tensorflow.objective import OwnStep
 from manyhands.training.tensorflow.step.function import Function

@@ -3,8 +3,9 @@
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and summed
 over the replicas it is the mean over the batch, and so are the gradients. Eight samples on two devices in shares 3:1:
 the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight. A loss that is given
-as a sum and its count (:class:`~manyhands.training.loss_sum.LossSum`) is divided by the counts of all replicas, which
-are added up before the gradients are. A sum that nothing divides (Keras's ``reduction="sum"``) is added up as it is.
+as a sum and its count (:class:`~manyhands.training.loss.loss_sum.LossSum`) is divided by the counts of all replicas,
+which are added up before the gradients are. A sum that nothing divides (Keras's ``reduction="sum"``) is added up as it
+is.
 
 Each replica has variables of its own for weights, statistics and what the optimizer remembers. Gradients are summed
 over the replicas (the only thing that goes from device to device), every replica makes the same update. The samples

@@ -1,7 +1,7 @@
 """Checks before a job begins. On one device they make no pass through the model or the loss.
 
 There are two exceptions: lazy layers need a few samples to get their shapes, and on several devices, or with
-``accumulate``, an unknown loss is tried once, on a copy (:mod:`manyhands.training.loss_trial`).
+``accumulate``, an unknown loss is tried once, on a copy (:mod:`manyhands.training.loss.loss_trial`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch's part of the trial whether a loss is a mean over samples (:mod:`manyhands.training.loss_trial`).
+"""PyTorch's part of the trial whether a loss is a mean over samples (:mod:`manyhands.training.loss.loss_trial`).
 
 It runs once per job, on a copy of model and loss, in float64 where that works, and leaves the process's random numbers
 as they are.
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training import loss_trial
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array
-from manyhands.training.loss_trial import FEW, WIDTH, Look, Pass, Term
+from manyhands.training.loss import loss_trial
+from manyhands.training.loss.loss_trial import FEW, WIDTH, Look, Pass, Term
 from manyhands.training.torch.data import samples
 from manyhands.training.torch.data.batches import Batch, pick, rows, tensors_in
 from manyhands.training.torch.data.sources import Arrays, Samples, Stream

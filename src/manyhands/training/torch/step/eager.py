@@ -20,7 +20,7 @@ import torch
 from manyhands import tree
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised

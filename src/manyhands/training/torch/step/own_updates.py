@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training.loss_sum import LossSum
+from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
 from manyhands.training.torch.objective import checked
 from manyhands.training.torch.state.modes import evaluating
