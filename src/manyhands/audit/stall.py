@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.audit import cures
+from manyhands.audit.cures.cure import cure
 from manyhands.audit.kinds import Kind
 from manyhands.audit.sites import Site
 
@@ -28,7 +28,7 @@ class Stall:
         library = self.site.library.file if self.site.library is not None else ""
         line = self.site.user
         place = line.file, line.number
-        return cures.cure(self.kind, self.call, line.code, library, framework=self.framework, place=place)
+        return cure(self.kind, self.call, line.code, library, framework=self.framework, place=place)
 
     def __str__(self) -> str:
         beside = f" (in {self.site.library})" if self.site.library is not None else ""

@@ -8,13 +8,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from manyhands.audit import critical_path, cures, sites
+from manyhands.audit import critical_path, sites
 from manyhands.audit.critical_path import Wait, Work, gains, simulate
+from manyhands.audit.cures import cure
 from manyhands.audit.reports import report, table
 from manyhands.cli import audit
 
 
-@pytest.mark.parametrize("module", [critical_path, cures, sites, table, report, audit])
+@pytest.mark.parametrize("module", [critical_path, cure, sites, table, report, audit])
 def test_the_examples_in_the_text(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

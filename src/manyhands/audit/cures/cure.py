@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from manyhands.audit.cures.statement import Fate, Statement, name_of
 from manyhands.audit.kinds import Kind
-from manyhands.audit.statement import Fate, Statement, name_of
 
 _OPTION = "non_blocking=True"
 _REMOVE = "remove this line: the device keeps the order of its work by itself"
