@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def _imports(path: Path) -> set[str]:
 def test_every_module_has_a_layer() -> None:
     rooms = {_room(path) for path in MODULES} - {"__init__"}
     assert rooms == set(LEVEL)
+
+
+def test_a_folder_shows_at_most_fifteen_files() -> None:
+    """A newcomer reads a list of that length; a longer one hides a concept that wants a folder."""
+    files = Counter(str(path.parent.relative_to(PACKAGE)) for path in MODULES if path.name != "__init__.py")
+    assert {folder: count for folder, count in files.items() if count > 15} == {}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
