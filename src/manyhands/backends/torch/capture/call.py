@@ -279,7 +279,7 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True) -> 
     for tensor, before in watch.known():
         outside.add_gradient(tensor, before, same=id(before) in constants)
     captured.holds, captured.changed = outside.holds, lambda: getattr(outside.changed(), "name", None)
-    captured.watched = lambda: outside.seen
+    captured.watched, captured.forms_are_guarded = lambda: outside.seen, outside.forms_are_guarded
     return captured
 
 

@@ -93,6 +93,8 @@ class Trace:
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
     changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what of that is not, in words
     watched: Callable[[], Mapping[int, object]] = field(repr=False, default=dict)  # the objects that it asks, by id
+    # To be told of tensors whose form is guarded by others, so that ``holds`` need not ask it.
+    forms_are_guarded: Callable[[Iterable[torch.Tensor]], None] = field(repr=False, default=lambda tensors: None)
     # How far results may be from plain execution's: another kernel may add in another order.
     close: float = 1e-5
     # The trace that this one is of, where parts of it are compiled: it can be run in float64.
@@ -139,7 +141,7 @@ class Trace:
         """The same function, with another graph over the same constants."""
         other = described(compat.graph_module(self.module, graph), self.structure)
         other.gradients, other.holds, other.changed = self.gradients, self.holds, self.changed
-        other.watched = self.watched
+        other.watched, other.forms_are_guarded = self.watched, self.forms_are_guarded
         return other
 
 

@@ -83,6 +83,18 @@ cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+# Whether many tensors lie where they did, in one call, as Inductor asks before it replays a CUDA graph. None in a build
+# without CUDA.
+_addresses_are: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def addresses_are(tensors: list[torch.Tensor], addresses: list[int]) -> Callable[[], bool]:
+    """What tells whether tensors lie at these addresses."""
+    if _addresses_are is None:
+        return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
+    return functools.partial(_addresses_are, tensors, addresses, [*range(len(tensors))])
+
+
 # It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.
 torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 

@@ -12,7 +12,7 @@ of which Dynamo has followed one of the same kind (:mod:`.known_layers`), and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,16 @@ def guards(
     def instead(*_: Any) -> Any:
         raise _Captured
 
+    tensors: list[torch.Tensor] = []  # that Dynamo guards
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        tensors.extend(value for value in inputs if isinstance(value, torch.Tensor))
+        return instead
+
     layers = KnownLayers({} if trace is None else trace.watched())
     try:
         with compat.dynamo_enabled(layers):
-            compat.compile_whole(call, lambda graph, inputs: instead)(function, arguments, keywords)
+            compat.compile_whole(call, backend)(function, arguments, keywords)
     except _Captured:
         check = compat.dynamo_check(call)
     except Exception as error:
@@ -67,6 +73,8 @@ def guards(
 
     if not still_the_same(arguments, keywords):
         raise CannotGuard("Dynamo's guards refuse the call that they were made for")
+    if trace is not None:
+        trace.forms_are_guarded([*tensors, *layers.tensors()])
     return still_the_same
 
 

@@ -1,14 +1,16 @@
-"""Facts about what a function takes from outside, and the code that asks whether they still hold.
+"""Facts about what a function takes from outside, and how it is asked whether they still hold.
 
-The facts of a plan are one generated function, a line for each, that stops at the first "no": this closure's ``scale``
-is 2.0 and this weight is where it was reads
+Most facts are about entries of dicts: the parameters, hooks and settings of modules, a function's globals. They are
+asked again where the dict has changed (:mod:`.dict_versions`). Where tensors lie is asked of all of them in one call.
+The other facts are one generated function, a line for each, that stops at the first "no": this closure's ``scale`` is
+2.0 and this list has 3 items reads
 
     def holds():
         try:
             if not (k0.cell_contents is k1 or same(k0.cell_contents, k1)): return False
-            if not (k2.data_ptr() == 94031): return False
-            return True
-        except (LookupError, ...):
+            if not (len(k2) == 3): return False
+            return tensors_are_in_place()
+        except NO:
             return False
 """
 
@@ -20,9 +22,13 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.guards.dict_versions import DictVersions, has_version
 from manyhands.generated import function
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+_NOTHING = object()
+_NO = (LookupError, ValueError, RuntimeError, AttributeError)  # that asking may raise where a fact does not hold
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,65 @@ class Fact:
     optimizer: bool = False
 
 
-def compiled(facts: Iterable[Fact]) -> Callable[[], bool]:
-    names: dict[str, Any] = {}
+class Facts:
+    """Many facts, asked together before every call."""
+
+    def __init__(self, facts: Iterable[Fact]) -> None:
+        others: list[Fact] = []
+        in_place: list[Fact] = []
+        of_dict: dict[int, tuple[Any, list[Fact]]] = {}
+        for fact in facts:
+            if fact.kind == "address":
+                in_place.append(fact)
+                continue
+            holders = fact.holder if fact.kind == "hooks" else [fact.holder]
+            if not all(map(has_version, holders)):
+                others.append(fact)
+                continue
+            for holder in holders:
+                of_dict.setdefault(id(holder), (holder, []))[1].append(fact)
+        where = compat.addresses_are([fact.holder for fact in in_place], [fact.value for fact in in_place])
+        self._others = _compiled(others, where)
+        self._of_dict = [facts_of for _, facts_of in of_dict.values()]
+        self._versions = DictVersions([holder for holder, _ in of_dict.values()])
+        self._seen = b""  # the versions with which all facts about dicts were true
+
+    def hold(self) -> bool:
+        now = self._versions.now()
+        if now != self._seen or not now:
+            for number in self._versions.changed(self._seen, now):
+                if not _are_true(self._of_dict[number]):
+                    return False
+            self._seen = now
+        return self._others()
+
+
+def first_false(facts: Iterable[Fact]) -> Fact | None:
+    """The first fact that does not hold any more."""
+    return next((fact for fact in facts if not Facts([fact]).hold()), None)
+
+
+def _are_true(facts: Iterable[Fact]) -> bool:
+    """Whether facts about a dict hold."""
+    try:
+        return all(map(_is_true, facts))
+    except _NO:
+        return False
+
+
+def _is_true(fact: Fact) -> bool:
+    if fact.kind == "length":
+        return bool(len(fact.holder) == fact.value)
+    if fact.kind == "hooks":
+        return bool(sum(map(len, fact.holder)) == fact.value)
+    if fact.kind == "whole":  # what is the same object is not compared further
+        return bool(fact.holder == fact.value)
+    value = fact.holder.get(fact.key, _NOTHING)
+    return value is fact.value or (_is_compared(fact.value) and _same(value, fact.value))
+
+
+def _compiled(facts: Iterable[Fact], tensors_are_in_place: Callable[[], bool]) -> Callable[[], bool]:
+    names: dict[str, Any] = {"same": _same, "NO": _NO, "tensors_are_in_place": tensors_are_in_place}
     name_of: dict[int, str] = {}
 
     def name(value: Any) -> str:
@@ -49,11 +112,8 @@ def compiled(facts: Iterable[Fact]) -> Callable[[], bool]:
 
     tests = [_test(fact, name) for fact in facts]
     body = "\n".join(f"        if not ({test}): return False" for test in tests)
-    tail = (
-        "        return True\n    except (LookupError, ValueError, RuntimeError, AttributeError):\n        return False"
-    )
+    tail = "        return tensors_are_in_place()\n    except NO:\n        return False"
     source = f"def holds():\n    try:\n{body}\n{tail}"
-    names["same"] = _same
     return function("guard", source, names)
 
 
@@ -74,14 +134,12 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
         if not isinstance(fact.value, int):
             form = f"{holder}.shape == {name(fact.value[0])} and {holder}.stride() == {name(fact.value[1])}"
         return form if fact.key is None else f"{holder}.requires_grad is {fact.key} and {form}"
-    if fact.kind == "address":
-        return f"{holder}.data_ptr() == {fact.value}"
     if fact.kind == "gradient":
         now = f"{holder}.grad is not None" if fact.value is ... else f"{holder}.grad is {name(fact.value)}"
         hooked = f"{holder}._backward_hooks or {holder}._post_accumulate_grad_hooks"
         return f"{now} and {holder}.requires_grad is {fact.key} and not ({hooked})"
     now = f"{holder}{_inside(fact, name)}"
-    if isinstance(fact.value, PLAIN) and fact.value is not None and not isinstance(fact.value, bool):
+    if _is_compared(fact.value):
         known = name(fact.value)
         return f"{now} is {known} or same({now}, {known})"
     return f"{now} is {name(fact.value)}"
@@ -92,6 +150,11 @@ def _inside(fact: Fact, name: Callable[[Any], str]) -> str:
     if fact.kind == "cell":
         return ".cell_contents"
     return f".{fact.key}" if fact.kind == "attribute" else f"[{name(fact.key)}]"
+
+
+def _is_compared(value: Any) -> bool:
+    """Whether another object with the same value is as good."""
+    return isinstance(value, PLAIN) and value is not None and not isinstance(value, bool)
 
 
 def _same(value: Any, expected: Any) -> bool:

@@ -65,11 +65,15 @@ class KnownLayers:
 
     def check(self) -> Callable[[], bool]:
         """Whether the parameters and buffers of the layers that were left out have the form that they had."""
-        tensors = {id(one): one for layer in self.left_out.values() for one in _tensors(layer)}
+        tensors = self.tensors()
         if not tensors:
             return lambda: True
-        same, given = tensor_guards(list(tensors.values())), tuple(tensors.values())
-        return lambda: same(*given)
+        same = tensor_guards(tensors)
+        return lambda: same(*tensors)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters and buffers of the layers that were left out."""
+        return list({id(one): one for layer in self.left_out.values() for one in _tensors(layer)}.values())
 
 
 def _kind(module: nn.Module, fake: torch.Tensor) -> Hashable | None:

@@ -3,8 +3,8 @@
 A trace holds for the tensors, numbers and flags that the function found there. Before tracing all of that is written
 down as facts: this closure's ``net`` is that module, it is in training mode, its ``weight`` is that tensor at that
 address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that no longer holds shows that the function
-changes Python state, and it is put back; before every call, all facts together are the guard of the plan (one generated
-expression, tens of nanoseconds a fact); and what changes at every call is named to the user.
+changes Python state, and it is put back; before every call, all facts together are the guard of the plan
+(:class:`.facts.Facts`); and what changes at every call is named to the user.
 
 Not seen: attributes of installed modules, what PyTorch's own layers know besides settings, what is inside the elements
 of lists and dicts longer than ``_LONG`` (that they are the same is seen), and what is reached only through C code.
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from manyhands.backends.torch.guards.facts import PLAIN, Fact, compiled
+from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
 from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_installed, is_odd
 from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
 from manyhands.code_names import function_behind, making, members, modules_named, slots_of, why_unwatched, words_of
@@ -56,6 +56,7 @@ class Outside:
         self._optimizer = self._in_module = False
         self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
         self._addresses: set[int] = set()
+        self._formed: set[int] = set()  # the ids of tensors whose form others guard
         self.spaces = Spaces()
         self._words = set(_CALLED)  # and those that the code seen so far looks up
         self._looked: set[tuple[int, str]] = set()  # what was looked up in which module
@@ -69,15 +70,22 @@ class Outside:
             self._visit(function_behind(content), f"{owner.__name__}.{word}")
         if any(isinstance(one, nn.Module) for one in self._seen.values()):
             self._add(Fact("hooks of all modules", "hooks", _OF_ALL, value=sum(map(len, _OF_ALL))))
-        self._check: Callable[[], bool] | None = None
+        self._check: Facts | None = None
 
     # Looking
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
         if self._check is None:
-            self._check = compiled(self._facts)
-        return self._check()
+            self._check = Facts(
+                fact for fact in self._facts if fact.kind != "form" or id(fact.holder) not in self._formed
+            )
+        return self._check.hold()
+
+    def forms_are_guarded(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave it to other guards, which are asked as well, whether these tensors have the form that they had."""
+        self._formed.update(map(id, tensors))
+        self._check = None
 
     @property
     def seen(self) -> Mapping[int, object]:
@@ -86,7 +94,7 @@ class Outside:
 
     def changed(self) -> Fact | None:
         """The first fact that no longer holds."""
-        return next((fact for fact in self._facts if not compiled([fact])()), None)
+        return first_false(self._facts)
 
     def put_back(self) -> None:
         """Undo what was changed in Python; the numbers in tensors are not touched."""

@@ -1,0 +1,88 @@
+"""Which of many dicts have changed since they were last looked at: thousands are asked in some microseconds.
+
+CPython gives a dict a new version at every change, and keeps it in the dict (PEP 509). To ask whether a net of 350
+layers has the parameters, hooks and settings that it had, 3,000 dicts, takes 0.4 ms entry by entry. Their versions are
+read from memory by one instruction of NumPy's, in 0.01 ms. Python has no function that gives a version, and PyTorch's
+(Dynamo guards with versions, too) takes as long as reading some entries.
+
+Versions are there up to Python 3.12. Whether they are, and where, is tried out before they are used; where they are
+not, every dict counts as changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+_VERSION = 24  # bytes from an object's address: behind its reference count, its type and the number of entries
+_WORD = 8
+
+
+def has_version(value: object) -> bool:
+    """Whether the value is a dict that changes by Python's own methods alone, and so gets a new version each time."""
+    return type(value) in (dict, OrderedDict, defaultdict)
+
+
+class DictVersions:
+    """The versions of some dicts, which it keeps alive."""
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
+        self._dicts = dicts
+        if not dicts or not _can_be_read():
+            self.now: Callable[[], bytes] = bytes
+            return
+        memory, places = _memory([id(one) + _VERSION for one in dicts])
+        self.now = lambda: memory[places].tobytes()  # what they are; nothing where they cannot be read
+
+    def changed(self, before: bytes, now: bytes) -> Sequence[int]:
+        """The numbers of the dicts that changed between two answers of :meth:`now`; all, where it cannot be known."""
+        if not before or not now:
+            return range(len(self._dicts))
+        differs = np.frombuffer(before, np.uint64) != np.frombuffer(now, np.uint64)
+        return np.flatnonzero(differs).tolist()
+
+
+def _memory(addresses: Sequence[int]) -> tuple[Any, Any]:
+    """An array over all memory between these addresses, and where in it they are. Nothing else is to be read."""
+    first = min(addresses)
+
+    class Memory:
+        __array_interface__ = {  # noqa: RUF012
+            "shape": ((max(addresses) - first) // _WORD + 1,),
+            "typestr": "=u8",
+            "data": (first, True),
+            "version": 3,
+        }
+
+    return np.asarray(Memory()), (np.array(addresses, np.int64) - first) // _WORD
+
+
+@functools.cache
+def _can_be_read() -> bool:
+    """Whether this Python keeps versions where they are looked for: each change, and nothing else, makes a new one."""
+    kinds: list[dict[Any, Any]] = [{}, OrderedDict(), defaultdict(int)]
+    for changing in kinds:
+        staying = {0: 0}
+        memory, places = _memory([id(one) + _VERSION for one in (changing, staying)])
+        changes: list[Callable[[dict[Any, Any]], Any]] = [
+            lambda one: one.__setitem__("a", 1),
+            lambda one: one.__setitem__("a", 2),
+            lambda one: one.update(b=3),
+            lambda one: one.pop("b"),
+            lambda one: one.setdefault("c", 1),
+            lambda one: one.__delitem__("a"),
+            lambda one: one.clear(),
+        ]
+        seen = [tuple(memory[places])]
+        for change in changes:
+            if tuple(memory[places]) != seen[-1]:
+                return False
+            change(changing)
+            seen.append(tuple(memory[places]))
+        if len({version for version, _ in seen}) < len(seen) or len({version for _, version in seen}) > 1:
+            return False
+    return True
