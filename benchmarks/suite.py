@@ -105,7 +105,7 @@ def _captured(running: Any, device: Any) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         result = running.call(*running.arguments)
 
-    def replay() -> Any:
+    def replay(kept: Any = running) -> Any:  # its weights and arguments: the graph knows no more than addresses
         graph.replay()
         return result
 
@@ -232,6 +232,8 @@ def child(given: argparse.Namespace) -> None:
             row["failed"][way] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             if way == "graph":
                 _begin_again(given, row["failed"][way])
+    if not runs:
+        sys.exit(f"no way works: {row['failed']}")
     row["seconds"], row["waited"] = measured(runs, device, 2 if given.quick else ROUNDS)
     print(MARK + json.dumps(row), flush=True)
 
@@ -299,7 +301,8 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
         lines = self._errors.read_text(errors="replace").splitlines()
-        return f"it ended with {status}: {lines[-1][:160] if lines else 'no message'}"
+        errors = [line for line in lines if "Error" in line] or lines[-1:] or ["no message"]
+        return f"it ended with {status}: {errors[-1][:160]}"
 
     def end(self) -> None:
         """End the process and what it started."""
