@@ -61,9 +61,14 @@ def no_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def pytest_collection_finish() -> None:
+    """pytest listens to loggers that hand nothing on; to a listener PyTorch describes all that it compiles."""
+    logging.getLogger("torch.__trace").propagate = True
+
+
 @pytest.fixture(autouse=True)
 def no_trace_of_compilers() -> None:
-    """pytest listens to loggers that hand nothing on; to a listener PyTorch describes all that it compiles."""
+    """As above, where a test was the first to import PyTorch."""
     logging.getLogger("torch.__trace").propagate = True
 
 

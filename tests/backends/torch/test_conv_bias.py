@@ -66,9 +66,19 @@ def compare(found: Trace, fused: Trace, *arguments: Any) -> None:
         assert one.stride() == other.stride()
 
 
+def kinds_and_gradients() -> list[Any]:
+    """Each kind with all gradients, and two kinds with each choice of them; the others are long."""
+    wanted = ["all", "not the input's", "the bias alone", "not the bias's", "not the weight's"]
+    short = ("2d, channels last", "transposed 2d")
+    return [
+        pytest.param(kind, which, marks=[] if which == "all" or kind in short else pytest.mark.long)
+        for kind in KINDS
+        for which in wanted
+    ]
+
+
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("wanted", ["all", "not the input's", "the bias alone", "not the bias's", "not the weight's"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "wanted"), kinds_and_gradients())
 def test_every_kind_of_convolution(kind: str, wanted: str, stored: bool) -> None:
     """With these gradients; where the result itself is wanted, it is stored and otherwise added up again."""
     torch.manual_seed(0)

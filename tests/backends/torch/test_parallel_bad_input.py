@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_python
 from torch import nn
 
 from manyhands import torch as mh
@@ -368,27 +367,6 @@ def test_no_memory_for_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = mh.parallel(lambda x: x + 1)
     assert fast(torch.ones(2)).tolist() == [2, 2]
     assert "no memory was left to plan it" in fast.explain()
-
-
-# Processes
-
-
-def test_a_fork_after_planning_computes_on_its_own() -> None:
-    result = run_python(
-        "import os, torch\n"
-        "from manyhands import torch as mh\n"
-        "torch.set_num_threads(1)\n"
-        "fast = mh.parallel(lambda x, y: [(x @ x).tanh(), (y @ y).sin()])\n"
-        "x, y = torch.randn(8, 8), torch.randn(8, 8)\n"
-        "expected = fast(x, y)\n"
-        "child = os.fork()\n"
-        "assert all(map(torch.equal, fast(x, y), expected))\n"
-        "assert torch.equal(fast(x, x + 1)[0], expected[0])\n"
-        "if not child: os._exit(0)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "print('both')"
-    )
-    assert result.stdout.strip() == "both", result.stderr
 
 
 def test_an_imaginary_part_is_a_difference() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -46,13 +47,14 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 SLEPT: list[int] = []
+NAP = 0.05  # seconds
 LONG = 50  # sleeps: more than a busy machine takes to notice
 
 
 @torch.library.custom_op("manyhands_tests::sleeps", mutates_args=())
 def sleeps(x: torch.Tensor) -> torch.Tensor:
     SLEPT.append(1)
-    time.sleep(0.05)
+    time.sleep(NAP)
     return x.clone()
 
 
@@ -132,7 +134,7 @@ def test_an_error_comes_with_its_traceback_and_stops_the_other_lanes(place: int)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_an_interrupt_stops_and_joins(lanes: int) -> None:
+def test_an_interrupt_stops_and_joins(monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
     x, y = torch.ones(2), torch.ones(2)
     run = run_on(two_branches(sleeps, sleeps, LONG), lanes, x, y)
     threads = torch.get_num_threads()
@@ -145,6 +147,7 @@ def test_an_interrupt_stops_and_joins(lanes: int) -> None:
     assert busy_workers() == 0
     assert torch.get_num_threads() == threads
     timer.join()
+    monkeypatch.setattr(sys.modules[__name__], "NAP", 0.0)
     assert all(map(torch.equal, run.replay([x, y]), (x + y, x - y)))
 
 
@@ -193,48 +196,66 @@ def test_two_callers_at_once() -> None:
     assert not wrong
 
 
-SCRIPT = """
-import os, sys, threading, torch
+PROCESS = """
+import atexit, os, sys, threading, torch
 sys.path[:0] = {path!r}
 from test_threads import run_on, two_branches
+from manyhands import torch as mh
+import manyhands.backends.torch.run.thread_pool as pool
+def forked(works):
+    child = os.fork()
+    works()
+    if not child: os._exit(0)
+    return os.waitpid(child, 0)[1]
+def workers():
+    return sum(thread.name.startswith("manyhands") for thread in threading.enumerate())
+
 torch.set_num_threads(1)
 x, y = torch.randn(8, 8), torch.randn(8, 8)
 run = run_on(two_branches(torch.sin, torch.cos), 2, x, y)
 expected = run.replay([x, y])
+def replays():
+    assert all(map(torch.equal, run.replay([x, y]), expected))
+print("replayed:", forked(replays))
+
+fast = mh.parallel(lambda x, y: [(x @ x).tanh(), (y @ y).sin()])
+planned = fast(x, y)
+def calls():
+    assert all(map(torch.equal, fast(x, y), planned))
+    assert torch.equal(fast(x, x + 1)[0], planned[0])
+print("planned:", forked(calls))
+
+def late():
+    replays()
+    print("late")
+atexit.unregister(pool._close)
+atexit.register(late)
+atexit.register(lambda: print("at exit:", workers()))
+atexit.register(pool._close)
+print("running:", workers() > 0)
 """
 
 
-def script(rest: str) -> Any:
+@pytest.fixture(scope="module")
+def process() -> Any:
+    """An interpreter that forks and ends while it has workers: what it wrote."""
     import support
 
     paths = [os.path.dirname(__file__), os.path.dirname(support.__file__)]
-    return run_python(SCRIPT.format(path=paths) + rest)
+    return run_python(PROCESS.format(path=paths))
 
 
-def test_a_forked_child_has_workers_of_its_own() -> None:
-    result = script(
-        "child = os.fork()\n"
-        "assert all(map(torch.equal, run.replay([x, y]), expected))\n"
-        "if not child: os._exit(0)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "print('both')"
-    )
-    assert result.stdout.strip() == "both", result.stderr
+def test_a_forked_child_has_workers_of_its_own(process: Any) -> None:
+    assert "replayed: 0" in process.stdout, process.stderr
 
 
-def test_workers_are_joined_before_the_interpreter_ends() -> None:
-    result = script(
-        "import atexit\n"
-        "def late():\n"
-        "    assert all(map(torch.equal, run.replay([x, y]), expected)); print('late')\n"
-        "import manyhands.backends.torch.run.thread_pool as w\n"
-        "atexit.unregister(w._close); atexit.register(late); \n"
-        "atexit.register(lambda: print(sum(t.name.startswith('manyhands') for t in threading.enumerate())))\n"
-        "atexit.register(w._close)\n"
-        "print(sum(t.name.startswith('manyhands') for t in threading.enumerate()))"
-    )
-    assert result.stdout.split() == ["1", "0", "late"], result.stderr
-    assert result.returncode == 0
+def test_a_fork_after_planning_computes_on_its_own(process: Any) -> None:
+    assert "planned: 0" in process.stdout, process.stderr
+
+
+def test_workers_are_joined_before_the_interpreter_ends(process: Any) -> None:
+    assert process.stdout.splitlines()[-3:] == ["running: True", "at exit: 0", "late"], process.stderr
+    assert process.returncode == 0
 
 
 # The choice
