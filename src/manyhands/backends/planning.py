@@ -167,8 +167,11 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def recogniser(self, call: CallT) -> Callable[..., list[Tensor] | None] | None:
         """What tells quickly whether another call is like this one, and gives its tensors; None where none can."""
 
-    def trace(self, function: Callable[..., Value], call: CallT) -> TraceT:
-        """The function as tasks; :class:`~manyhands.errors.CannotTrace` says why there are none."""
+    def trace(self, function: Callable[..., Value], call: CallT, *, to_compile: bool = False) -> TraceT:
+        """The function as tasks; :class:`~manyhands.errors.CannotTrace` says why there are none.
+
+        ``to_compile``: in small operations, which a compiler can fuse, also where plain execution has a large one.
+        """
 
     def unsplit(self, trace: TraceT) -> TraceT | None:
         """The trace with operations whole that were taken apart for lanes; None where none were."""

@@ -239,7 +239,7 @@ class Parallel(ParallelFunction[P, R]):
         progress.enters("capture")
         try:
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
-                trace = self.backend.trace(self.function, call)
+                trace = self.backend.trace(self.function, call, to_compile=self.compile)
             if effects.seen is not None:
                 raise CannotTrace(f"it {effects.seen}: it is run as it is")
             device = self.backend.device_of(call, trace)

@@ -232,18 +232,19 @@ def _random_like(tensor: torch.Tensor) -> torch.Tensor:
 # Tracing
 
 
-def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True) -> Trace:
+def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_compile: bool = False) -> Trace:
     """Trace the function for calls of this signature.
 
     ``guarded``: what the function reaches is watched, so that a later call notices a change. The trainer's step is
-    our own code, and watched by the trainer.
+    our own code, and watched by the trainer. ``to_compile``: attention layers are traced in the small operations that
+    they have for compilers, not as the one operation that plain execution has in eval mode.
     """
     if (reason := _why_plain()) is not None:
         raise MustRunAsWritten(reason)
     must_be_plain(call.tensors, call.others)
     outside = Outside(function if guarded else None, call.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
-    watch = Watch(outside, refuse_gradients=with_gradient)
+    watch = Watch(outside, refuse_gradients=with_gradient, to_compile=to_compile)
     recorded = [tensor.requires_grad for tensor in call.tensors]
 
     def flat(*tensors: torch.Tensor) -> Any:

@@ -48,9 +48,10 @@ _MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to 
 class Watch:
     """A scope for tracing; afterwards it knows which gradients the function leaves where."""
 
-    def __init__(self, outside: Outside, *, refuse_gradients: bool = False) -> None:
+    def __init__(self, outside: Outside, *, refuse_gradients: bool = False, to_compile: bool = False) -> None:
         """``refuse_gradients``: stand-ins of arguments have none, so if one has, none may be looked at."""
         self._outside = outside
+        self._to_compile = to_compile
         self.refuse_gradients = refuse_gradients
         self.seeded = False  # it sets the state of random numbers, as checkpointing does around what it does again
         self._fact: Any = None
@@ -58,6 +59,7 @@ class Watch:
         self._filled: str | None = None
         self._refused: CannotTrace | None = None
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
+        self._gradients: set[int] = set()  # the ids of leaves to which a gradient may flow, or whose gradient is asked
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stack = ExitStack()
 
@@ -66,6 +68,8 @@ class Watch:
         self._remembers_casts = torch.is_autocast_cache_enabled()
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._outside.optimizer(optimizer))
         self._stack.callback(self._hook.remove)
+        if not self._to_compile:
+            self._stack.enter_context(compat.attention_as_in_plain_execution())
         place: Any = torch.random
         self._stack.callback(setattr, place, "default_generator", place.default_generator)
         place.default_generator = _NoSeeds(self, place.default_generator)
@@ -126,23 +130,28 @@ class Watch:
             raise NotYet(f"{self._filled} remembers a result of this call: the next one is planned")
 
     def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Leaves from outside that were seen, with the gradient that they had."""
-        return list(self._before.values())
+        """Leaves from outside whose gradients matter, with the gradient that they had."""
+        return [self._before[number] for number in self._before if number in self._gradients]
 
     # Called by the modes
 
     def sees(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, VirtualTensor):
             self.refuses("a tensor on a virtual device comes from outside: pass it as an argument")
-        if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
+        if isinstance(tensor, FakeTensor) or not tensor.requires_grad:
+            return
+        recorded, number = torch.is_grad_enabled(), id(tensor)
+        if number in self._before and (number in self._gradients or not recorded):
             return
         if compat.is_functorch_tensor(tensor):  # torch.func's own, of something made up
             return
         if tensor.is_leaf:
-            if torch.is_grad_enabled() and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            if recorded and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
                 self.refuses(f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}")
-            self._before[id(tensor)] = (tensor, tensor.grad)
-        elif torch.is_grad_enabled():
+            self._before.setdefault(number, (tensor, tensor.grad))
+            if recorded:
+                self._gradients.add(number)
+        elif recorded:
             raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")
 
     def sees_gradient(self, tensor: torch.Tensor) -> None:
@@ -150,6 +159,7 @@ class Watch:
         self.sees(tensor)
         if not isinstance(tensor, FakeTensor) and tensor.is_leaf:
             self._before.setdefault(id(tensor), (tensor, tensor.grad))
+            self._gradients.add(id(tensor))
 
     def refuses_reading(self, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and _is_from_outside(tensor):

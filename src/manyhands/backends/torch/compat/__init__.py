@@ -38,6 +38,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from manyhands.backends.torch.compat.attention_paths import attention_as_in_plain_execution
 from manyhands.backends.torch.compat.dynamo import (
     DispatchModeWithoutDynamo,
     ForwardGraph,
