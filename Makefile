@@ -19,6 +19,13 @@ export MANYHANDS_VIRTUAL_DEVICES :=
 # Hundreds of processes import the same modules: Python compiles each once, also where the variable forbids it outside.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Tests write and delete thousands of small files, and each write of a checkpoint waits for the disk: in memory, where
+# there is room for them.
+ROOM := $(shell df --output=avail -k /dev/shm 2>/dev/null | tail -n 1)
+ifeq ($(shell test "$(ROOM)" -gt 4000000 2>/dev/null && echo yes),yes)
+export PYTEST_DEBUG_TEMPROOT ?= /dev/shm
+endif
+
 # MXNet's threads are its own: OpenBLAS, where it stands below them, would start more inside of each.
 %-mxnet: export OPENBLAS_NUM_THREADS := 1
 %-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
