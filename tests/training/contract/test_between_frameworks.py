@@ -25,7 +25,7 @@ def run_of_torch(folder: Path, model: str) -> Path:
     run = RunFolder.at(folder)
     run.config = {"train": {"model": model}}
     layout = importlib.import_module("manyhands.training.torch.book.weight_names")
-    state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 50, "shuffle": True}
+    state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 64, "shuffle": True}
     state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True]], "shares": None}
     state |= {"framework": "torch", "optimizer_type": None}
     weights = save(layout.from_common(reference.weights(model), model))

@@ -21,7 +21,7 @@ from manyhands.training.commands.parity import largest_difference
 from manyhands.training.limits.stop_signals import Stopped
 from manyhands.training.options import Checkpoints, Limits, Step
 
-STEPS = 4  # of an epoch: 50 samples in batches of 16
+STEPS = 4  # of an epoch: 64 samples in batches of 16
 
 
 class Recorded:

@@ -131,7 +131,7 @@ def test_a_name_that_no_optimizer_has(bench: Bench) -> None:
 def test_two_sizes_of_a_batch(bench: Bench) -> None:
     with pytest.raises(BadSettings, match="batch_size=32 was given to the trainer, and the data come in batches of 16"):
         bench.fit(epochs=1, batch_size=32, data=bench.data(batch_size=16))
-    assert bench.fit(epochs=1, batch_size=np.int64(16), data=bench.data(batch_size=16)).rows[-1]["samples"] == 50
+    assert bench.fit(epochs=1, batch_size=np.int64(16), data=bench.data(batch_size=16)).rows[-1]["samples"] == 64
 
 
 # Other options

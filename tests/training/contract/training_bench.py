@@ -37,8 +37,11 @@ class Bench:
         """The trainer's options for so many devices."""
         return self.recipes.on_cpu(count)
 
-    def data(self, samples: int = 50, tested: int = 23, batch_size: int = 16, label: int | None = None) -> Any:
-        """Real images; the last batch of an epoch is short. ``label``: given to the first sample."""
+    def data(self, samples: int = 64, tested: int = 23, batch_size: int = 16, label: int | None = None) -> Any:
+        """Real images. By default all batches are whole: a short one at the end is one more program to compile.
+
+        ``label``: given to the first sample.
+        """
         whole = small_set()
         labels = whole.train.labels[:samples].copy()
         if label is not None:

@@ -26,7 +26,7 @@ def momentum(rate: float) -> Any:
 
 def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
     """Statistics over the batch, clipping, a schedule; 50 samples in batches of 16, the last of which has two."""
-    data = vectors(), vectors(41)
+    data = vectors(50), vectors(41)
     how = {"precision": "fp64", "optimizer": momentum, "schedule": one_cycle, "gradient_clip_val": 0.3}
     alone, result = fit(Net(norm=True), data, 1, max_epochs=13, **how)
     for count, options in ((3, {"step": Step(shares=[3, 2, 1])}), (2, {"step": Step(fast=False)})):

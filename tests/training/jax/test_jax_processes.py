@@ -28,9 +28,9 @@ assert command.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
 options = dict(precision="fp64", run=out + "/run", step=mh.Step(shares=json.loads(sys.argv[2])))
 net = Net(norm=True)
 net.first.kernel[...] += jax.process_index()  # the first process's weights count
-fit(net, (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
+fit(net, (vectors(50), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
 options = {{**options, "resume": "auto"}}
-found, result = fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
+found, result = fit(Net(norm=True), (vectors(50), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
 trainer = mh.Trainer(1, devices=["virtual:0", "virtual:1"], metrics={{"rows": lambda outputs, targets: len(outputs)}})
 figures, outputs = trainer.evaluate(net, vectors(41)), trainer.predict(net, vectors(41)[0])
@@ -77,7 +77,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert process.returncode == 0, errors[-3000:]
     found = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert difference(found[0], found[1]) == 0
-    alone, result = fit(Net(norm=True), (vectors(), vectors(41)), 1, precision="fp64", max_epochs=3)
+    alone, result = fit(Net(norm=True), (vectors(50), vectors(41)), 1, precision="fp64", max_epochs=3)
     assert "virtual:1 of rank 1" in outputs[0][0]
     assert outputs[0][0].strip().splitlines()[-1] == outputs[1][0].strip().splitlines()[-1]
     assert len(rows(result)) == 3

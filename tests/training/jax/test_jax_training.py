@@ -351,7 +351,7 @@ def test_labels_of_a_loader_are_looked_at() -> None:
     with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
         fit(Net(), (X, y.astype(np.float32)))
     with pytest.raises(BadLabels, match=r"give y\.reshape\(-1\)"):
-        fit(Net(), [(X, y[:, None])], batch_size=50)
+        fit(Net(), [(X, y[:, None])], batch_size=64)
 
 
 def test_uneven_shares_need_one_answer_per_sample() -> None:

@@ -21,7 +21,8 @@ from manyhands.training.tensorflow.trainer import Trainer
 CLASSES = 3
 
 
-def vectors(count: int = 50) -> tuple[Any, Any]:
+def vectors(count: int = 64) -> tuple[Any, Any]:
+    """Whole batches of 16, unless another number is given: a short one at the end is one more graph to trace."""
     random = np.random.RandomState(1)
     return random.normal(size=(count, 6)), random.randint(0, CLASSES, count)
 

@@ -27,7 +27,7 @@ from manyhands.training.tensorflow.data import feed
     ],
 )
 def test_several_devices_make_the_update_of_one(devices: int, how: dict[str, Any]) -> None:
-    assert difference(mlp, vectors(), devices, **how) < 1e-12
+    assert difference(mlp, vectors(50), devices, **how) < 1e-12
 
 
 @pytest.mark.parametrize("shares", [pytest.param(None, marks=pytest.mark.long), [5, 1, 0]])
@@ -47,7 +47,7 @@ def test_penalties_and_a_sum_as_loss_are_the_same_on_any_number_of_devices() -> 
         return layers.Dense(5, kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(0.1))
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum", dtype="float64")
-    assert difference(lambda: mlp(penalised), vectors(), 2, loss=loss) < 1e-12
+    assert difference(lambda: mlp(penalised), vectors(50), 2, loss=loss) < 1e-12
 
 
 def test_statistics_of_each_shard_are_said_to_be_so_and_a_device_without_samples_does_not_spoil_them() -> None:
@@ -97,7 +97,7 @@ def test_a_shuffled_dataset_has_one_order_on_any_number_of_devices() -> None:
 
 def test_data_that_lie_on_every_device_are_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
     on_host = mlp()
-    fit(on_host, (vectors(), vectors(9)), 2)
+    fit(on_host, (vectors(50), vectors(9)), 2)
     placed = []
 
     def fits(source: Any, devices: Any) -> bool:  # as on GPUs
@@ -107,7 +107,7 @@ def test_data_that_lie_on_every_device_are_the_same_data(monkeypatch: pytest.Mon
     monkeypatch.setattr(feed, "_fits", fits)
     for devices in (1, 2):
         resident = mlp()
-        fit(resident, (vectors(), vectors(9)), devices)
+        fit(resident, (vectors(50), vectors(9)), devices)
         assert parity.largest_difference(tensors(resident), tensors(on_host)) < 1e-12
     assert placed == [["CPU:0"]] * 2 + [["CPU:0", "CPU:1"]] * 2
 
@@ -151,4 +151,4 @@ def test_a_model_of_ones_own_class_trains_on_several_devices() -> None:
             weight.assign(np.random.RandomState(number).normal(size=weight.shape))
         return model
 
-    assert difference(make, vectors(), 2) < 1e-12
+    assert difference(make, vectors(50), 2) < 1e-12

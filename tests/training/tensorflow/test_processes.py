@@ -38,7 +38,7 @@ trainer = mh.Trainer(2, checkpoints=mh.Checkpoints(every=3), **how)
 model = mixed()
 if trainer_rank := int(__import__("os").environ["RANK"]):
     model.set_weights([0 * weight for weight in model.get_weights()])  # it gets those of the first process
-result = trainer.fit(model, (vectors(), vectors(9)))
+result = trainer.fit(model, (vectors(50), vectors(9)))
 np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
 (folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['val_loss']} {result}")
 trainer = mh.Trainer(1, quiet=True, loss=unequal, metrics={"rows": lambda outputs, targets: len(outputs)})
@@ -50,7 +50,7 @@ if trainer_rank:
 else:
     np.testing.assert_allclose(outputs, model(vectors(9)[0], training=False), atol=1e-5)
 
-data = tf.data.Dataset.from_tensor_slices(vectors())
+data = tf.data.Dataset.from_tensor_slices(vectors(50))
 model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))
 trainer.fit(model, shuffled)
 np.savez(folder / f"shuffled{trainer_rank}.npz", **tensors(model))
@@ -90,7 +90,7 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ended([start(tmp_path, {"RANK": str(rank), **common}) for rank in range(2)])
     alone = mixed()
-    result = fit(alone, (vectors(), vectors(9)), 2, step=Step(shares=[3, 1]), loss=unequal)
+    result = fit(alone, (vectors(50), vectors(9)), 2, step=Step(shares=[3, 1]), loss=unequal)
     for rank in range(2):
         found = dict(np.load(tmp_path / f"{rank}.npz"))
         assert parity.largest_difference(found, tensors(alone)) < 1e-5

@@ -51,7 +51,7 @@ def test_stopped_in_the_middle_of_an_epoch_and_resumed_the_weights_are_bit_equal
     again = fit(resumed, vectors(), 2, run=tmp_path / "run", resume="auto", schedule=lambda d: 1.0 - 0.5 * d, **how)
     for a, b in zip(whole.get_weights(), resumed.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert [row["samples"] for row in again.rows] == [row["samples"] for row in result.rows] == [50, 50]
+    assert [row["samples"] for row in again.rows] == [row["samples"] for row in result.rows] == [64, 64]
     assert again.rows[-1]["train_loss"] == pytest.approx(result.rows[-1]["train_loss"], rel=1e-12)
 
 
