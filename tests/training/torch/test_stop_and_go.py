@@ -23,6 +23,7 @@ from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_ho
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
 from manyhands.training.checkpoints import atomic_files, store
 from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.data.order import epoch_order
 from manyhands.training.options import Checkpoints, Limits, Workers
 from manyhands.training.torch.trainer import Trainer
 from manyhands.training.torch.workers import fork_server, pool
@@ -124,10 +125,17 @@ def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
     assert seen(tmp_path / "run", 2, resume="auto", epochs=epochs).tolist() == [float(epochs)] * COUNT
 
 
+def slowly(answer: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.05)
+    return answer_itself(answer, y)
+
+
 def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
+    """At the last sample, when workers have reported steps: the first one may take ten times as long."""
+    last = int(epoch_order(0, 0, COUNT, shuffle=True)[-1])
     with pytest.raises(WorkerFailed, match=r"rank [01] \(cpu\) made no step") as caught:
         fit(
-            SumsUp(COUNT), OneHot(COUNT, Harm("hang", 17)), batch_size=4, max_epochs=1, loss=answer_itself,
+            SumsUp(COUNT), OneHot(COUNT, Harm("hang", last)), batch_size=4, max_epochs=1, loss=slowly,
             workers=Workers(per_device=2, hang_seconds=2),
         )  # fmt: skip
     text = str(caught.value)

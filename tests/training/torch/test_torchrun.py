@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -128,8 +129,8 @@ for part in sys.argv[2:]:
 """
 
 
-def start(script: Path, folder: Path, *options: str, launcher: bool = True) -> subprocess.Popen[str]:
-    launch = ["-m", "torch.distributed.run", *options] if launcher else []
+def start(script: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    launch = ["-m", "torch.distributed.run", *options]
     command = [sys.executable, *launch, str(script), str(folder / "run"), str(folder / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -146,7 +147,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script leaves without a launcher, on one device."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "script.py").write_text(SCRIPT)
-    finish(start(folder / "script.py", folder, launcher=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script.py", str(folder / "run"), str(folder / "out")])
+        runpy.run_path(str(folder / "script.py"), run_name="__main__")
     return folder
 
 
