@@ -132,7 +132,22 @@ def training(net: Net) -> Iterator[None]:
         net.blocks[2][1].eval()
 
 
+@contextmanager
+def forward_for_a_size(net: Net) -> Iterator[None]:
+    """A method of the layer's own, and one attribute less: there are as many as before."""
+    layer = net.heads[1]
+    size = layer.in_features
+    del layer.in_features
+    with attribute(layer, "forward", lambda x: x * 2):
+        yield
+    layer.in_features = size
+
+
 CHANGES: dict[str, Callable[[Net], Any]] = {
+    "another dict of parameters": lambda net: attribute(
+        net.heads[1], "_parameters", {word: nn.Parameter(one * 2) for word, one in net.heads[1].named_parameters()}
+    ),
+    "a method in place of a size": forward_for_a_size,
     "a setting": lambda net: attribute(net.blocks[1][0], "stride", (2, 2)),
     "a number": lambda net: attribute(net.blocks[2][1], "eps", 0.5),
     "a method of the layer's own": lambda net: attribute(net.blocks[2][2], "forward", lambda x: x * 2),

@@ -6,8 +6,9 @@ address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that n
 changes Python state, and it is put back; before every call, all facts together are the guard of the plan
 (:class:`.facts.Facts`); and what changes at every call is named to the user.
 
-Not seen: attributes of installed modules, what PyTorch's own layers know besides settings, what is inside the elements
-of lists and dicts longer than ``_LONG`` (that they are the same is seen), and what is reached only through C code.
+Not seen: attributes of installed modules, what is inside of what PyTorch's own layers have besides settings and inside
+the elements of lists and dicts longer than ``_LONG`` (of both it is seen that they are the same), and what is reached
+only through C code.
 """
 
 from __future__ import annotations
@@ -29,14 +30,12 @@ from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
 from manyhands.code_names import function_behind, making, members, modules_named, slots_of, why_unwatched, words_of
 from manyhands.errors import CannotTrace, NotYet
 
-# What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
-_AS_MADE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
-_AS_MADE |= {"affine"}
 # Words of a function that looks values up by other names, which its code does not tell.
 _BY_OTHER_NAMES = ("globals", "environ", "getenv")
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_CONTENT = {"_parameters", "_buffers", "_modules", *_HOOKS}  # dicts that a module may get others in place of
 _OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
 _CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
 _WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # PyTorch's objects that users keep and change
@@ -311,12 +310,12 @@ class Outside:
         self.spaces.space(attributes, name)
         if not foreign:
             self._class(type(module))
-        known = _AS_MADE | {"kernel_size"} if "weight" in attributes["_parameters"] else _AS_MADE
         for word, value in attributes.items():
-            if word in _OF_MODULES or (foreign and (word in known or not isinstance(value, _SETTINGS))):
+            if word == "training" or (word in _OF_MODULES and word not in _CONTENT):
                 continue
             self._add(Fact(f"{name}.{word}", "item", attributes, word, value))
-            self._visit(value, f"{name}.{word}")
+            if word not in _OF_MODULES and (not foreign or isinstance(value, _SETTINGS)):
+                self._visit(value, f"{name}.{word}")
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._optimizer = True
