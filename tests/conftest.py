@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C is an exception here and in every child; and JAX compiles each program once in a test run."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background is started deaf to it
-    folder = tempfile.TemporaryDirectory(prefix="manyhands-tests-jax-")
+    beside_pytests = os.environ.get("PYTEST_DEBUG_TEMPROOT")  # the Makefile's, in memory
+    folder = tempfile.TemporaryDirectory(prefix="manyhands-tests-jax-", dir=beside_pytests)
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder.name)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
