@@ -23,7 +23,7 @@ from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
 from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, as_written
-from manyhands.training.torch.fast.position import Progress
+from manyhands.training.torch.fast.progress import Progress
 
 RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
 

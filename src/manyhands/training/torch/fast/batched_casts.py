@@ -20,7 +20,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
-from manyhands.training.torch.fast.storage import is_view, memories_of, written_by
+from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 

@@ -43,7 +43,7 @@ from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fa
 from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.lanes import Beside
 from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written, forward
-from manyhands.training.torch.fast.position import Progress
+from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search, may_be_idle
 from manyhands.training.torch.fast.traced_step import TracedStep
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints

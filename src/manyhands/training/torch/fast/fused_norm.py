@@ -32,7 +32,7 @@ import torch
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.fused_norm_pending import Gradient, Norm, Note, Rectified, Statistics, Sum
-from manyhands.training.torch.fast.storage import has_memory, is_view, memories_of, written_by
+from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 

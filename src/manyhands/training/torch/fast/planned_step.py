@@ -27,7 +27,7 @@ import torch
 from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.position import Progress
+from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.step.eager import EagerStep
 
 _TURNS, _STEPS = 3, 8

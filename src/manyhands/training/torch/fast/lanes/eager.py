@@ -38,7 +38,7 @@ from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
 from manyhands.schedule.task import Task
 from manyhands.training.torch.fast.lanes import weight_gradients
-from manyhands.training.torch.fast.storage import is_view, written_by
+from manyhands.training.torch.fast.operation_memory import is_view, written_by
 
 _aten = torch.ops.aten
 _MAIN = 0
