@@ -23,7 +23,7 @@ class _Worker:
         self._go, self._over = closed_lock(), closed_lock()
         self._job: Callable[[], None] | None = None
         self._busy = False
-        self._threads = 0
+        self._threads = self._wanted = 0  # for each operation: as set in the thread, and as the job wants
         self._thread = threading.Thread(target=self._work, name=f"manyhands lane {number}", daemon=True)
         self._thread.start()
 

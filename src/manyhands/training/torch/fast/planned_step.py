@@ -2,9 +2,9 @@
 
 Side lanes (:mod:`.lanes.eager`) take operations in program order and move weight gradients aside. A plan traces the
 step and schedules all of its operations: branches of the forward pass run in parallel, and an update begins when its
-gradient is there. Planning takes seconds, in which the step is tried many times without a trace. There are two kinds:
-a plan of ``parallel`` with PyTorch's kernels (:class:`PlanOfParallel`), and one with our kernels for BatchNorm
-(:mod:`.traced_step`).
+gradient is there. Planning takes seconds, in which the step is tried many times; what it changes is put back. There are
+two kinds: a plan of ``parallel`` with PyTorch's kernels (:class:`PlanOfParallel`), and one with our kernels for
+BatchNorm (:mod:`.traced_step`).
 
 Plan and captured step compute the same bits (a plan that does not is not used), so either may make a step. They take
 turns in the training, timed by the device, and the faster one goes on:
