@@ -36,7 +36,7 @@ from manyhands import machine
 from manyhands.backends.torch.run import float64
 from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.lanes.lanes import Beside
-from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search
+from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
 
 ROWS = {
     "graph": (False, False),  # compiled, side lanes
@@ -69,7 +69,7 @@ class Problem:
         self.images = torch.rand(batch, 1, 28, 28, generator=generator).to(device)
         self.labels = torch.randint(10, (batch,), generator=generator).to(device)
         self.state = {key: value.clone() for key, value in self.net.state_dict().items()}
-        self.idle: IdleBiases | None = None
+        self.redundant: RedundantBiases | None = None
 
     def loss(self) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -77,23 +77,23 @@ class Problem:
         return torch.nn.functional.cross_entropy(answer.float(), self.labels)
 
     def passes(self, forward: Callable[[], torch.Tensor], around: AbstractContextManager[Any] | None = None) -> None:
-        """Forward and backward, without idle biases where there are any."""
-        with self.idle.left_out() if self.idle is not None else nullcontext():
+        """Forward and backward, without redundant biases where there are any."""
+        with self.redundant.left_out() if self.redundant is not None else nullcontext():
             loss = forward()
             with around if around is not None else nullcontext():
                 loss.backward()
-        if self.idle is not None:
-            self.idle.settle()
+        if self.redundant is not None:
+            self.redundant.settle()
 
     def leave_out(self) -> str:
-        """Leave idle biases out from now on."""
+        """Leave redundant biases out from now on."""
         self.reset()
         with Search(self.net) as search:
             loss = self.loss()
             search.trace(loss)
             loss.backward()
-        self.idle = search.idle_biases()
-        return self.idle.explain() if self.idle is not None else "no idle biases"
+        self.redundant = search.redundant_biases()
+        return self.redundant.explain() if self.redundant is not None else "no redundant biases"
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: one.grad.clone() for name, one in self.net.named_parameters() if one.grad is not None}

@@ -154,7 +154,7 @@ def test_no_step_makes_the_host_wait(fast: bool, callbacks: CallbackPlan) -> Non
     Neither do figures of steps and an average of the weights, which callbacks ask for.
     """
     loop, rank = _loop(callbacks, step=Step(fast=fast), max_epochs=6, gradient_clip_val=1.0)
-    for _ in range(5):  # warm up: kernels, idle biases, graphs of both sizes
+    for _ in range(5):  # warm up: kernels, redundant biases, graphs of both sizes
         loop._make_steps()
         loop.cursor = loop.cursor.next_epoch()
         rank.metrics.peek()

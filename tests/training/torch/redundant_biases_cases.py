@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search
+from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
 
 X = torch.rand(6, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(6) % 3
@@ -19,18 +19,18 @@ def loss_of(net: nn.Module) -> torch.Tensor:
     return answer if answer.dim() == 0 else functional.cross_entropy(answer, Y)
 
 
-def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> IdleBiases | None:
+def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> RedundantBiases | None:
     with Search(net) as search:
         value = loss(net)
         search.trace(value)
         value.backward()
-    return search.idle_biases()
+    return search.redundant_biases()
 
 
 def found(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> list[str]:
     return names(net, searched(net, loss))
 
 
-def names(net: nn.Module, idle: IdleBiases | None) -> list[str]:
-    layers = [layer for layer, _ in idle._bare] if idle is not None else []
+def names(net: nn.Module, redundant: RedundantBiases | None) -> list[str]:
+    layers = [layer for layer, _ in redundant._bare] if redundant is not None else []
     return [name for name, module in net.named_modules() if module in layers]

@@ -19,7 +19,7 @@ from manyhands.training.torch.book import models
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.lanes.lanes import Beside
-from manyhands.training.torch.fast.redundant_biases import IdleBiases, may_be_idle
+from manyhands.training.torch.fast.redundant_biases import RedundantBiases, may_have_redundant_biases
 from manyhands.training.torch.step.skip_nan import Spared
 
 
@@ -46,17 +46,19 @@ class Net(nn.Module):
         return scores
 
 
-def trained(net: nn.Module, idle: IdleBiases | None, forward: Any = loss_of, steps: int = 4, **options: Any) -> None:
+def trained(
+    net: nn.Module, redundant: RedundantBiases | None, forward: Any = loss_of, steps: int = 4, **options: Any
+) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01, **options)
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
-        if idle is None:
+        if redundant is None:
             forward(net).backward()
         else:
-            with idle.left_out():
+            with redundant.left_out():
                 forward(net).backward()
-            idle.settle()
-            for layer, _ in idle._bare:
+            redundant.settle()
+            for layer, _ in redundant._bare:
                 gradient: Any = layer.bias.grad if isinstance(layer.bias, nn.Parameter) else None
                 assert gradient is None or not gradient.any()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True)
@@ -64,13 +66,13 @@ def trained(net: nn.Module, idle: IdleBiases | None, forward: Any = loss_of, ste
 
 
 def both(make: Callable[[], nn.Module], forward: Any = loss_of, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The same net trained plainly and with its idle biases left out."""
+    """The same net trained plainly and with its redundant biases left out."""
     plain, other = make(), make()
-    idle = searched(other)
-    assert idle is not None
+    redundant = searched(other)
+    assert redundant is not None
     other.load_state_dict(plain.state_dict())  # the search was a step, with statistics
     trained(plain, None)
-    trained(other, idle, forward, **options)
+    trained(other, redundant, forward, **options)
     return plain, other
 
 
@@ -101,11 +103,11 @@ def test_a_bias_that_does_not_learn_keeps_no_gradient() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "small-resnet"])
 def test_of_a_resnet_all_but_those_around_the_blocks(name: str) -> None:
     net = models.MODELS[name](in_channels=2).double()
-    idle = searched(net, lambda net: net(X).sum())
+    redundant = searched(net, lambda net: net(X).sum())
     expected = [key for key, one in net.named_modules() if isinstance(one, nn.Conv2d) and not key.endswith("conv3")]
-    assert names(net, idle) == expected
-    assert idle is not None
-    assert idle.explain() == f"biases left out, as a BatchNorm takes them away again: {len(expected)}"
+    assert names(net, redundant) == expected
+    assert redundant is not None
+    assert redundant.explain() == f"biases left out, as a BatchNorm takes them away again: {len(expected)}"
 
 
 def test_in_bfloat16_too() -> None:
@@ -115,9 +117,9 @@ def test_in_bfloat16_too() -> None:
         return functional.cross_entropy(answer.float(), Y)
 
     net = Net().float()
-    idle = searched(net, loss)
-    assert names(net, idle) == ["first", "second", "up", "line", "hidden"]
-    trained(net, idle, loss)
+    redundant = searched(net, loss)
+    assert names(net, redundant) == ["first", "second", "up", "line", "hidden"]
+    trained(net, redundant, loss)
     assert all(bool(torch.isfinite(value).all()) for value in net.state_dict().values())
 
 
@@ -135,16 +137,16 @@ def test_a_compiled_step() -> None:
 
 def test_beside_side_lanes() -> None:
     net, beside = Net(), Beside(NoLanes())
-    idle = searched(net)
-    assert idle is not None
+    redundant = searched(net)
+    assert redundant is not None
     gradients: list[list[Any]] = []
     for around in (contextlib.nullcontext(), beside.around(6, compiled=False)):
         net.zero_grad(set_to_none=True)
-        with idle.left_out():
+        with redundant.left_out():
             loss = loss_of(net)
             with around:
                 loss.backward()
-        idle.settle()
+        redundant.settle()
         gradients.append([parameter.grad for parameter in net.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert "    3 x convolution, weight" in beside.explain(6)
@@ -152,11 +154,11 @@ def test_beside_side_lanes() -> None:
 
 def test_a_net_that_the_caller_compiled_is_left_alone() -> None:
     optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    assert may_be_idle(Net(), optimizer)
-    assert not may_be_idle(torch.compile(Net(), backend="eager"), optimizer)  # type: ignore[arg-type]
+    assert may_have_redundant_biases(Net(), optimizer)
+    assert not may_have_redundant_biases(torch.compile(Net(), backend="eager"), optimizer)  # type: ignore[arg-type]
     net = Net()
     net.compile(backend="eager")
-    assert not may_be_idle(nn.Sequential(net), optimizer)
+    assert not may_have_redundant_biases(nn.Sequential(net), optimizer)
 
 
 def test_an_update_that_does_not_bear_zeros() -> None:
@@ -164,10 +166,10 @@ def test_an_update_that_does_not_bear_zeros() -> None:
         pass
 
     net = Net()
-    assert may_be_idle(net, torch.optim.AdamW(net.parameters()))
-    assert not may_be_idle(net, torch.optim.Adam(net.parameters(), eps=0.0))
-    assert not may_be_idle(net, Own(net.parameters(), lr=0.1))
-    assert not may_be_idle(models.lenet(), torch.optim.SGD(models.lenet().parameters(), lr=0.1))
+    assert may_have_redundant_biases(net, torch.optim.AdamW(net.parameters()))
+    assert not may_have_redundant_biases(net, torch.optim.Adam(net.parameters(), eps=0.0))
+    assert not may_have_redundant_biases(net, Own(net.parameters(), lr=0.1))
+    assert not may_have_redundant_biases(models.lenet(), torch.optim.SGD(models.lenet().parameters(), lr=0.1))
 
 
 # What is left behind
@@ -183,11 +185,11 @@ def test_an_error_puts_everything_back() -> None:
 
     with pytest.raises(ValueError, match="for a test"):
         searched(net, broken)
-    idle = searched(net)
-    assert idle is not None
-    with idle.left_out():
+    redundant = searched(net)
+    assert redundant is not None
+    with redundant.left_out():
         assert "forward" in vars(net.first)
-    with pytest.raises(ValueError, match="for a test"), idle.left_out():
+    with pytest.raises(ValueError, match="for a test"), redundant.left_out():
         broken(net)
     assert {name: dict(vars(module)) for name, module in net.named_modules()} == before
 
@@ -203,11 +205,11 @@ def test_a_search_that_cannot_begin_puts_everything_back() -> None:
 def test_zeros_stay_zeros() -> None:
     """Clipping by a norm that is no number writes into gradients; the next step begins with zeros again."""
     net = Net()
-    idle = searched(net)
-    assert idle is not None
+    redundant = searched(net)
+    assert redundant is not None
     for _ in range(2):
         net.zero_grad(set_to_none=True)
-        idle.settle()
+        redundant.settle()
         assert net.first.bias.grad is not None
         assert not net.first.bias.grad.any()
         net.first.bias.grad.fill_(torch.nan)
@@ -223,7 +225,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_search_for_idle_biases_that_fails_costs_nothing(at: int) -> None:
+def test_a_search_for_redundant_biases_that_fails_costs_nothing(at: int) -> None:
     net = mlp(norm=True)
     graph, eager = graph_step(net, 3, Failing(at))
     assert graph.ended is None
@@ -232,7 +234,7 @@ def test_a_search_for_idle_biases_that_fails_costs_nothing(at: int) -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_idle_biases_are_left_out_from_the_third_step_on() -> None:
+def test_redundant_biases_are_left_out_from_the_third_step_on() -> None:
     for steps in range(1, 6):
         net = mlp(norm=True)
         graph, eager = graph_step(net, steps)
@@ -243,7 +245,7 @@ def test_idle_biases_are_left_out_from_the_third_step_on() -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_zeros_of_idle_biases_are_not_spoilt_by_a_batch_that_is_left_out() -> None:
+def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() -> None:
     """Clipping multiplies all gradients by a norm that is no number."""
     X, y = vectors(COUNT)
     X[40] = torch.nan  # in the third step, the first without that bias

@@ -44,7 +44,7 @@ from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.lanes import Beside
 from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written, forward
 from manyhands.training.torch.fast.progress import Progress
-from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search, may_be_idle
+from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
 from manyhands.training.torch.fast.traced_step import TracedStep
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
@@ -52,7 +52,7 @@ from manyhands.training.torch.step.eager import EagerStep
 _COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
 _PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 _WARM_UP = 3
-_AS_WRITTEN = 2  # steps before the warm-up where idle biases are searched for, in the last of them
+_AS_WRITTEN = 2  # steps before the warm-up where redundant biases are searched for, in the last of them
 _LONGEST_REASON = 300  # characters
 
 
@@ -63,7 +63,7 @@ class _Sized:
     window: torch.Tensor
     forward: Callable[..., Any]
     warm: int = 0  # warm-up steps so far; less than zero: steps as written are still to come
-    idle: IdleBiases | None = None
+    redundant: RedundantBiases | None = None
     replay: Callable[[], object] | None = None  # of the graph, or of the plan that competes with it
     notes: list[str] = field(default_factory=list)  # what our kernels replace, in words
 
@@ -145,7 +145,7 @@ class GraphStep:
         self._convolutions = self._tuned(tuned_for) if tuned_for is not None else None
         # A dispatch mode would keep a compiler from compiling what is called in it, now and later.
         self._at_once = AtOnce() if not is_compiled(eager.model) and checkpointed is None else None
-        self._searching = checkpointed is None and may_be_idle(eager.model, eager.optimizer)
+        self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
         self._checkpointed = checkpointed
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
@@ -189,7 +189,7 @@ class GraphStep:
     def _made_simpler(self, sized: _Sized, why: str) -> bool:
         """Leave out a feature that may have failed; False where none is left.
 
-        In a step as written that is the search for idle biases; later our own kernels, the lanes, and the compiler.
+        In a step as written that is the search for redundant biases; later our own kernels, the lanes, the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:
@@ -262,8 +262,8 @@ class GraphStep:
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
             reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
-            idle = [] if sized.idle is None else [sized.idle.explain()]
-            lines += [f"  {note}" for note in (*idle, *sized.notes, *reasons)]
+            redundant = [] if sized.redundant is None else [sized.redundant.explain()]
+            lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
             if self._beside is not None:
                 lines += self._beside.explain(size)
             else:
@@ -323,7 +323,7 @@ class GraphStep:
         """A plan of ``parallel`` where the captured step has PyTorch's kernels alone, else one with our kernels."""
         eager = self._eager
         keeps_more = eager.average is not None or eager.spared is not None or eager.scale is not None
-        if self._norms is None and sized.idle is None and not keeps_more:
+        if self._norms is None and sized.redundant is None and not keeps_more:
             return PlanOfParallel(as_written(eager, self._data, self._progress, sized.window))
         step = functools.partial(self._work, sized, as_written=True)
         return TracedStep(step, captured, eager.device, lanes=self._beside is not None, held=self._held)
@@ -353,14 +353,14 @@ class GraphStep:
             norms.begin(poison=sized.warm == 0)
         if convolutions is not None:  # chosen for the usual size; other sizes take the same
             convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
-        with sized.idle.left_out() if sized.idle is not None else nullcontext():
+        with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
             with convolutions or nullcontext(), at_once or nullcontext(), norms or nullcontext():
                 loss, right = sized.forward(*self._places(sized))
             beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
             with convolutions or nullcontext(), beside, norms or nullcontext():
                 self._eager.scaled(loss).backward()
-        if sized.idle is not None:
-            sized.idle.settle()
+        if sized.redundant is not None:
+            sized.redundant.settle()
         sized.notes = [mode.explain() for mode in (at_once, norms) if mode is not None and mode.counts]
         if convolutions is not None and convolutions.report is not None and is_usual:
             sized.notes.append(convolutions.report.explain())
@@ -375,7 +375,7 @@ class GraphStep:
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
     def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Forward and backward without dispatch modes; the last time with a search for idle biases."""
+        """Forward and backward without dispatch modes; the last time with a search for redundant biases."""
         search = Search(self._eager.model) if sized.warm == -1 else None
         with search or nullcontext():
             loss, right = self._forward(*self._places(sized))
@@ -383,7 +383,7 @@ class GraphStep:
                 search.trace(loss)
             self._eager.scaled(loss).backward()
         if search is not None:
-            sized.idle = search.idle_biases()
+            sized.redundant = search.redundant_biases()
         return loss, right
 
     def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:

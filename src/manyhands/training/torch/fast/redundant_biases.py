@@ -12,7 +12,7 @@ the running mean gets its share of it after the backward pass, and the bias a gr
 momentum and checkpoints do not change.
 
 Names and order of layers prove nothing: a model may use an output twice. So one step is watched (:class:`Search`), and
-a bias is idle if three conditions hold in it:
+a bias is redundant if three conditions hold in it:
 
 1. In autograd's graph a single edge leads to the layer's node, from the node of the BatchNorm; and a single edge from
    the layer's node to the bias (also through a cast). Nothing else that is differentiated uses them.
@@ -50,21 +50,21 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
 
 
-def may_be_idle(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+def may_have_redundant_biases(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether a search is worth a step: there are candidates, and the optimizer can take a gradient of zeros."""
     layers, norms = _candidates(model)
     return bool(layers and norms) and _bears_zeros(optimizer)
 
 
-class IdleBiases:
-    """The idle biases of a model, and steps without them.
+class RedundantBiases:
+    """The redundant biases of a model, and steps without them.
 
     ::
 
-        with idle.left_out():
+        with redundant.left_out():
             loss = loss_of(model)
         loss.backward()
-        idle.settle()                   before gradients are clipped and used
+        redundant.settle()                   before gradients are clipped and used
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
@@ -129,7 +129,7 @@ class Search(TorchDispatchMode):
             loss = loss_of(model)
             search.trace(loss)
             loss.backward()
-        idle = search.idle_biases()
+        redundant = search.redundant_biases()
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -181,12 +181,12 @@ class Search(TorchDispatchMode):
                     seen.add(following)
                     left.append(following)
 
-    def idle_biases(self) -> IdleBiases | None:
-        """The idle biases of the step that is over; None where there are none."""
-        pairs = [(layer, call.norm) for layer, call in self._calls.items() if self._is_idle(layer, call)]
-        return IdleBiases(pairs) if pairs else None  # type: ignore[arg-type]
+    def redundant_biases(self) -> RedundantBiases | None:
+        """The redundant biases of the step that is over; None where there are none."""
+        pairs = [(layer, call.norm) for layer, call in self._calls.items() if self._is_redundant(layer, call)]
+        return RedundantBiases(pairs) if pairs else None  # type: ignore[arg-type]
 
-    def _is_idle(self, layer: nn.Module, call: _Call) -> bool:
+    def _is_redundant(self, layer: nn.Module, call: _Call) -> bool:
         if not self._traced or call.count != 1 or call.norm is None or self._norm_calls[call.norm] != 1:
             return False
         if layer in self._spoilt or call.norm in self._spoilt or call.output is None or call.output() is not None:
