@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.training.torch.book import models
-from manyhands.training.torch.fast.batched_casts import AtOnce
+from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.step.eager import Numbers
 
 X = torch.rand(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -50,17 +50,17 @@ def passed(net: nn.Module, *modes: TorchDispatchMode, steps: int = 3) -> list[to
 
 def test_a_net_computes_the_same() -> None:
     net = models.initialise(models.small_resnet(), seed=0)
-    at_once, calls = AtOnce(), Calls()
+    batched, calls = BatchedCasts(), Calls()
     plain = passed(copy.deepcopy(net))
-    for ours, theirs in zip(passed(net, calls, at_once), plain, strict=True):
+    for ours, theirs in zip(passed(net, calls, batched), plain, strict=True):
         assert torch.equal(ours, theirs)
     weights = [name for name, _ in net.named_parameters() if "norm" not in name and "bn" not in name]
-    assert at_once.counts["counts of batches"] == sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
-    assert 15 < at_once.counts["casts of weights"] <= len(weights)
+    assert batched.counts["counts of batches"] == sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
+    assert 15 < batched.counts["casts of weights"] <= len(weights)
     casts = calls.names.count("aten._to_copy.default")
-    assert casts < 2 * at_once.counts["casts of weights"]  # one each in the first step; later only those of activations
+    assert casts < 2 * batched.counts["casts of weights"]  # one each in the first step; later only those of activations
     assert calls.names.count("aten._foreach_copy_.default") == 2
-    assert "casts of weights" in at_once.explain()
+    assert "casts of weights" in batched.explain()
 
 
 class Asking(nn.Module):
@@ -87,14 +87,14 @@ def test_what_is_asked_for_in_between() -> None:
     net = Asking()
     plain = copy.deepcopy(net)
     theirs = passed(plain)
-    for ours, other in zip(passed(net, AtOnce()), theirs, strict=True):
+    for ours, other in zip(passed(net, BatchedCasts()), theirs, strict=True):
         assert torch.equal(ours, other)
     assert net.seen == plain.seen == [1, 3, 5]
 
 
 def test_other_additions_are_no_counts() -> None:
     count = torch.tensor(0)
-    with AtOnce():
+    with BatchedCasts():
         count.add_(1, alpha=3)
         count.add_(2)
         count.add_(1)
@@ -103,11 +103,11 @@ def test_other_additions_are_no_counts() -> None:
 
 def test_a_net_whose_weights_are_exchanged() -> None:
     """New parameters in the old places, and none any more: only those of the last pass are cast ahead."""
-    at_once = AtOnce()
+    batched = BatchedCasts()
     for _ in range(3):
         layer = nn.Linear(4, 4)
         for _ in range(2):
-            with at_once, torch.autocast("cpu", dtype=torch.bfloat16):
+            with batched, torch.autocast("cpu", dtype=torch.bfloat16):
                 ours = layer(torch.ones(2, 4))
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 assert torch.equal(ours, functional.linear(torch.ones(2, 4), layer.weight, layer.bias))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from training_cases import mlp, vectors
 
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.batched_casts import AtOnce
+from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.fused_norm import FusedNorms
 
@@ -38,7 +38,7 @@ def refusing(kind: type) -> Callable[..., torch.Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("kind", [FusedNorms, AtOnce])
+@pytest.mark.parametrize("kind", [FusedNorms, BatchedCasts])
 def test_a_mode_that_is_not_borne_is_left_out(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     without_gpu(monkeypatch)
     net = mlp(norm=True)

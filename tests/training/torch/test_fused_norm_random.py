@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.training.torch.fast.batched_casts import AtOnce
+from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.fused_norm import FusedNorms
 from manyhands.training.torch.fast.lanes.eager import SideLanes
 
@@ -181,7 +181,7 @@ def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
     plain = left_behind(copy.deepcopy(net), program, [], [])
     norms = FusedNorms()
     beside = [SideLanes(NoLanes(), 2, most_held=2000)] if lanes else []
-    ours = left_behind(net, program, [AtOnce(), norms], [*beside, norms])
+    ours = left_behind(net, program, [BatchedCasts(), norms], [*beside, norms])
     if isinstance(plain, type) or isinstance(ours, type):
         assert plain is ours
         return

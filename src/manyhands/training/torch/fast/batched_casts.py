@@ -25,8 +25,8 @@ from manyhands.training.torch.fast.operation_memory import is_view, memories_of,
 _aten = torch.ops.aten
 
 
-class AtOnce(TorchDispatchMode):
-    """Around a forward pass: ``with at_once: loss = loss_of(model)``."""
+class BatchedCasts(TorchDispatchMode):
+    """Around each forward pass the same one: ``with batched_casts: loss = loss_of(model)``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class AtOnce(TorchDispatchMode):
         self._batch_counts: dict[int, torch.Tensor] = {}
         self.counts = Counter[str]()
 
-    def __enter__(self) -> AtOnce:
+    def __enter__(self) -> BatchedCasts:
         self._now, self._ahead, self._batch_counts = {}, None, {}
         self.counts = Counter[str]()
         super().__enter__()  # type: ignore[no-untyped-call]

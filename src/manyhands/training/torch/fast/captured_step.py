@@ -37,7 +37,7 @@ from manyhands.errors import CannotCompile
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
-from manyhands.training.torch.fast.batched_casts import AtOnce
+from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fail
 from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
@@ -144,7 +144,7 @@ class GraphStep:
         self._norms = self._fused_norms() if fused_norms else None
         self._convolutions = self._tuned(tuned_for) if tuned_for is not None else None
         # A dispatch mode would keep a compiler from compiling what is called in it, now and later.
-        self._at_once = AtOnce() if not is_compiled(eager.model) and checkpointed is None else None
+        self._casts = BatchedCasts() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
         self._checkpointed = checkpointed
         self._sized: dict[int, _Sized] = {}
@@ -197,7 +197,7 @@ class GraphStep:
             del self._sized[size]  # this one alone: others may have their graphs
             return True
         if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
-            self._norms = self._at_once = self._convolutions = None  # all of them are dispatch modes
+            self._norms = self._casts = self._convolutions = None  # all of them are dispatch modes
             self._without("norms", f"batch normalisation as it is ({why})")
         elif self._convolutions is not None and not self._is_compiled(size):
             self._convolutions = None
@@ -346,22 +346,20 @@ class GraphStep:
         """Forward and backward."""
         size, lanes = len(sized.window), self._beside
         compiled, is_usual = self._is_compiled(size), size == self._size
-        norms, at_once, convolutions = (
-            (None, None, None) if compiled else (self._norms, self._at_once, self._convolutions)
-        )
+        norms, casts, convolutions = (None, None, None) if compiled else (self._norms, self._casts, self._convolutions)
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
         if convolutions is not None:  # chosen for the usual size; other sizes take the same
             convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
-            with convolutions or nullcontext(), at_once or nullcontext(), norms or nullcontext():
+            with convolutions or nullcontext(), casts or nullcontext(), norms or nullcontext():
                 loss, right = sized.forward(*self._places(sized))
             beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
             with convolutions or nullcontext(), beside, norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.redundant is not None:
             sized.redundant.settle()
-        sized.notes = [mode.explain() for mode in (at_once, norms) if mode is not None and mode.counts]
+        sized.notes = [mode.explain() for mode in (casts, norms) if mode is not None and mode.counts]
         if convolutions is not None and convolutions.report is not None and is_usual:
             sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:

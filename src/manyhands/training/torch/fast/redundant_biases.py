@@ -64,7 +64,7 @@ class RedundantBiases:
         with redundant.left_out():
             loss = loss_of(model)
         loss.backward()
-        redundant.settle()                   before gradients are clipped and used
+        redundant.settle()              before gradients are clipped and used
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
