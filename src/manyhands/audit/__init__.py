@@ -2,5 +2,5 @@
 
 Hooks of a framework (one folder each) call :mod:`.watch` when the host waits. A sink listens there: the
 :class:`.recorder.Recorder` of ``manyhands audit``, or a :func:`.guard.guard` in code. A recorder's events become a
-:class:`.report.Report`, whose gains come from a simulation of the host and the device (:mod:`.critical_path`).
+:class:`.reports.report.Report`, whose gains come from a simulation of the host and the device (:mod:`.critical_path`).
 """

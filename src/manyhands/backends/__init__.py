@@ -1,1 +1,1 @@
-"""One adapter module per framework, and a fake one; each follows ``manyhands.backends.protocol.Backend``."""
+"""One folder per framework. Its ``devices.py`` follows ``manyhands.backends.protocol.Backend``."""

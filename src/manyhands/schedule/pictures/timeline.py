@@ -1,4 +1,4 @@
-"""Spans on lanes: what a run, measured or simulated, looked like."""
+"""The timeline of a run, measured or simulated: which task ran on which lane, and when. Saved as JSON, PNG or SVG."""
 
 from __future__ import annotations
 

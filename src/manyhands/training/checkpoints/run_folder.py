@@ -5,7 +5,7 @@
     runs/2031-05-04-130501/
         config.json      how the run was started
         metrics.jsonl    one JSON object per line, oldest first
-        checkpoints/     see checkpoint.py
+        checkpoints/     see folder.py
         curves.png
         step.txt         what a step was made of, where it was a fast one
         job.lock         while a job trains here (see run_lock.py)

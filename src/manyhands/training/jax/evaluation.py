@@ -1,6 +1,6 @@
 """Evaluation and prediction: one compiled program per size of batch, over all devices.
 
-The programs are those of :class:`.step.Steps`. What the model answers lies on every device after each of them; it is
+The programs are those of :class:`.step.step.Steps`. After each of them every device has the model's outputs; they are
 read one batch late, so that the devices have the next one already. Every process has all outputs; the first one's
 count.
 """

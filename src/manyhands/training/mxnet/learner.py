@@ -39,7 +39,7 @@ _IN_A_PARAMETER = (
 
 
 class GluonLearner:
-    """A :class:`~manyhands.training.learner.Learner`. The model is on its devices already: :func:`.replicas.on`."""
+    """A :class:`~manyhands.training.learner.Learner`. :func:`.step.replicas.on` has put the model on its devices."""
 
     framework = "mxnet"
     rank, size = 0, 1

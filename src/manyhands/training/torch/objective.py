@@ -113,7 +113,7 @@ def checked(loss_sum: LossSum) -> LossSum:
 class Supervised(Objective):
     """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``.
 
-    Where a batch is a dict, the model gets it by name (:mod:`.dict_batches`): ``loss(model(**batch), batch)``, or
+    Where a batch is a dict, the model gets it by name (:mod:`.data.dict_batches`): ``loss(model(**batch), batch)``, or
     without a loss of the user's the one in the model's output.
     """
 

@@ -51,7 +51,7 @@ from manyhands.schedule.task import needs
 
 _CALLS = 20_000  # of a function that somebody has compiled, by which the time for its convolutions is won back
 _LEAST = 2  # operations in a region that compute something
-# How far results may be from plain execution's where there are no exact ones to compare both with (float64.py): then
+# How far results may be from plain execution's where there are no exact results to compare with (run/float64.py): then
 # what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
 _CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
 _LOW = (torch.bfloat16, torch.float16)

@@ -70,7 +70,7 @@ def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, flo
             with no_hooks():
                 return None if _takes_notes(step) else _on_cpu(step)
         if all(0 <= memory < 1 << 20 for memory in step.task.writes):
-            return 0.0, 0.0  # a view: it makes a handle (trace.py), and writes to no memory
+            return 0.0, 0.0  # a view: it makes a handle (capture/trace.py), and writes to no memory
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
     except Exception:  # an operation that does not take made-up numbers
         return None

@@ -5,7 +5,7 @@ computed on what is inside, and its results are wrapped again. Operands on diffe
 own words, as with GPUs (a scalar from the host may join anywhere).
 
 **Two names.** To the dispatcher the device is ``cpu:1``, which PyTorch knows as a name: its backward pass has no thread
-for a GPU that is not there. Where virtual devices stand in for GPUs (:mod:`.cuda_stand_in`), Python sees ``cuda:1``:
+for a GPU that is not there. Where virtual devices stand in for GPUs (:mod:`..cuda_stand_in`), Python sees ``cuda:1``:
 ``x.device``, ``x.is_cuda``, ``repr(x)``, and every call may name it so. :func:`home` and :func:`actual` give the
 first name, :func:`shown` the second.
 
