@@ -1,1 +1,1 @@
-"""Where a job ends: limits of steps and time, signals, and how much of the data is used."""
+"""Limits of a job: of steps, time and data; signals that stop it; ``find_batch_size``, the largest batch that fits."""

@@ -23,7 +23,7 @@ from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import checks, evaluation, modes, optimizers, trial
+from manyhands.training.mxnet import batch_size_trial, checks, evaluation, modes, optimizers
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import Objective, objective_for
@@ -139,11 +139,11 @@ class Trainer(BaseTrainer):
     @contextlib.contextmanager
     def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
         checks.check_block(model)
-        with trial.without_a_trace(model):
+        with batch_size_trial.without_a_trace(model):
             yield model, optimizer
 
     def _is_out_of_memory(self, error: Exception) -> bool:
-        return trial.is_too_large(error)
+        return batch_size_trial.is_too_large(error)
 
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None

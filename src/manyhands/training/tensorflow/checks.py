@@ -18,8 +18,9 @@ from manyhands.training import refusals
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
-from manyhands.training.tensorflow.loss import keras_losses, trial
+from manyhands.training.tensorflow.loss import keras_losses
 from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
+from manyhands.training.tensorflow.loss.loss_trial import try_loss
 from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
 from manyhands.training.tensorflow.step.function import Function
 
@@ -118,7 +119,7 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
     if train.is_read_once:
         return loss_trial.note(loss_trial.READ_ONCE)
     try:
-        why, chosen = trial.check(Function(model, objective, 0), loss_trial.arrays_of(train))
+        why, chosen = try_loss(Function(model, objective, 0), loss_trial.arrays_of(train))
         return loss_trial.outcome(why, None if _is_of_keras(objective) else loss_trial.seen_of(train, chosen))
     except BadSettings as error:
         if isinstance(objective, Supervised) and (name := keras_losses.of_whole_batch(objective.loss.loss)):

@@ -24,7 +24,7 @@ from manyhands.training.tensorflow.objective import OwnStep
 from manyhands.training.tensorflow.step.function import Function
 
 
-def check(function: Function, data: Arrays) -> tuple[str | None, loss_trial.Chosen]:
+def try_loss(function: Function, data: Arrays) -> tuple[str | None, loss_trial.Chosen]:
     """Refuse a loss whose parts do not add up; or say why that could not be tried, and on which samples it was."""
     chosen, seeds = loss_trial.choose(data), itertools.count()
     with _quiet(function.model), _kept(function), loader_randomness.kept(), tf.device("/device:CPU:0"):
