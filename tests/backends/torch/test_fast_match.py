@@ -241,3 +241,16 @@ def test_an_update_takes_gradients_of_any_layout(kernel: int) -> None:
     expected = weight - 0.5 * gradient
     native(node)([weight], [gradient], [], **node.kwargs)
     assert torch.equal(weight, expected)
+
+
+def test_whether_two_arguments_are_one_tensor() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + (b if b is a else b * 2)
+
+    fast = Parallel(function, planning, synchronous=True)
+    x, other = torch.rand(4), torch.rand(4)
+    view = x.view(4)  # the same memory, another tensor
+    for arguments in ((x, x), (x, view), (x, other), (x, x), (other, other), (x, view), (view, x), (x, other)):
+        for _ in range(2):
+            assert torch.equal(fast(*arguments), function(*arguments))
+            assert not fast.planned.way.is_plain

@@ -86,8 +86,14 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
         return structure.unflatten(next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
 
     orders = _orders((arguments, keywords))
-    signature = (structure, tuple(known), _aliases(tensors), modes(), orders)
+    signature = (structure, tuple(known), _aliases(tensors), modes(), orders, tuple(_first_of_each(tensors)))
     return Call(signature, tensors, others, arguments, keywords, rebuild)
+
+
+def _first_of_each(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each tensor stands among these for the first time: code may ask whether two arguments are one."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
 
 
 def _orders(value: Any) -> tuple[Any, ...]:
@@ -246,8 +252,10 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient, to_compile=to_compile)
     recorded = [tensor.requires_grad for tensor in call.tensors]
+    first = _first_of_each(call.tensors)
 
-    def flat(*tensors: torch.Tensor) -> Any:
+    def flat(*stand_ins: torch.Tensor) -> Any:
+        tensors = [stand_ins[number] for number in first]
         arguments = call.rebuild(tensors)
         before = tree.flatten(arguments)
         with _same_modes():

@@ -150,6 +150,8 @@ class _Writer:
             self._refuse_if(f"not {self._name(tensor_guards(self._call.tensors))}({', '.join(names)})")
             for question in self._gradients:
                 self._refuse_if(question)
+            if self._call.shares_memory:  # then two may also be one
+                self._refuse_if(f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}")
             self._lines.append(f"places = {', '.join(f'{name}.data_ptr()' for name in names)},")
             questions = [*self._fixed, *self._shared()]
             inner = [f"    if {question}: return None" for question in questions]
