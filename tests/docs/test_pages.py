@@ -16,6 +16,7 @@ from page_blocks import PAGES, ROOT, Block, blocks
 
 from manyhands import door
 from manyhands.cli import audit, parser
+from manyhands.device import FRAMEWORKS
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"", "python", "console", "bash", "json", "text", "toml", "yaml"}
@@ -116,6 +117,15 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
             assert (page.parent / link.partition("#")[0]).exists(), f"{page.name} links to {link}"
     for name in re.findall(r"`(?:python |pytest )?((?:benchmarks|docs|tests|examples|src/manyhands)/[\w/.-]+)", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    """`training/loop.py` is in the package; where the page is about one folder, it names files from there."""
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "src" / "manyhands").rglob("*")]
+    for name in re.findall(r"`([\w<>/-]+(?:\.py|/))[`:]", (ROOT / "docs" / "architecture.md").read_text()):
+        for framework in FRAMEWORKS if "<framework>" in name else ("",):
+            path = name.replace("<framework>", framework).rstrip("/")
+            assert (ROOT / path).exists() or any(file.endswith(f"/{path}") for file in files), name
 
 
 def test_the_readme_is_short() -> None:
