@@ -324,7 +324,7 @@ def test_a_function_that_takes_no_other_numbers_is_compared_with_what_it_takes()
 
 
 def test_what_fails_while_plans_are_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise KeyError("of ours")
 
     fast = mh.parallel(lambda x: x + 1)
