@@ -179,7 +179,7 @@ def test_a_stopped_run_has_its_code_and_goes_on(sent: signal.Signals, devices: s
     """The step that it was in is saved; --resume auto goes on, and ends with the weights of a run without a stop."""
     runs = {"cut": tmp_path / "cut", "whole": tmp_path / "whole"}
     how = ["train", "--model", "mlp", "--devices", devices, "--data", SMALL, "--batch-size", "16"]
-    how += ["--max-steps", "400"]
+    how += ["--max-steps", "1000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "manyhands", *how, "--run", str(runs["cut"]), "--checkpoint-every", "5"],
         stderr=subprocess.PIPE,
@@ -198,7 +198,7 @@ def test_a_stopped_run_has_its_code_and_goes_on(sent: signal.Signals, devices: s
     for name, run in runs.items():
         assert main([*how, "--run", str(run), "--resume", "auto"]) == 0, name
     loaded = [store.load(run / "checkpoints") for run in runs.values()]
-    assert [one.step for one in loaded] == [400] * 2
+    assert [one.step for one in loaded] == [1000] * 2
     assert loaded[0].blobs["model"] == loaded[1].blobs["model"]
 
 
