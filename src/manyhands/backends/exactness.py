@@ -1,9 +1,9 @@
-"""Whether results are as exact as plain execution's: what is asked of code that rounds at other places.
+"""Whether results are as exact as plain execution's: the rule for code that rounds in other places.
 
 A compiler adds in another order and keeps more or fewer digits in between, so its results are not plain execution's to
-the bit. To ask that they be close would be the wrong question: in a deep net in bfloat16 plain execution itself
-is far from what exact arithmetic gives, and two honest ways are as far from each other. The question is whether the
-other way is *further from exact results* than plain execution is. In an example with four results, as norms:
+the bit. To ask whether they are close would be the wrong question: in a deep net in bfloat16 plain execution itself is
+far from what exact arithmetic gives, and two correct ways are as far from each other. The question is whether the other
+way is *further from exact results* than plain execution is. In an example with four results, as norms:
 
     result         exact   plain is off by   ours is off by
     loss           2.3     0.004             0.006
@@ -14,18 +14,19 @@ other way is *further from exact results* than plain execution is. In an example
 A result may be off by twice what plain execution is off by, but by no more than half way from there to having no result
 at all (all zeros are off by the whole size): so 0.73 for the first weights.
 
-Luck: rounding may turn a number just above zero into one just below, and the derivative of a ReLU makes a leap of that.
-In a deep net it happens somewhere, and what lies behind is right to the last digit or off by a thousandth, as it falls
-out. So each result may be off by as much more as plain execution's least exact result is, up to a limit (a twentieth in
-bfloat16); and by what one leap makes, where a function has leaps at all. And a few numbers may be right by chance: they
-are given some roundings on top.
+Luck: rounding may turn a number just above zero into one just below, where the derivative of a ReLU jumps. In a deep
+net that happens somewhere, and it is chance whether the results behind it are right to the last digit or off by a
+thousandth. So each result may be off by as much more as plain execution's least exact result is, up to a limit (a
+twentieth in bfloat16); and by what one such jump causes, where a function has jumps at all. And a few numbers may be
+right by chance: they may be off by some roundings more.
 
-What is written to counts by its change: one step of a training changes a thousandth of a weight, and beside all of the
-weight an update that was never made would pass for luck.
+A tensor that is written to is judged by its change: a training step changes a thousandth of a weight, and compared with
+the whole weight an update that was never made would look like luck.
 
-Noise is what plain execution gets no half of, if it is small beside the largest result, as the gradient of a bias that
-a BatchNorm takes away again: it is measured against all such noise together. What plain execution gets no half of and
-is *not* small says that the exact results are no measure (a function that is chaos, or an exact run that went astray).
+Noise: where plain execution is off by at least half of the exact result, and by little compared with the largest
+result, as for the gradient of a bias that a BatchNorm cancels. All such results are judged together. Where plain
+execution is off by a whole result that is *not* noise, the exact results cannot serve as a measure (the function is
+chaotic, or the exact run went wrong).
 """
 
 from __future__ import annotations

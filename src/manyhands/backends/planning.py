@@ -2,7 +2,7 @@
 
 Today that is PyTorch (:mod:`manyhands.backends.torch.planning`); the others have planners of their own, and a smaller
 seam (:mod:`manyhands.backends.runtime`). The planner never looks into a trace, a call, a plan or a device of the
-framework: it hands them back. They are the four type variables here; what it does ask of them are small protocols.
+framework: it only passes them on. They are the four type variables here; small protocols say what may be asked of them.
 """
 
 from __future__ import annotations

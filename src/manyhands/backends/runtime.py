@@ -1,8 +1,9 @@
 """What ``parallel`` needs of a framework whose own runtime runs a function as a whole: JAX, TensorFlow, MXNet.
 
-A :class:`Call` is one call with the signature by which a call like it is known again: tensors by their form, plain
-values by value, every other object by its identity. A :class:`Traced` is what the framework shows of the function (its
-tasks) and the framework's way to run it. A :class:`Runtime` is what a ``planning`` module of a framework offers.
+A :class:`Call` is one call with its signature, by which a later call is recognised: tensors by their shape, dtype and
+device, plain values by value, every other object by its identity. A :class:`Traced` is what the framework shows of the
+function (its tasks) and the framework's way to run it. A :class:`Runtime` is what the ``planning`` module of such a
+framework offers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What every task costs: measured once per kind of operation, remembered on disk, estimated where that cannot be.
+"""The cost of each task: measured once per kind of operation, remembered on disk, or estimated.
 
-An operation is known by its key: what is called, with tensors of which shapes, strides and types, on which device. What
-was measured for a key on this hardware with this version of the framework stands in a small file (:mod:`..cache`), so
-a second run of a program plans without measuring.
+The key of an operation says what is called, with tensors of which shapes, strides and dtypes, on which device. What was
+measured for a key on this hardware and with this version of the framework is stored in a small file (:mod:`..cache`),
+so that a second run of a program plans without measuring. What cannot be measured is estimated.
 """
 
 from __future__ import annotations

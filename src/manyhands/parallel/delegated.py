@@ -4,18 +4,18 @@ These frameworks run a function as one graph (``jax.jit``, ``tf.function``, MXNe
 lanes there. It hands the function over, compares once, and shows the graph.
 
 The first call of a signature (structure, shapes, dtypes, devices, modes, plain values) is plain execution, and its
-result is given back. Then the function is traced, and the framework's way is run for the same arguments: if it gives
-the same, it runs every later call. Which of the two is faster is not measured.
+result is returned. Then the function is traced, and the framework runs it for the same arguments: if the results are
+the same, the framework runs every later call. Which of the two is faster is not measured.
 
-A trace stands on what the function takes from outside its arguments. What explicit tasks follow, to know what a task
-reaches, is followed here too (:mod:`manyhands.tasks.reachable`), and compared before each call: a closure's variable or
-a global that names another value, a list that has grown, another attribute of an object. Then the function is traced
-anew. If the first call itself changes such a thing, prints, opens a file or draws random numbers of Python or NumPy,
-the function stays plain: compiled it would do so only once. What explicit tasks do not find is not found here: it is a
-constant, as it is for ``jax.jit`` and ``tf.function``.
+A trace depends on what the function reads from outside its arguments. :mod:`manyhands.tasks.reachable` finds that, as
+it does for explicit tasks, and it is compared before each call: a closure's variable or a global that names another
+value, a list that has grown, another attribute of an object. After a change the function is traced again. If the first
+call itself changes such a thing, prints, opens a file or draws random numbers of Python or NumPy, the function stays
+plain: compiled, it would do so only once. What that search does not find is a constant, as it is for ``jax.jit`` and
+``tf.function``.
 
 A worked example: ``fn`` reads a global ``scale``. The first call with a 4x4 array runs plainly, then ``jax.jit(fn)``
-gives the same; the second call is compiled. A call with a 5x5 array is traced anew, and so is one after
+gives the same result; the second call is compiled. A call with a 5x5 array is traced again, and so is a call after
 ``scale = 3.0``.
 """
 

@@ -1,4 +1,4 @@
-"""Says how a call is run, what bounds it, why it is not faster, what memory it takes, and what would be better."""
+"""``explain()``: how a call is run, what bounds it, why it is not faster, its memory, and what would be better."""
 
 from __future__ import annotations
 

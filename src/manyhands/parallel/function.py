@@ -1,10 +1,11 @@
-"""``parallel(fn)``: trace, plan, check, measure, keep what is fastest; plain execution is always among the candidates.
+"""``parallel(fn)`` in PyTorch: trace, plan, check, measure, keep the fastest; plain execution is always a candidate.
 
-A call is known by its signature (structure, shapes, strides, dtypes, devices, modes, plain values). The first call of a
-signature traces the function, measures its operations, plans for several numbers of lanes, proves every plan, tries
-the promising ones and compares results with plain execution. What is not faster, or not equal, is not used.
+Calls with the same signature (structure, shapes, strides, dtypes, devices, modes, plain values) share a plan. The first
+call of a signature traces the function, measures its operations, makes schedules for several numbers of lanes, checks
+all of them, tries the promising ones and compares their results with plain execution. A plan that is not faster, or
+whose results are not equal, is not used.
 
-A function that cannot be traced as a whole is captured in pieces (:mod:`.pieces`), each of which is planned so.
+A function that cannot be traced as a whole is captured in pieces (:mod:`.pieces`), and each piece is planned like this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What ``parallel(fn)`` gives in every framework: a function that can be called, explained, drawn and simulated.
+"""What ``parallel(fn)`` returns in every framework: a function that can be called, explained, drawn and simulated.
 
-PyTorch's plans lanes itself (:mod:`manyhands.parallel.function`); JAX, TensorFlow and MXNet hand the function to their
-own runtime (:mod:`manyhands.parallel.delegated`). What a framework cannot answer raises an :class:`EngineError`.
+In PyTorch manyhands plans the lanes itself (:mod:`manyhands.parallel.function`); in JAX, TensorFlow and MXNet it hands
+the function to their own runtime (:mod:`manyhands.parallel.delegated`). A question that a framework cannot answer
+raises an :class:`EngineError`.
 """
 
 from __future__ import annotations

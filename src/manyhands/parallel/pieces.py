@@ -1,12 +1,12 @@
-"""A function that cannot be captured as one graph: when its pieces are captured, and whether they are worth it.
+"""Functions that cannot be captured as one graph: when they are captured in pieces, and whether that pays.
 
-A function may print, write files, count its calls: nothing of it can be tried out. So everything that is to be known is
-learned from the calls that the caller makes anyway, and each of them gives what plain execution gives:
+A function may print, write files or count its calls, so it must not be called just to try it. Everything is learned
+from the calls that the user makes anyway, and each of them gives the results of plain execution:
 
-- two plain calls, timed. A function that takes less than pieces cost to call stays plain for good;
+- two plain calls, timed. A function that takes less time than calling pieces would cost stays plain for good;
 - calls in pieces, until nothing new is captured and every graph is planned. If no plan is faster than its graph as it
   is, the function is called directly from then on;
-- calls in pieces and plain ones in turns, timed with the backward passes that follow them. The faster way is kept.
+- calls in pieces and plain calls in turns, timed together with the backward passes that follow. The faster is kept.
 """
 
 from __future__ import annotations

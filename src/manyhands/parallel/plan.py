@@ -1,4 +1,4 @@
-"""What is known of one way to call a function: how it is run, why so, and what it costs."""
+"""The plan of one signature: how its calls are run, why, and what they cost."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The plans of one function: which of them is right for a call, and whether a call is worth another one.
+"""The plans of one function: which plan is valid for a call, and whether a call is worth planning.
 
-Calls are known by their signatures; of one signature there may be several plans, for different states of what the
-function takes from outside its arguments. Those that were not used for the longest time make room for others.
+Plans are found by the signature of a call. One signature may have several plans, for different states of what the
+function reads from outside its arguments. The signatures that were not used for the longest time are dropped.
 
-Planning takes as long as hundreds or thousands of calls, and pays where calls come again. Two things end it:
+Planning takes as long as hundreds or thousands of calls, and pays only where calls repeat. Two cases end it:
 
-- a signature was planned many times, because what is outside was different every time: it is run as it is;
-- the function is called with another shape or another number every time, as with a counter of steps: plan after plan is
-  thrown away unused. From then on a call is planned when it comes a third time.
+- a signature was planned many times, because what it reads from outside was different every time: it runs as written;
+- the function is called with another shape or another number every time, as with a step counter, and plan after plan is
+  dropped unused. From then on a call is planned when it comes for the third time.
 """
 
 from __future__ import annotations

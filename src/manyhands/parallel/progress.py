@@ -1,4 +1,4 @@
-"""Prints what planning is doing once it takes longer than a second, and measures how long each part takes."""
+"""Prints what the planner is doing once planning takes longer than a second, and measures how long each part takes."""
 
 from __future__ import annotations
 

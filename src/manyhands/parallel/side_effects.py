@@ -3,10 +3,10 @@
 While a call is watched, ``print``, ``open``, ``input`` and the method that writes to a log are wrapped: they record the
 effect and do the same. States of random numbers are compared. Not seen: the clock, the network, ``sys.stdout.write``.
 
-A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
-:class:`CannotTrace` instead of printing, and puts the random numbers back. What installed packages do by the way, as
-when a framework imports a part of itself, is not refused. What a framework does for itself (JAX keeps compiled programs
-in files, if asked to) is no effect of the call in either case.
+A call that only traces the function must have no effects at all: ``Effects(refuse=True)`` raises :class:`CannotTrace`
+instead of printing, and restores the states of random numbers. Effects of installed packages, as when a framework
+imports a part of itself, are not refused. What a framework does for itself (JAX stores compiled programs in files, if
+asked to) does not count as an effect of the call in either case.
 """
 
 from __future__ import annotations

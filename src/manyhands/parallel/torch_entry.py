@@ -1,4 +1,4 @@
-"""``parallel`` as PyTorch's door offers it, and the backend of ``torch.compile`` of the same name."""
+"""``parallel`` of the PyTorch door, and the backend ``"manyhands"`` of ``torch.compile``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The verbs that find devices and put tensors on them."""
+"""The verbs: find devices, put tensors on them, split and gather, measure."""

@@ -1,9 +1,8 @@
-"""How fast a device really is: copies to and from it, and products on it.
+"""Measures how fast a device really is: copies to and from it, and matrix products on it.
 
-Each figure is the median of several trials with the warm-up apart. A trial moves or multiplies the
-same amount each time and ends with a synchronisation, so that a launch is never taken for the work.
-Sizes grow until a trial is long enough to be timed. On two virtual devices the figures are those of
-copies in the host's memory.
+Each figure is the median of several trials, after a warm-up. Every trial moves or multiplies the same amount and ends
+with a synchronisation, so that the time of a launch is never mistaken for that of the work. Sizes grow until a trial is
+long enough to be timed. Between two virtual devices the figures are those of copies in the host's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the verbs of :mod:`manyhands.placement.verbs` find devices, look at leaves, move and verify.
+"""What the verbs of :mod:`manyhands.placement.verbs` share: find devices, check leaves, move, and verify the move.
 
 Everything here is generic over the backend; nothing here is public.
 """

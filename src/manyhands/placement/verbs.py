@@ -1,9 +1,9 @@
-"""Every public verb, written once: the reader's first stop.
+"""The public verbs, written once for all frameworks: ``to``, ``copy``, ``split``, ``gather``, ``devices`` and so on.
 
-A door (``manyhands.torch``, ``.jax``, ``.tensorflow``, ``.mxnet``) is :class:`Verbs` bound to one
-framework's adapter. The verbs take and give the framework's own tensors, devices and models; a device
-may also be named (``"gpu:1"``). Two rules hold for all of them: what is already in place is handed
-back as it is, and after every placement the framework is asked where the tensor really is.
+A door (``manyhands.torch``, ``.jax``, ``.tensorflow``, ``.mxnet``) is :class:`Verbs` bound to one framework's adapter.
+The verbs take and return the framework's own tensors, devices and models; a device may also be named (``"gpu:1"``). Two
+rules hold for all of them: what is already in place is returned as it is, and after every placement the framework is
+asked where the tensor really is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds the virtual devices of a process: asked for once and kept, or held by ``with`` blocks."""
+"""How long a process has virtual devices: to its end, or to the end of the last ``with`` block that uses them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Proves that a schedule keeps every order that matters. It deliberately shares no code with the scheduler.
 
 It looks only at the tasks, the order on each lane and the waits. From these it computes, for every task, the set of
-tasks that are certainly done when it starts. Every two tasks that touch the same memory (at least one of them writing),
-or carry the same token, must be ordered by that relation, in the order of the program.
+tasks that are certainly done when it starts. Any two tasks that touch the same memory (at least one of them writing),
+or that carry the same token (both draw random numbers of a device, or both have effects on the host), must be ordered
+by that relation, in the order of the program.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What each lane knows to be over while tasks are issued one after the other: a vector clock for every lane.
+"""Vector clocks: for each lane, which tasks of the other lanes are known to be done while tasks are issued.
 
-A lane does its tasks in order, so for each lane one place says what is known of it: all up to there is over. A wait for
-a task brings along what that task's lane knew at its end. If c (lane 0) has waited for b (lane 1), and b for a (lane
-2), then c and all after it on lane 0 know that a is over.
+A lane runs its tasks in order, so one number per lane says what is known of it: all tasks up to that place are done. A
+wait for a task also brings what the lane of that task knew at its end. If c (lane 0) has waited for b (lane 1), and b
+for a (lane 2), then c and all tasks after it on lane 0 know that a is done.
 """
 
 from __future__ import annotations

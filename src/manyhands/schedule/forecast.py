@@ -1,13 +1,13 @@
-"""How long a program would take on a described machine: a number of devices, lanes on each, a bandwidth between them.
+"""Forecasts how long a program takes on a described machine: N devices, lanes on each, a bandwidth between them.
 
-The tasks of a program are placed one by one, those first that the longest chain hangs on (HEFT, as in
-:mod:`manyhands.schedule.lanes`): each goes to the device on which it would end first, the copies that it needs
-included. The devices on which a memory is valid are tracked: a task that reads it on another device gets a copy, and a
+The tasks of a program are placed one by one, beginning with the one that starts the longest chain (HEFT, as in
+:mod:`manyhands.schedule.lanes`). Each goes to the device on which it would end first, including the copies that it
+needs. The devices on which a memory is valid are tracked: a task that reads it on another device gets a copy, and a
 task that writes it makes all other copies stale. The outcome is again a program, of tasks and copies in an order that
-could be run, with a separate memory on every device; so it is scheduled, proved and simulated like any other.
+could be run, with a separate memory on every device; so it is scheduled, checked and simulated like any other.
 
-a writes x, b writes y, c reads both. On two devices a goes to the first, b to the second, y is copied to the first, c
-is done there: a | b, copy | c.
+Example: a writes x, b writes y, c reads both. On two devices a goes to the first and b to the second, y is copied to
+the first, and c runs there: a | b, copy | c.
 
 Arguments that no task writes to are on every device from the start, as parameters are; others are on the first one,
 and results come back to it.

@@ -1,11 +1,12 @@
-"""The graph of a program: what each task needs of the others.
+"""The graph of a program: which earlier tasks each task depends on.
 
-A program is a list of tasks in the order in which it was written. The graph keeps of that order only what matters: of
-two tasks that touch one memory, at least one of them writing, the earlier comes first (read after write, write after
-read, write after write); and tasks that draw random numbers or have effects on the host keep their order.
+A program is a list of tasks in the order in which it was written. The graph keeps only the part of that order that
+matters: of two tasks that touch the same memory, at least one of them writing, the earlier comes first (read after
+write, write after read, write after write); and tasks that draw random numbers or have effects on the host keep their
+order.
 
-Five tasks: a writes x, b writes y, c reads x and writes z, d reads y and z, e writes x again. Then c needs a, d needs b
-and c, and e needs c (it must not overwrite x while c reads it), not b and not d.
+Example: a writes x, b writes y, c reads x and writes z, d reads y and z, e writes x again. Then c depends on a, d on b
+and c, and e on c (it must not overwrite x while c reads it), but neither on b nor on d.
 """
 
 from __future__ import annotations

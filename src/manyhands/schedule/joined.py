@@ -1,8 +1,8 @@
-"""Several schedules that run one after the other, as one: for pictures, timelines and forecasts.
+"""Joins schedules that run one after the other into one schedule, for pictures, timelines and forecasts.
 
-Between two of them stands a task of the host, the break: it needs all that comes before it, and all that comes after it
-needs it. Memories get new numbers, so that two programs have none in common; lanes of the same device, kind and number
-are the same lane.
+Between two schedules stands a task of the host, the break: it depends on all tasks before it, and all tasks after it
+depend on it. Memories get new numbers, so that two programs have none in common; lanes of the same device, kind and
+number become the same lane.
 
 a, b | c becomes a, b -> break -> c.
 """

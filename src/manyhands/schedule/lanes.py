@@ -1,10 +1,10 @@
 """From a graph to a schedule: a lane for every task, a place in its order, and the waits between lanes.
 
-List scheduling in the manner of HEFT (Topcuoglu, Hariri and Wu, 2002): tasks are taken by their upward rank, the
-length of the longest chain from them to the end, and each goes to the lane on which it ends first; of equal ones to
-the lane of the task it waited for last, so that no wait between lanes is needed there.
+List scheduling in the manner of HEFT (Topcuoglu, Hariri and Wu, 2002): tasks are taken by their upward rank, the length
+of the longest chain from them to the end, and each goes to the lane on which it ends first. Among equal lanes it goes
+to the lane of the task that it waited for last, so that no wait between lanes is needed there.
 
-A lane does its tasks in order. Of what a task needs on other lanes only those waits are kept that nothing else implies
+A lane runs its tasks in order. A task waits for tasks on other lanes only where nothing else implies it
 (:mod:`.clocks`): if c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c need not wait for a.
 """
 

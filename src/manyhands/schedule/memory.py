@@ -1,12 +1,12 @@
-"""How much memory a schedule takes at its peak, beside what plain execution takes.
+"""Predicts how much memory a schedule takes at its peak, and how much plain execution takes.
 
-A memory comes into being with the first task that writes to it and goes after the last one that touches it. Arguments
-and tensors from outside are there all the time, results stay. Lanes hold more at once than one lane
-does, for two reasons: several chains are under way, and on a GPU memory can be used again only when the lane that made
-it knows all its users to be over.
+A memory is allocated by the first task that writes to it and freed after the last task that touches it. Arguments and
+tensors from outside exist all the time; results stay. Several lanes hold more at once than one lane does, for two
+reasons: several chains are in progress, and on a GPU memory can be reused only when the lane that allocated it knows
+that all of its users are done.
 
-Three tasks of one megabyte each in a chain take two megabytes at the peak: the second is made while the first is read.
-Two such chains on two lanes take four.
+Three tasks of one megabyte each in a chain take two megabytes at the peak: the second is computed while the first is
+read. Two such chains on two lanes take four.
 """
 
 from __future__ import annotations

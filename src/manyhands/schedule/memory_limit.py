@@ -1,14 +1,14 @@
-"""Waits that only save memory: a lane that runs ahead of others is held back before it takes too much.
+"""Limits the memory of a schedule by additional waits: a lane that runs too far ahead of others is held back.
 
-On a GPU a lane may use memory again when it knows that all who read it are over. It knows that of other lanes only by
-waiting for them, and correctness often needs no such wait: in
+On a GPU a lane may reuse memory when it knows that all tasks that read it are done. It knows that of other lanes only
+by waiting for them, and correctness often needs no such wait: in
 
     compute    y0 = x @ x    y1 = x @ x    y2 = x @ x    ...
     copy out       y0 to the host    y1 to the host    ...
 
-the copies wait for the products, and no product for a copy, so that all products are held until the end. If only two
-may be there at once, ``y2`` waits for the copy of ``y0`` (and then ``y0`` may go), ``y3`` for that of ``y1``. A copy
-that is quicker than a product is over by then, and such a wait costs nothing.
+the copies wait for the products, but no product waits for a copy, so all products are held until the end. If only two
+may exist at once, ``y2`` waits for the copy of ``y0`` (which may then be freed), ``y3`` for that of ``y1``. A copy that
+is faster than a product is done by then, and such a wait costs nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Records what is really issued to lanes, as a schedule that can be checked and shown.
+"""Records the tasks and waits that are really issued to lanes, as a schedule that can be checked and shown.
 
 A planner knows its schedule before anything runs. Where another engine decides the order while it runs (autograd in a
 backward pass), tasks, marks and waits are recorded as they are issued, and the recording is the schedule. A wait holds
-for the next task of its lane, and by the lane's order for all that follow.
+for the next task of its lane, and therefore for all tasks after that one.
 
-Lane 0 issues ``a``; its mark is made; lane 1 waits for that mark and issues ``b``; lane 0 issues ``c``. Then the
-schedule has a and c on lane 0, b on lane 1, and one wait, of b for a; c and b are in no order.
+Example: lane 0 issues ``a`` and makes a mark; lane 1 waits for that mark and issues ``b``; lane 0 issues ``c``. Then
+the schedule has a and c on lane 0, b on lane 1, and one wait, of b for a. Between b and c there is no order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A schedule on a described machine: when would each task run?
+"""Simulates a schedule on a described machine: when each task would run.
 
-Tasks on one device share it. While the parts that they fill add up to no more than the whole, all run at full speed;
-beyond that all are slowed down in the same proportion. So two kernels that fill a tenth of a chip each overlap at
-no cost, and two that each fill all of it take as long as one after the other.
+Tasks on one device share it. As long as the parts of the device that they fill add up to no more than the whole, all
+run at full speed; beyond that all slow down in the same proportion. So two kernels that fill a tenth of a chip each
+overlap at no cost, and two that fill all of it take as long together as one after the other.
 """
 
 from __future__ import annotations

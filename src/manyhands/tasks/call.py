@@ -1,9 +1,9 @@
-"""The call that a task makes: what it reads and writes, as far as that is known, and how it is done.
+"""The call that a task makes: what it reads and writes, as far as that is known, and how it is run.
 
-A call is examined when its task is submitted, to know which tasks it has to follow. Much of it may have changed when it
-starts: a result is known, a list has another item, a module another parameter. So it is examined again then, unless
-everything found is immutable. In ``task(scale)(x, 2)`` the tensor ``x`` is found once; in ``task(scale)([x], 2)`` other
-code may put another tensor into the list first.
+A call is examined when its task is submitted, to know which tasks it must follow. Much may have changed when it starts:
+a result is known, a list has another item, a module has another parameter. So it is examined again then, unless
+everything in it is immutable. ``task(scale)(x, 2)`` is examined once; in ``task(scale)([x], 2)`` other code may put
+another tensor into the list first.
 """
 
 from __future__ import annotations

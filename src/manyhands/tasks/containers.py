@@ -1,7 +1,7 @@
-"""What is in a value made of others: lists, tuples, dicts, sets, deques, ChainMap, dataclasses, partial functions.
+"""The contents of containers: lists, tuples, dicts, sets, deques, ChainMap, dataclasses, partial functions.
 
 ``contents(Batch(x, [y]))`` is ``[x, [y]]``; ``filled(Batch(future, 2), result_of)`` is a ``Batch`` with the future's
-result. A value of a subclass (``OrderedDict``, ``defaultdict``, a named tuple, one of the user's) stays one of it.
+result. A subclass (``OrderedDict``, ``defaultdict``, a named tuple, a class of the user's) is kept.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Which jobs read and write which memory, so that a new job knows what it has to wait for.
+"""Which jobs (submitted tasks) read and write which memory, so that a new job knows which jobs it must wait for.
 
-It is enough to remember, for each memory, the last writer and the readers since, because "done" is transitive: a job
-that is cancelled counts as done only after all jobs that it needs.
+For each memory it is enough to remember the last writer and the readers since then, because "done" is transitive: a
+cancelled job counts as done only after all jobs that it depends on.
 
-An unfinished result may be any memory that its job touches. The job itself stands for that unknown memory, so
-that a long chain of jobs, each taking the result before it, costs no more per job than a short one. The writer pays:
-a write to an unknown result is a write to all that it may be, upwards along the chain; a write to a memory concerns all
-unknown results that it may be, downwards, and each of them remembers that. A reads x, B takes A's result, W writes x: W
-waits for A and for B, and C, which takes B's result after that, reads x as well and waits for W. When a result is
-there, those who took it are listed with the memories that it really is in.
+The result of an unfinished job may be any memory that the job touches. The job itself stands for that unknown memory,
+so that a long chain of jobs, each taking the result before it, costs no more per job than a short chain. The writer
+pays: a write to an unknown result is a write to everything that it may be, up the chain; a write to a memory affects
+all unknown results that it may be, down the chain, and each of them remembers that. Example: A reads x, B takes A's
+result, W writes x. W waits for A and for B; and C, which takes B's result after that, reads x as well and waits for W.
+Once a result is known, the jobs that took it are listed with the memories that it really is in.
 """
 
 from __future__ import annotations

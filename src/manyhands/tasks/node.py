@@ -1,8 +1,8 @@
 """One job of a scope, and how jobs affect each other: a job fails because of another, or waits for it.
 
-A job may ask for another's result while it runs. If that one waits, over any number of jobs, for the asking job, there
-is a deadlock, and the job that completes the circle gets an error. For example A asks for B's result, B takes C's, and
-C asks for A's: A and B wait, and C's request raises.
+A job may ask for another job's result while it runs. If that other job waits, directly or through further jobs, for the
+asking job, there is a deadlock, and the job that closes the cycle gets an error. For example A asks for B's result, B
+takes C's, and C asks for A's: A and B wait, and C's request raises.
 """
 
 from __future__ import annotations

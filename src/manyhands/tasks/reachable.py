@@ -1,10 +1,11 @@
-"""What a task can touch: everything that its function and its arguments lead to.
+"""Finds what a task can touch: everything that its function and its arguments lead to.
 
-Two steps. First the arguments: what lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial functions
-hold, and the futures among that, whose results the task takes. Then what functions and objects lead to: a function to
-the variables it closes over, its default values, and the globals its code names; a method to its object; an object and
-a class to the attributes and methods that the code names. Of its other attributes only arrays are followed: in
-``self.futures.append(task(self.step)(x))`` the task is not concerned with ``futures``, unless the code of ``step`` is.
+There are two steps. First the arguments: the contents of lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses
+and partial functions, and the futures among them, whose results the task takes. Then what functions and objects lead
+to: a function to the variables it closes over, its default values, and the globals its code names; a method to its
+object; an object and a class to the attributes and methods that the code names. Of an object's other attributes only
+arrays are followed: in ``self.futures.append(task(self.step)(x))`` the task does not reach ``futures``, unless the code
+of ``step`` names it.
 
 ::
 

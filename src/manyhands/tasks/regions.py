@@ -1,6 +1,6 @@
-"""Spans of memory as regions that do not overlap, so that users of one memory can be looked up.
+"""Splits memory into regions that do not overlap, so that the users of a memory can be looked up.
 
-``a[4:]`` comes first and is one region; ``a``, which comes next, is that region and a second one for the half before.
+If ``a[4:]`` is used first, it is one region; ``a``, used next, is that region and a second one for the part before it.
 """
 
 from __future__ import annotations

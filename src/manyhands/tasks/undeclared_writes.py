@@ -1,4 +1,4 @@
-"""How a write that no task has declared is noticed: what a task reaches is compared, before it and after it.
+"""Detects writes that a task has not declared: what the task reaches is compared before it runs and after it.
 
 The framework's arrays and modules are compared by what the framework says of them (``version_of``), NumPy arrays and
 buffers by their content, lists, dicts, sets, deques and the user's objects by the objects that they hold, variables by

@@ -1,11 +1,11 @@
-"""The threads behind :mod:`manyhands.tasks.scope`: jobs, what each needs, and who does them.
+"""The threads behind :mod:`manyhands.tasks.scope`: which jobs are ready, and which thread runs each.
 
-A job is ready when all jobs that it needs are over: those whose results it takes, and those that touch the same memory,
-one of them writing, which :mod:`manyhands.tasks.dependencies` knows.
+A job is ready when all jobs that it depends on are done: those whose results it takes, and those that touch the same
+memory, one of them writing (:mod:`manyhands.tasks.dependencies`).
 
-No thread is woken in vain. A thread without work sleeps until its bell rings, which happens when there are more jobs
-ready than threads that will take one anyway: a thread that has just finished a job takes the next one itself, so a
-chain stays on one thread. A thread that waits for a job is woken when that job is done, not when any job is.
+No thread is woken in vain. A thread without work sleeps on its own lock, its bell, and is woken when more jobs are
+ready than running threads will take anyway: a thread that has just finished a job takes the next one itself, so a chain
+stays on one thread. A thread that waits for a job is woken when that job is done, not when any job is.
 
 Worker threads never wait for the lock, because each of them would have to be woken to get it. A finished job is put
 into a list; a thread that finds the lock free records all jobs of the list, and a thread that releases the lock checks

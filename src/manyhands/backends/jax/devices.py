@@ -1,4 +1,4 @@
-"""JAX.
+"""JAX's adapter: its devices, and how tensors and models get to them (:mod:`manyhands.backends.protocol`).
 
 A GPU is a device of JAX's ``gpu`` platform. Virtual devices are JAX's own numbered CPUs, so virtual device 0
 and the host are one place. Models are Flax NNX objects, and whatever else is registered as a pytree with

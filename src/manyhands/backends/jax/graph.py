@@ -1,7 +1,7 @@
 """A jaxpr as tasks: what each operation reads and writes, where it runs, and about how long it takes.
 
-Calls of other jaxprs (``jit``, ``custom_jvp``, ``checkpoint``) are looked into, loops are one task. A jaxpr says
-nothing of devices but in ``device_put``: an operation runs where the first of its inputs is.
+Calls of other jaxprs (``jit``, ``custom_jvp``, ``checkpoint``) are expanded; a loop is one task. A jaxpr names devices
+only in ``device_put``: every other operation runs where the first of its inputs is.
 """
 
 from __future__ import annotations

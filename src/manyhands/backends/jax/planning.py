@@ -1,11 +1,11 @@
 """JAX as a :class:`~manyhands.backends.runtime.Runtime`: jaxprs as graphs, ``jax.jit`` as the way to run them.
 
-A function is traced once, into a jaxpr; what runs is that jaxpr under ``jax.jit``, with the arrays that the function
-takes from outside as arguments of it. So Python code is not run again behind the caller's back, and large weights are
+A function is traced once, into a jaxpr. That jaxpr runs under ``jax.jit``, with the arrays that the function reads from
+outside as additional arguments. So Python code is not run again without the caller's knowledge, and large weights are
 not compiled in as constants.
 
-``jax.jit`` computes on one device and takes no notice of ``device_put`` to another: a function over several devices is
-run as it is written, and JAX's asynchronous dispatch lets the devices work at the same time.
+``jax.jit`` computes on one device and ignores ``device_put`` to another. So a function over several devices is run as
+written, and JAX's asynchronous dispatch lets the devices work at the same time.
 """
 
 from __future__ import annotations

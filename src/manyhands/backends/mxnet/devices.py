@@ -1,4 +1,4 @@
-"""MXNet 1.9.
+"""The adapter of MXNet 1.9: its contexts, and how arrays and models get to them (:mod:`manyhands.backends.protocol`).
 
 A device is a context. ``mx.cpu(1)`` is a place of its own, with its own workers, so virtual devices are
 ``mx.cpu(i)`` and the host is the first of them. Both ``mx.nd`` and ``mx.np`` arrays are tensors.

@@ -1,10 +1,10 @@
-"""Operations of MXNet, noted as Python hands them to the engine: as tasks, and put together to one ``CachedOp``.
+"""Records the operations that Python hands to MXNet's engine, as tasks, and combines them to one ``CachedOp``.
 
 ``y = mx.nd.dot(x, w); return y + 1`` gives two operations: ``dot`` takes the argument ``x`` and the array ``w`` from
-outside, ``_plus_scalar`` takes what ``dot`` gave. As a symbol that is ``_plus_scalar(dot(argument 0, outside 0))``.
+outside, ``_plus_scalar`` takes the result of ``dot``. As a symbol that is ``_plus_scalar(dot(argument 0, outside 0))``.
 
-Whatever else a call asks of MXNet's library (values, views, gradients, files, seeds) is no operation, and a CachedOp
-would not do it: it is noted by its name, unless it is known to do nothing.
+Whatever else a call asks of MXNet's library (values, views, gradients, files, seeds) is not an operation, and a
+CachedOp would not do it: its name is recorded, unless it is known to do nothing.
 """
 
 from __future__ import annotations

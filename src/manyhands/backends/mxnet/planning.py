@@ -1,12 +1,12 @@
-"""MXNet as a :class:`~manyhands.backends.runtime.Runtime`: operations noted as they run, and CachedOp.
+"""MXNet as a :class:`~manyhands.backends.runtime.Runtime`: operations recorded as they run, and CachedOp.
 
-MXNet 1.9 has no tracer: its engine runs operations asynchronously, those that do not touch the same memory at the same
-time, whatever Python does. So plain execution is parallel already. What is seen of a function is what one call of it
-did: in its first call every operation is noted where Python hands it to the engine, waited for, and timed.
+MXNet 1.9 has no tracer. Its engine runs operations asynchronously, and at the same time where they do not touch the
+same memory, so plain execution is already parallel. A function is known by what one call of it did: in its first call
+every operation is recorded where Python hands it to the engine, waited for, and timed.
 
-If that call was nothing but operations on arguments and known arrays (no values read, nothing written in place, no
-random numbers), they are put together to a symbol and run as one ``CachedOp``, which is what ``hybridize()`` does: the
-engine gets all of them at once, and Python's time for each is saved.
+If that call consisted only of operations on arguments and known arrays (no values read, nothing written in place, no
+random numbers), they are combined to a symbol and run as one ``CachedOp``, as ``hybridize()`` does: the engine gets all
+of them at once, and Python's time for each is saved.
 """
 
 from __future__ import annotations

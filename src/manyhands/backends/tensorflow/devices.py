@@ -1,14 +1,14 @@
-"""TensorFlow.
+"""TensorFlow's adapter: its devices, and how tensors get to them (:mod:`manyhands.backends.protocol`).
 
 A device is a :class:`TensorFlowDevice`: the name that ``tf.device`` takes, and a scope of its own. Virtual
 devices are TensorFlow's logical CPUs, so the host and the first of them are one place.
 
-TensorFlow runs an operation where the scope says, not where its inputs are, and copies them there without a
-word. So everything here that computes does it in the scope of its input's device.
+TensorFlow runs an operation where the scope says, not where its inputs are, and copies them there silently. So
+everything here that computes does so in the scope of its input's device.
 
-A variable (``tf.Variable``, ``keras.Variable``) counts as a tensor: it has a device, and it stays there for
-life. One that has to move, or is copied, gives a tensor with its value. A composite (ragged, sparse, slices, an
-extension type) counts as one too: it is moved and copied part by part; only ragged ones can be cut.
+A variable (``tf.Variable``, ``keras.Variable``) counts as a tensor: it has a device, and stays there for life. To move
+or to copy it gives a tensor with its value. A composite (ragged, sparse, slices, an extension type) counts as a tensor,
+too: it is moved and copied part by part; only ragged ones can be split.
 """
 
 from __future__ import annotations

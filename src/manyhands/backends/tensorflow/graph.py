@@ -1,8 +1,8 @@
-"""A graph of TensorFlow as tasks: what each operation reads and writes, where it runs, and about how long it takes.
+"""A TensorFlow graph as tasks: what each operation reads and writes, where it runs, and about how long it takes.
 
-Each tensor is a memory, and so is each variable, by its handle: reading it reads that memory, assigning writes it. That
-an operation waits for another without taking anything of it (a control input) is a memory too, which the one writes and
-the other reads.
+Each tensor is a memory, and so is each variable, by its handle: reading the variable reads that memory, assigning
+writes it. A control input, by which an operation waits for another without using its results, is also a memory, which
+the one writes and the other reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory."""
+"""The addresses of tensors: the memory of their whole storage, and the part of it that they show."""
 
 from __future__ import annotations
 

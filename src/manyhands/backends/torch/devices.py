@@ -1,8 +1,8 @@
-"""PyTorch.
+"""PyTorch's adapter: its devices, and how tensors and models get to them (:mod:`manyhands.backends.protocol`).
 
-A GPU is a CUDA (or ROCm) device; of PyTorch's other kinds (``meta``, ``mps``, ``xpu``) nothing is known here.
-Virtual devices are in :mod:`.virtual`: PyTorch has no numbered CPUs of its own. A ``PackedSequence`` is a
-whole, as a model is: PyTorch keeps a part of it on the host, so only its own ``.to`` moves it rightly.
+A GPU is a CUDA (or ROCm) device; PyTorch's other kinds (``meta``, ``mps``, ``xpu``) are not supported. Virtual devices
+are in :mod:`.virtual`: PyTorch has no numbered CPUs. A ``PackedSequence`` is moved as a whole, as a model is: PyTorch
+keeps a part of it on the host, so only its own ``.to`` moves it correctly.
 """
 
 from __future__ import annotations

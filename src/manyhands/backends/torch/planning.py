@@ -1,6 +1,6 @@
-"""What :mod:`manyhands.parallel.function` needs of PyTorch: signatures, traces, costs, runs and their times.
+"""PyTorch for the planner (:mod:`manyhands.parallel.function`): signatures, traces, costs, runs and their times.
 
-What it imports by name is part of that, too: the module follows :class:`manyhands.backends.planning.Planning`.
+The module follows :class:`manyhands.backends.planning.Planning`; names that it only imports are part of that, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attributes of other people's modules and classes that are replaced for a while, and put back exactly."""
+"""Replaces attributes of other people's modules and classes for a while, and restores them exactly."""
 
 from __future__ import annotations
 

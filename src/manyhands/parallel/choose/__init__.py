@@ -1,1 +1,1 @@
-"""Candidates for running a traced function, on the CPU, on GPUs, compiled: the fastest that is right is chosen."""
+"""Chooses how a traced function is run: candidates for the CPU, for GPUs and compiled are compared and timed."""

@@ -1,11 +1,11 @@
-"""Compiled code beside operations as they are: all are planned, and the fastest is kept.
+"""Decides whether compiled code is faster than the operations as they are: both are planned, the faster plan is kept.
 
-A backend's ``fuse`` compiles runs of small operations, so that each is one task, and lanes run them side by side. Its
-``fuse_whole`` compiles the function as one task: no lanes, but the compiler sees all of it. Either helps where
-operations are small, and loses where a library's kernel is better than a compiler's, so it is measured like everything
-else: the best of each kind, as its own race against plain execution found it, run in turns, so that a busy moment meets
-both. Compiling takes long: where all tasks need each other, lanes have nothing to gain over the whole, and runs of
-small operations are not compiled again.
+``fuse`` of a backend compiles runs of small operations into one task each, and lanes run these tasks side by side.
+``fuse_whole`` compiles the whole function into one task: no lanes, but the compiler sees everything. Either helps where
+operations are small, and loses where a library's kernel beats the compiler's. So both are measured: the best plan of
+each kind is timed in turns with the best one so far, so that a moment in which the machine is busy affects both.
+Compiling takes long: once the whole function is compiled, and its tasks depend on each other so that lanes have nothing
+to gain, runs of small operations are not compiled, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which way to run a traced function on the CPU: as it is written, as straight-line code, or on several lanes.
+"""Chooses how to run a traced function on the CPU: as written, as straight-line code, or on several lanes.
 
-Frameworks already use several threads for one operation; several lanes use them for several operations. Which is
-better depends on sizes, on the machine and on its load, so it is measured: all ways that give the right result run in
-turns, round after round, and each is compared with plain execution in the same round, so that a machine that is busy
-for a while is busy for all of them. What is not clearly faster than plain execution is not used.
+Frameworks already use several threads for one operation; several lanes use them for several operations. Which is better
+depends on sizes, on the machine and on its load, so it is measured: all candidates with the right results run in turns,
+round after round, and each is compared with plain execution in the same round, so that a machine that is busy for a
+while is busy for all of them. A candidate that is not clearly faster than plain execution is not used.
 """
 
 from __future__ import annotations

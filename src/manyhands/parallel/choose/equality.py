@@ -1,8 +1,9 @@
-"""Whether a way gives the right results: to the bit, as close as another kernel may be, or as exact as plain execution.
+"""Checks the results of a plan: equal to the bit, as close as another kernel may be, or as exact as plain execution.
 
-A plan of the operations as they are has to give plain execution's bits, but for kernels that add in another order. A
-plan with compiled regions rounds at other places: it has to be no further from exact results than plain execution is.
-Those are computed once for all plans of a trace, when the first of them is not equal to the bit, and go with the judge.
+A plan of unchanged operations must give plain execution's bits, except for kernels that sum in another order. A plan
+with compiled regions rounds in other places: its results must be no further from the exact ones than plain execution's.
+The exact results are computed once for all plans of a trace, when the first plan is not equal to the bit, and the
+:class:`Judge` keeps them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which way to run a traced function on GPUs: as it is written, on one lane, or on several, captured or issued anew.
+"""Chooses how to run a traced function on GPUs: as written, or on one or more lanes, as a CUDA graph or issued anew.
 
-What simulation likes is proved, run, compared with plain execution and timed; the fastest that is right is kept, and
-plain execution is always among them.
+Schedules that the simulation predicts to be fast are checked, run, compared with plain execution and timed. The fastest
+correct one is kept. Plain execution is always a candidate.
 """
 
 from __future__ import annotations

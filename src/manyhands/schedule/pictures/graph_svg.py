@@ -1,8 +1,8 @@
-"""A schedule as a picture: a column for each lane, a box for each task, lines for what a task needs.
+"""The picture of a schedule (``draw``): a column for each lane, a box for each task, a line for each dependency.
 
-Views are left out: they compute nothing, and who needs a view needs what it is a view of. So are needs that follow from
-others. A block of tasks that is repeated, each time on the results of the last, is drawn once, in a frame with its
-count:
+Views are left out: they compute nothing, and a task that needs a view needs its base. Dependencies that follow from
+others are left out, too. A block of tasks that repeats, each time on the results of the last, is drawn once, in a frame
+with its count:
 
     conv relu conv relu conv relu add   ->   [conv relu] x 3, add
 

@@ -1,4 +1,4 @@
-"""Whether a file can be written: checked before anything is run for it."""
+"""Checks that a file can be written, before anything is run for it."""
 
 from __future__ import annotations
 

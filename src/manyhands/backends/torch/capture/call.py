@@ -1,8 +1,8 @@
-"""Calls of PyTorch functions: by what they are known, and how one is traced.
+"""One call of a PyTorch function: its signature, and how it is traced.
 
-Two calls are run in the same way if their arguments have the same structure, their tensors the same shape, stride, type
-and place, everything else has the same value or (modules, functions, optimizers) is the same object, and PyTorch's
-modes are the same. What a function takes from outside its arguments is watched (``guards/state.py``).
+Two calls share a plan if their arguments have the same structure, their tensors the same shape, strides, dtype and
+device, everything else has the same value or (modules, functions, optimizers) is the same object, and PyTorch's modes
+are the same. What a function reads from outside its arguments is guarded (``guards/state.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be said of a trace without running it: its memories and their bytes, and what could be batched."""
+"""Facts about a trace, without running it: its memories and their bytes, and which operations could be batched."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Recognises a call that is like an earlier one, in a few microseconds and without building its signature.
 
-A signature (:mod:`.call`) is a general thing: a walk over a tree, a tuple of tuples, a hash. Most calls are like
-the one before, so for every planned call the questions that make up its signature are written out as straight-line code
-that stops at the first "no". For ``f(x, [w, 2])`` it reads
+Building a signature (:mod:`.call`) means a walk over a tree, a tuple of tuples and a hash. Most calls are like the one
+before, so for every planned call the checks that make up its signature are generated as straight-line code that stops
+at the first mismatch. For ``f(x, [w, 2])`` it reads
 
     def fits(arguments, keywords):
         if type(arguments) is not tuple or len(arguments) != 2: return None
@@ -21,10 +21,10 @@ that stops at the first "no". For ``f(x, [w, 2])`` it reads
         given.places = places
         return given
 
-``check`` is PyTorch's own (Dynamo guards its code with it): type, shape, strides, number type, device and whether
-gradients are wanted, of all tensors at once. Tensors of the same form in the same places overlap as they did before.
+``check`` is PyTorch's own, with which Dynamo guards its code: type, shape, strides, dtype, device and ``requires_grad``
+of all tensors at once. Tensors of the same shape and strides at the same addresses overlap as they did before.
 
-What it says "yes" to has the same signature; a "no" says nothing: then the signature is built.
+A match means that the signature is the same. A mismatch means nothing: then the signature is built.
 """
 
 from __future__ import annotations

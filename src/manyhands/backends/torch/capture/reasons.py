@@ -1,8 +1,8 @@
-"""Why tracing failed, as a lesson: what the function does, on which of its lines, and what to write instead.
+"""Turns a failed trace into a helpful message: what the function does, on which line, and what to write instead.
 
-PyTorch says ``GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq(u0, 1)``. What is meant is
-that the function wants to know a tensor's value while none is computed yet, as ``if x.sum() > 0`` does; and where it
-stands is known from the traceback: the innermost frame that belongs neither to PyTorch, nor to Python, nor to us.
+PyTorch says ``GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq(u0, 1)``. That means that
+the function asks for a tensor's value while none is computed yet, as ``if x.sum() > 0`` does. The traceback shows
+where: in the innermost frame that belongs neither to PyTorch, nor to Python, nor to us.
 
 Dynamo says ``Unsupported Tensor.item() call with capture_scalar_outputs=False`` where it leaves a function to Python.
 """

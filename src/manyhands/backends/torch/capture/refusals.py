@@ -1,7 +1,6 @@
-"""What a call, its arguments and its results must be like to be planned; :class:`CannotTrace` says what is not so.
+"""Which calls, arguments and results cannot be planned: :class:`CannotTrace` says why.
 
-A plan runs operations on tensors and gives new tensors. It does nothing else to arguments, and its results are nothing
-else.
+A plan runs operations on tensors and returns new tensors. It can do nothing else to arguments, and return nothing else.
 """
 
 from __future__ import annotations

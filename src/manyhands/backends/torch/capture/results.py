@@ -1,14 +1,15 @@
-"""Results that are dataclasses, shapes, or losses whose backward pass is done, made anew at every call.
+"""Results that are dataclasses, shapes, or losses after their backward pass: they are built anew at every call.
 
-PyTorch's trees end at a dataclass, and a ``torch.Size`` comes out of them as a tuple. So where a function gives one, it
-is taken for the time of tracing as its parts, which are a branch of the tree; what is put together from that branch is
-a dataclass again, made without ``__init__``, so that a ``__post_init__`` does not run twice.
+PyTorch's pytrees end at a dataclass, and turn a ``torch.Size`` into a tuple. So where a function returns a dataclass,
+it is replaced, during tracing, by its parts, which are a node of the tree. From that node a dataclass is built again,
+without ``__init__``, so that a ``__post_init__`` does not run twice.
 
-``Pair(x + 1, 2)`` becomes ``Parts(Pair, ("first", "second"), (x + 1, 2))``; put together from other values, a ``Pair``.
+``Pair(x + 1, 2)`` becomes ``Parts(Pair, ("first", "second"), (x + 1, 2))``; built from other values, that is a
+``Pair``.
 
 ``loss.backward(); optimizer.step(); return loss`` is how people write a step. Such a loss still requires gradients, but
-its graph is used up: a second backward pass is an error. It is traced as its value, ``UsedUp(value)``; what is put
-together from another value requires gradients, and refuses a backward pass with PyTorch's own words.
+its graph is freed: a second backward pass is an error. It is traced as its value, ``UsedUp(value)``; the tensor that is
+built from another value requires gradients, and refuses a backward pass in PyTorch's own words.
 """
 
 from __future__ import annotations

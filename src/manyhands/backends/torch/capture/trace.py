@@ -5,12 +5,12 @@ Tensors that it takes from outside its arguments (closures, a module's parameter
 anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so. Gradients
 that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`.watch`).
 
-Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
-argument's. Tensors from outside share memory where their bytes overlap: two ``from_numpy`` of one array do.
+Memory is identified by the storages of the fake results: a view shares its base's, an in-place operation writes its
+argument's. Tensors from outside share memory where their bytes overlap, as two ``from_numpy`` of one array do.
 
-Some operations give nothing back and check something (``cholesky`` asks ``_linalg_check_errors`` whether it was
-successful). They are tasks too. A write to memory of the caller's waits for all checks before it, so that a run in
-which one fails has changed nothing, and can be done again as the function is written.
+Some operations return nothing and only check something (``cholesky`` calls ``_linalg_check_errors``). They are tasks,
+too. A write to the caller's memory waits for all checks before it: if a check fails, the run has changed nothing, and
+the function can be called again as it is written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Watches a function while it is traced, so that tracing leaves nothing behind and bakes nothing in.
 
-Tensors from outside the arguments take part in a trace as they are. Three things could go wrong with them, and are
-looked after here. ``loss.backward()`` puts made-up gradients into their ``.grad``: these are noted as results of the
-trace, and what was there before is put back. An in-place operation on nothing but such tensors, or with constants
-(``count.add_(torch.tensor(1.0))``), is really done by ``make_fx``: what it writes to is put back. And numbers read from
-them (``step.item()``) would stand in the trace for ever: that is refused.
+Tensors from outside the arguments take part in a trace as they are. Three things could go wrong, and are handled here.
+``loss.backward()`` puts fake gradients into their ``.grad``: these become results of the trace, and the former
+gradients are restored. An in-place operation on only such tensors, or with constants
+(``count.add_(torch.tensor(1.0))``), is really executed by ``make_fx``: the former values are restored. And numbers that
+are read from them (``step.item()``) would become constants of the trace: that is refused.
 """
 
 from __future__ import annotations

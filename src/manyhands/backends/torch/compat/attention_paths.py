@@ -1,8 +1,8 @@
-"""Which path PyTorch's attention layers take while they are traced: the one of plain execution.
+"""Makes PyTorch's attention layers take the same path while they are traced as in plain execution.
 
-In eval mode ``nn.MultiheadAttention`` and the transformer layers are one fast operation. If they are traced they take a
-longer path, which copies queries, keys and values once more. They see it by two questions, which are answered here for
-a thread that traces as they would be answered in plain execution.
+In eval mode ``nn.MultiheadAttention`` and the transformer layers are one fast operation. When they are traced they take
+a longer path, which copies queries, keys and values once more. They ask PyTorch two questions to find out whether they
+are traced; in a thread that traces, both get the answers of plain execution here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Dynamo, aot_autograd and Inductor: what of them has no public name, or would do more than is wanted.
+"""Dynamo, aot_autograd and Inductor: the parts that have no public name, or that would do more than is wanted.
 
-Importing them takes seconds, so each function does it when it is called.
+Importing them takes seconds, so each function imports them when it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fake tensors and graphs of a trace, made faster than PyTorch makes them by itself."""
+"""Makes fake tensors, and the graph of a trace, faster than PyTorch does by default."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Which way each problem is solved: tried once, compared and timed, then remembered, here and on disk.
+"""Chooses how each convolution is computed: candidates are compared and timed once, and the choice is stored on disk.
 
-Trying costs time that a job has to win back. Problems that are farthest from what a GPU could do come first. Ways are
-run behind a pause of the device, so that the time of the device is measured and not that of launching. Half of what was
-won so far, times the steps that the job will make, may be spent, and a small stake. The next job goes on from there.
+Trying candidates costs time that a job has to win back. The convolutions that are farthest from what the GPU could do
+come first. Candidates run behind a pause of the device, so that the time of the device is measured and not that of
+launching. A job may spend half of what its choices so far will save over all of its steps, plus a small fixed stake.
+The next job continues from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two operations that stand in for PyTorch's convolution and its backward, and solve each problem in its chosen way.
+"""Two operations that replace PyTorch's convolution and its backward, and compute each in its chosen way.
 
 They take the arguments of ``aten.convolution`` and ``aten.convolution_backward``, so that a pass over a trace replaces
 one name by another, and a dispatch mode (:class:`ChosenConvolutions`) does the same to operations as they are called.

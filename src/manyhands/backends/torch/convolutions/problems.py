@@ -1,4 +1,4 @@
-"""What is to be computed: a convolution or one of its gradients, from tensors of which forms."""
+"""A convolution, or one of its gradients, as a key: shapes, strides, dtype, device and settings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Convolutions as one matrix product.
+"""Computes a convolution as one matrix product.
 
-A 1x1 convolution is the product of pixels x channels with channels x channels; a strided one takes every second pixel
-or so first. A convolution of few channels, as the first of a net, wastes most of a tensor core; as a product over
-patches, the neighbourhood of each pixel laid out in a row, it does not. The rows are padded to a multiple of eight
-numbers, and are written by a kernel of our own on a GPU.
+A 1x1 convolution is the product of pixels x channels with channels x channels; a strided one first takes every second
+pixel or so. A convolution of few channels, as the first of a net, wastes most of a tensor core; as a product over
+patches (the neighbourhood of each pixel as one row) it does not. The rows are padded to a multiple of eight numbers; on
+a GPU our own kernel writes them.
 """
 
 from __future__ import annotations

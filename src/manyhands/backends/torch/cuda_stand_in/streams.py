@@ -1,4 +1,4 @@
-"""Streams and events of virtual devices, which compute at once: everything issued is done already."""
+"""Streams and events of virtual devices. These compute immediately: everything that was issued is already done."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""``torch.compile(model, backend="manyhands")``: Dynamo finds the graphs, the engine plans each over lanes.
+"""``torch.compile(model, backend="manyhands")``: Dynamo captures the graphs, manyhands plans each over lanes.
 
-PyTorch makes of a model a graph of its forward pass and one of its backward pass, pure ATen operations both. Each is a
-function of tensors like any other, and is planned as such when it is first called, with the shapes that it then has:
-traced, measured, proved, compared with the graph as it is, and kept as it is where lanes give nothing.
+PyTorch turns a model into a graph of its forward pass and one of its backward pass, both of pure ATen operations. Each
+is a function of tensors, and is planned like any other when it is first called, for the shapes that it then has: it is
+traced, measured, checked and compared with the graph as it is, and left as it is where lanes gain nothing.
 
-A planned function gives new tensors. A graph's results may also be its arguments or views of them (what the backward
-pass needs of the forward pass): those are computed apart, as there is nothing to plan about them.
+A planned function returns new tensors. A graph's results may also be its arguments or views of them (what the backward
+pass needs of the forward pass): those are computed outside the plan.
 
 What the forward pass keeps for the backward pass stays where its CUDA graph wrote it, and the CUDA graph of the
 backward pass reads it there. A forward pass that is called while the kept tensors of the one before are still needed

@@ -1,13 +1,13 @@
-"""Takes batch normalisation apart in a trace: a pure operation, and copies into its running statistics.
+"""Splits batch normalisation in a trace into a pure operation and copies into its running statistics.
 
-PyTorch's operations for it write to the running statistics in passing, which a compiler of pure regions cannot have;
-and cuDNN's keep a note for their own backward pass. Both become PyTorch's pure ones, whose results are the same. The
-backward pass of training is given the running statistics and does not look at them: it is not given them any more, or
-it would wait for those copies.
+PyTorch's operations update the running statistics as a side effect, which a compiler of pure regions cannot handle; and
+cuDNN's keep data for their own backward pass. Both are replaced by PyTorch's pure operations, whose results are the
+same. The backward pass of training takes the running statistics as arguments but does not use them: the arguments are
+removed, or it would wait for those copies.
 
-Each layer then has three tiny operations that nobody waits for: two copies, and one more in ``num_batches_tracked``.
-On a GPU each takes as long as its kernel takes to start. Those of all layers are done together where nothing touches
-the same memory after them: one operation for the statistics, one for the counts.
+Each layer then has three tiny operations that nothing waits for: two copies, and an increment of
+``num_batches_tracked``. On a GPU each takes as long as its kernel takes to start. Those of all layers are batched where
+nothing touches the same memory after them: one operation for the statistics, one for the counts.
 """
 
 from __future__ import annotations

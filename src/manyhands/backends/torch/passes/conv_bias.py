@@ -1,9 +1,9 @@
-"""Takes biases out of convolutions in a trace: an addition after them, and a sum over the gradient on the way back.
+"""Moves biases out of convolutions in a trace: an addition after each, and a sum over the gradient in the backward.
 
-On a GPU a convolution's bias is no part of its kernel: another one goes over the whole result to add it, and the
-backward pass goes over the whole gradient once more to sum it up. In a trace both are hidden in the convolution, which
-is not compiled. Taken out, they are small operations like others, and cost next to nothing in the kernels that read
-and write these tensors anyway:
+On a GPU a convolution's bias is not part of its kernel: another kernel goes over the whole result to add it, and the
+backward pass goes over the whole gradient once more to sum it. In a trace both are hidden inside the convolution, which
+is not compiled. As operations of their own they are small like others, and cost next to nothing in the kernels that
+read and write these tensors anyway:
 
     y = convolution(x, w, bias)                       y = convolution(x, w, None)
     z = batch_norm(y)                                 z = batch_norm(y + bias)
@@ -11,11 +11,12 @@ and write these tensors anyway:
     g = batch_norm_backward(dz, y)                    g = batch_norm_backward(dz, y + bias)
     dw, dbias = convolution_backward(g, x, w)         dw = convolution_backward(g, x, w);  dbias = g.sum((0, 2, 3))
 
-The addition is written twice here, for each of its two users: each makes it again from what is in memory anyway. With
-one addition for both, its result would have to be stored for the backward pass, beside the convolution's own. Where
-somebody has to find it in memory (what is not compiled, who is given results, views), it is stored, and one for all.
+The addition is written twice, once for each of its two users: each computes it again from what is in memory anyway.
+With one addition for both, its result would have to be stored for the backward pass, beside the convolution's own
+result. Where it must be in memory (for operations that are not compiled, for results, for views), it is stored once for
+all.
 
-On a CPU the bias is inside the kernels of oneDNN for nothing, and stays there.
+On a CPU oneDNN's kernels add the bias at no cost, and it stays there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Puts the chosen ways of convolutions into a trace: other plans of cuDNN, and matrix products.
+"""Puts the chosen way of each convolution into a trace: another cuDNN plan, or a matrix product.
 
-Ways are chosen by :mod:`..convolutions.choice`, before the pass (:func:`choose_convolutions`) or by it
-(:func:`tune_convolutions`); here one name is replaced by another. It comes last: other passes look for PyTorch's
-operations.
+:mod:`..convolutions.choice` chooses, before the pass (:func:`choose_convolutions`) or during it
+(:func:`tune_convolutions`); the pass replaces one operation by another. It comes last, because other passes look for
+PyTorch's operations.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Makes operations in place pure ones in a trace, where nobody can tell the difference.
+"""Replaces in-place operations of a trace by pure ones, where the difference cannot be seen.
 
-Nets save memory by ``relu(inplace=True)`` and ``out += identity``. In a trace these are writes, and what they write to
-is made by an operation that can then not be compiled with others: its result is not there any more afterwards.
+Nets save memory by ``relu(inplace=True)`` and ``out += identity``. In a trace these are writes, and the operation whose
+result they overwrite cannot be compiled with others, because its result is gone afterwards.
 
     y = batch_norm(x)                      y = batch_norm(x)
     y' = relu_(y)                          z = relu(y)
     w = convolution(y)                     w = convolution(z)
 
-Everybody who comes after the write takes the new result. Left alone is a write to what the caller has, one to a memory
-that views look at as well, and one whose pure counterpart gives numbers of another type.
+Every operation after the write uses the new result. Not replaced: a write to memory of the caller, a write to memory
+that has other views, and a write whose pure counterpart gives another dtype.
 """
 
 from __future__ import annotations

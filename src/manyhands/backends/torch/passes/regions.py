@@ -1,27 +1,27 @@
-"""Compiles runs of small operations of a trace into one task each, without tying together what is independent.
+"""Compiles runs of small operations of a trace into one task each, and keeps independent operations apart.
 
-Lanes put independent operations beside each other; a compiler makes one kernel of operations that follow each other.
-To have both, parts of the trace (regions) are compiled, and each is then a task like any other. A region starts when
-all that it needs is there, and all of its results are there when it ends. So a careless choice makes lanes useless: in
+Lanes run independent operations side by side; a compiler makes one kernel of operations that follow each other. To have
+both, parts of the trace (regions) are compiled, and each is then a task like any other. A region starts when all of its
+inputs are there, and its results are there when all of it is done. So a careless choice makes lanes useless: in
 
     p = sin(a @ b)           q = cos(c @ d)          r = p + q
 
-a region of sin, cos and the sum would make ``p``, if anybody else wants it, wait for ``c @ d``. The rule: each
-operation has a set, the large operations (products, convolutions, what writes in place) that must be over before it.
-Operations that are connected and have the same set could not have started at different times: they become one region.
-Here sin, cos and the sum have three different sets. A small operation whose only users are in one region joins it, as
-nobody else waits for it: if only the sum wants ``p`` and ``q``, all three are one region. (An operation and views of
-it are no region yet: each of them may join another.) Regions made so are never in a circle: along a way from operation
-to operation the sets only grow.
+a region of sin, cos and the sum would make ``p``, if something else uses it, wait for ``c @ d``. The rule: each
+operation has a set, the large operations (products, convolutions, in-place writes) that must be done before it.
+Connected operations with the same set could not have started at different times: they become one region. Here sin, cos
+and the sum have three different sets. A small operation whose only users are in one region joins it, as nothing else
+waits for it: if only the sum uses ``p`` and ``q``, all three are one region. (An operation with only its views is not a
+region yet: each of them may join another.) Regions never depend on each other in a cycle: along every path the sets
+only grow.
 
-Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
-statistics in passing (:mod:`.batch_norm`), activations are written over their arguments (:mod:`.out_of_place`),
-convolutions have biases (:mod:`.conv_bias`). And one kind of lone operations is no region, but done together: casts
-that need nothing (:mod:`.small_together`). A compiler would make a kernel of each: they are of different sizes. At last
-convolutions get their fastest ways (:mod:`.convolutions`), which no compiler looks for.
+Some operations are split first, so that their small parts can be in regions: batch normalisation updates its statistics
+as a side effect (:mod:`.batch_norm`), activations overwrite their arguments (:mod:`.out_of_place`), convolutions have
+biases (:mod:`.conv_bias`). Single casts whose inputs are there from the start are batched instead
+(:mod:`.small_together`): a compiler would make a kernel of each, as their sizes differ. At last convolutions get their
+fastest ways (:mod:`.convolutions`), which no compiler looks for.
 
 The other extreme is one region of everything (:func:`fuse_whole`): nothing is left for lanes, but the compiler sees all
-of it, and chooses layouts for it as a whole. Which of the two is better is measured.
+of it and chooses layouts for the whole. Which of the two is better is measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Small operations done together: casts of weights, and counters of batches.
+"""Batches small operations: casts of weights, and counters of batches.
 
-Under autocast each weight is cast when its layer comes, and each BatchNorm counts its batches: in ResNet-18 nearly
-forty tiny kernels, each of which a GPU has to start and to end. One operation over a list replaces
-all of a kind; results are the same to the bit:
+Under autocast each weight is cast where its layer uses it, and each BatchNorm counts its batches: in ResNet-18 nearly
+forty tiny kernels, each of which a GPU has to start and to end. One operation over a list replaces all of a kind;
+results are the same to the bit:
 
     a16 = _to_copy(a)                      a16, b16, c16 = empty, empty, empty
     ...                                    _foreach_copy_([a16, b16, c16], [a, b, c])

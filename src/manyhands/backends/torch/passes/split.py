@@ -1,7 +1,7 @@
-"""Takes operations of a trace apart that do several things which need not wait for each other.
+"""Splits operations of a trace that do several things which need not wait for each other.
 
-A convolution's backward, one operation in ATen, gives the gradient of its input, which the rest of the backward pass
-waits for, and those of its weight and bias, which nobody waits for: it becomes two operations.
+A convolution's backward is one operation in ATen. It computes the gradient of the input, which the rest of the backward
+pass waits for, and those of weight and bias, which nothing waits for: it becomes two operations.
 
 An optimizer's update of all weights is a few operations over lists, each of which waits for all gradients. Cut into
 parts of about equal bytes, each part waits for its own, and runs beside the rest of the backward pass:
@@ -15,10 +15,10 @@ not in place are found in their part. Each part comes in the program where all t
 that keep the program's order would find it at the end otherwise. Of parts that share memory the one that is earlier in
 the list stays the earlier one: a tensor twice in a list is updated twice, as eager does it.
 
-Where it pays: on a GPU (on a CPU such an operation is a loop), where a part is large beside the start of a kernel, and
-where parts could begin at different times. For each memory it is known what must be over before it can be used; parts
-beside each other for which that is the same stay one. So an update by tensors that were all there before stays whole,
-and so does everything after gradients were scaled by the norm of all of them.
+Where it pays: on a GPU (on a CPU such an operation is a loop), where a part is large compared with the start of a
+kernel, and where parts could begin at different times. For each memory it is known which operations must be done before
+it can be used; neighbouring parts with the same such operations stay together. So an update whose tensors all existed
+from the start stays whole, and so does everything after gradients were scaled by the norm of all of them.
 """
 
 from __future__ import annotations

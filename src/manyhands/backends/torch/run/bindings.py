@@ -1,9 +1,9 @@
 """The quickest way to call an operation from Python: PyTorch's own binding of it, where that is the same operation.
 
-A trace names operations by their overloads (``aten.add.Tensor``). Called so, an operation's arguments are matched with
-its schema one by one; ``torch.add`` is generated code and takes half the time, for small tensors half of everything.
-But ``torch.add`` chooses its overload by what it is given, and some functions of that name do more than the operation.
-So each candidate is tried once, on fake tensors, with a listener at the dispatcher: it is taken only if exactly the
+A trace names operations by their overloads (``aten.add.Tensor``). A call of an overload matches its arguments with the
+schema one by one; ``torch.add`` is generated code and takes half the time, for small tensors half of the whole call.
+But ``torch.add`` chooses its overload by its arguments, and some functions of that name do more than the operation. So
+each candidate is tried once, on fake tensors, with a listener at the dispatcher: it is used only if exactly the
 operation of the trace arrives there, with exactly its arguments. Otherwise the overload itself is called.
 """
 

@@ -1,11 +1,11 @@
-"""The code of a run on lanes: a straight line, CUDA streams, the waits between them.
+"""Generates the code of a run on lanes: straight-line Python, CUDA streams, and the waits between them.
 
-It is generated: one line per operation, in the order in which the schedule issues them, with the waits between streams
-where the schedule has them. One thread issues it. Work on the CPU between work on a GPU is done by that thread, when
-its turn comes; before that the host waits for copies that it reads. Run by :mod:`.streams`, :mod:`.cuda_graph`.
+The code has one line per operation, in the order in which the schedule issues them, with the waits between streams
+where the schedule has them. One thread runs it. Work on the CPU between work on a GPU is done by that thread, when its
+turn comes; before that the host waits for copies that it reads. :mod:`.streams` and :mod:`.cuda_graph` run it.
 
-Memory: a result belongs to the stream it was made on, and its memory is used again by later work on that stream. So
-it is freed where the schedule's own waits have brought that stream behind all of its users, and not earlier: nothing
+Memory: a result belongs to the stream that computed it, and its memory is reused by later work on that stream. So it is
+freed only at a point where, by the schedule's own waits, that stream comes after all users of the result: nothing
 depends on timing, and no ``record_stream`` is needed.
 """
 

@@ -1,9 +1,9 @@
-"""What an operation of a trace costs in PyTorch: measured with made-up numbers, or estimated by a roofline.
+"""The cost of an operation in PyTorch: measured with made-up numbers, or estimated by a roofline.
 
-On a CPU an operation is timed with one thread, as a lane calls it. On a GPU it is timed as a CUDA graph of several, one
-after the other and then in a crowd of its own kind: what the crowd adds tells how much of the chip one fills.
+On a CPU an operation is timed with one thread, as a lane calls it. On a GPU it is timed as a CUDA graph of several
+copies, first one after the other and then side by side: the difference shows how much of the chip one copy fills.
 
-The estimate is for what cannot be measured alone: the time to move the bytes that it touches, or that to do its
+What cannot be measured alone is estimated: the time to move the bytes that it touches, or the time of its
 multiplications and additions, whichever is longer, at rates that are measured once.
 """
 

@@ -1,7 +1,7 @@
-"""Runs the code of lanes on a GPU, captured in one CUDA graph and replayed.
+"""Runs the code of lanes on a GPU: captured as one CUDA graph, then replayed.
 
-A graph's memory is always the same: arguments are copied in, and results copied out to memory of the caller's own. Both
-are done by the graph itself where they can be (:mod:`.graph_copies`); otherwise before and after it.
+A graph's memory is always the same: arguments are copied in, and results are copied out to memory that belongs to the
+caller. The graph does both itself where it can (:mod:`.graph_copies`); otherwise they come before and after it.
 """
 
 from __future__ import annotations

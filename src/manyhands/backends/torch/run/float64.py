@@ -1,8 +1,9 @@
 """Runs a trace in float64: what its results would be if (nearly) nothing were rounded on the way.
 
-Plain execution rounds, compiled code rounds at other places; which of the two is nearer to the truth is seen only from
-a third one (:mod:`exactness`). A trace is operations on tensors with their types written out, so it can be run with
-wider ones: tensors that are given are widened, and wherever an operation names a floating type it gets the wide one:
+Plain execution rounds, and compiled code rounds in other places; which of the two is nearer to the exact result shows
+only in a third run (:mod:`manyhands.backends.exactness`). A trace is operations on tensors with explicit dtypes, so it
+can be run with wider ones: arguments are widened, and wherever an operation names a floating dtype it gets the wide
+one:
 
     as it was traced, under autocast                          in float64
     a = _to_copy(x, dtype=bfloat16)                           a = _to_copy(x, dtype=float64)
@@ -10,10 +11,10 @@ wider ones: tensors that are given are widened, and wherever an operation names 
     c = _log_softmax(_to_copy(b, dtype=float32), 1, False)    c = _log_softmax(_to_copy(b, dtype=float64), 1, False)
     total.add_(c.sum())                                       the same, to a copy of ``total``
 
-Nothing of the caller's is touched: what is written to is a copy. Integers stay what they are. Copies of tensors that
-share memory share it too, and every result has the strides that the trace says, whatever a float64 kernel would give:
-views of it are then right. What cannot be run so raises :class:`CannotBeExact` with the reason: random numbers (others
-would be drawn), operations that look at the bits of a number, and those that have no float64 kernel.
+The caller's tensors are not touched: writes go to copies. Integers stay as they are. Copies of tensors that share
+memory share memory, too, and every result gets the strides that the trace says, whatever a float64 kernel would give,
+so that views of it are right. What cannot be run like this raises :class:`CannotBeExact` with the reason: random
+numbers (others would be drawn), operations on the bits of a number, and operations without a float64 kernel.
 """
 
 from __future__ import annotations

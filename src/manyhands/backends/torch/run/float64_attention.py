@@ -2,8 +2,9 @@
 
     softmax(query @ key^T * scale + bias) @ value
 
-Its backward pass is autograd's of the same. Both give what the operations of a trace give, in the same places; what is
-only a note for the kernels' own backward pass (random state, places in memory) is made up, as nobody reads it.
+Its backward pass is autograd's of the same formula. Both return what the operations of a trace return, in the same
+order; values that only serve the kernels' own backward pass (random state, addresses) are made up, as nothing reads
+them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Copies inside of a CUDA graph between its own memory and memory that is elsewhere at every replay.
+"""Copies inside a CUDA graph, to and from memory whose address is different at every replay.
 
-A captured graph reads and writes the same addresses for ever, but arguments lie wherever the caller has them, and
-results go to fresh memory, which is the caller's. To copy these before and after a replay takes two more launches. So
-the copies are nodes of the graph: kernels of ours (``copy_parts.cu``) that take addresses as arguments, and these are
-set in the instantiated graph before it is launched:
+A captured graph always reads and writes the same addresses, but arguments are wherever the caller has them, and results
+go to new memory, which belongs to the caller. Copies before and after a replay would be two more launches. So the
+copies are nodes of the graph: kernels of ours (``copy_parts.cu``) that take addresses as arguments, and these are set
+in the instantiated graph before it is launched:
 
     results = fresh()
     copies.aim(results)
     graph.replay()
 
-A replay that is still under way keeps the addresses that it was launched with. Nobody may aim, or replay the same
-graph, in another thread at the same time.
+A replay in progress keeps the addresses that it was launched with. No other thread may set addresses or replay the same
+graph at the same time.
 """
 
 from __future__ import annotations

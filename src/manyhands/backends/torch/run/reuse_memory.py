@@ -1,15 +1,15 @@
-"""Products that write to memory which the lane has just done with, instead of asking for new memory.
+"""Matrix products that write to memory which their lane no longer needs, instead of allocating new memory.
 
-A chain of products takes and gives back a matrix at every step. Where a lane is through with a result and its next task
-is a product of the same form, the product is written there (`docs/performance.md` has what that gives):
+A chain of products allocates and frees a matrix at every step. Where a lane no longer needs a result and its next task
+is a product of the same shape, strides and dtype, it is written there (`docs/performance.md` has what that gives):
 
     b = mm(a, w)                    b = mm(a, w)
     c = mm(b, w)                    c = mm(b, w)
     del b                           d = mm(c, w, out=b)
     d = mm(c, w)                    del b
 
-The same kernel gives the same numbers. Nothing is held longer for it: it is decided when the code is written, and only
-between a task and the next one of its lane.
+The same kernel gives the same numbers. No memory is held longer for it: it is decided when the code is generated, and
+only between a task and the next one of its lane.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs the code of lanes on GPUs, issued anew at every call; and says why a trace cannot be one CUDA graph.
+"""Runs the code of lanes on CUDA streams, issued anew at every call; and says why a trace cannot be one CUDA graph.
 
-A graph (:mod:`.cuda_graph`) takes the host out of the way, but its memory is always the same. Issuing anew costs
-the host some microseconds an operation, and gives fresh results: better where much goes to the host, and the only way
-where the CPU computes in between, or numbers on the host are arguments of kernels.
+A CUDA graph (:mod:`.cuda_graph`) needs no time of the host, but its memory is always the same. Issuing anew costs the
+host some microseconds per operation, and gives new results: better where much is copied to the host, and the only way
+where the CPU computes in between, or where numbers on the host are arguments of kernels.
 """
 
 from __future__ import annotations

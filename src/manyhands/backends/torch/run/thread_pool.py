@@ -1,4 +1,4 @@
-"""Threads of the CPU: workers that run lanes, and how many threads each operation uses.
+"""The threads of the CPU: workers that run lanes, and how many threads each operation uses.
 
 Workers are started when they are needed, kept from run to run, and joined before the interpreter ends.
 """

@@ -1,7 +1,7 @@
 """Parameters of lazy layers, which have no shape yet, on a virtual device.
 
 PyTorch keeps such a parameter as an empty tensor on its device. Here the empty tensor stays on the host, and remembers
-where its weights shall be made.
+on which device its weights are to be created.
 """
 
 from __future__ import annotations

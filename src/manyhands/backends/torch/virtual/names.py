@@ -1,4 +1,4 @@
-"""What virtual devices are called: by the dispatcher, and by Python; and what each thread has for itself."""
+"""The names of virtual devices, for the dispatcher and for Python; and each thread's current device and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor on a virtual device, and how one comes there."""
+"""A tensor on a virtual device, and how it gets there."""
 
 from __future__ import annotations
 
