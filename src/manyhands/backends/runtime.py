@@ -204,7 +204,7 @@ def taken_apart(
         elif isinstance(leaf, constant):
             kinds.append(Constant(leaf))
         else:
-            raise CannotTrace(f"a result is a {type(leaf).__name__}, which would be the same one at every call")
+            raise CannotTrace(f"a result is a {type(leaf).__name__}, and every call would return the same object")
     return values, Outputs(unflatten, kinds)
 
 

@@ -154,11 +154,14 @@ class Parallel(ParallelFunction[P, R]):
                 )
         for value in reached.objects:
             if (kind := why_unwatched(value)) is not None:
-                raise CannotTrace(f"it uses {kind}, and what comes of that cannot be known")
+                raise CannotTrace(f"it uses {kind}, and a change of what that gives cannot be noticed")
         for value in reached.arrays:
             if getattr(value, "nbytes", 0) > _WATCHED:
                 shape = getattr(value, "shape", None)
-                raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({shape})")
+                raise CannotTrace(
+                    f"it reads a NumPy array from outside its arguments, {shape}, which is too large to compare before "
+                    "every call: make it a tensor"
+                )
 
     def _compare(
         self, planned: Planned, call: Call, traced: Traced, result: object, before: list[tuple[object, object]]
@@ -170,7 +173,7 @@ class Parallel(ParallelFunction[P, R]):
         written = {id(write) for write in traced.writes}
         before = [(variable, value) for variable, value in before if id(variable) in written]
         if len(before) < len(written):
-            planned.notes.append(f"{way} is not used: it writes to variables that cannot be put back")
+            planned.notes.append(f"{way} is not used: it writes to variables that cannot be restored")
             return
         expected = [*backend.flatten(result)[0], *(value for _, value in backend.variables(traced.writes))]
         try:
@@ -341,7 +344,7 @@ class Offer:
         runtime = f"{self._backend.name}'s own runtime"
         if reuse_outputs:
             raise EngineError(
-                f"parallel(reuse_outputs=True): {runtime} gives fresh results at every call; leave it out"
+                f"parallel(reuse_outputs=True): {runtime} returns new results at every call; leave it out"
             )
         if memory != 1.3:
             raise EngineError(f"parallel(memory={memory!r}): {runtime} decides what memory it takes; leave it out")

@@ -89,7 +89,7 @@ def _why_one_lane(limit: Bounds, work: float, count: int) -> str:
     if limit.critical_path >= _NEARLY * work:
         return "its tasks need each other: the longest chain is nearly all of the work, so lanes cannot help"
     if work / count < _SMALL:
-        return f"its operations take {work / count * 1e6:.0f} us on average, and to hand one over costs as much"
+        return f"its operations take {work / count * 1e6:.0f} us on average, and handing one to a lane costs as much"
     if limit.busiest_device >= _NEARLY * work:
         return "each operation fills its device by itself, so several at once take as long as one after the other"
     return "lanes were measured, and are not faster on this machine"

@@ -387,8 +387,8 @@ class Parallel(ParallelFunction[P, R]):
 def _must_allow_memory(memory: object) -> None:
     if not isinstance(memory, numbers.Real) or isinstance(memory, bool):
         raise EngineError(
-            f"parallel(fn, memory={memory!r}): how many times plain execution's memory a plan may take is a number "
-            "from 1 on; 1.3 allows three tenths more"
+            f"parallel(fn, memory={memory!r}): give a number of at least 1, how many times plain execution's memory "
+            "a plan may take; 1.3 allows 30% more"
         )
     if not float(memory) >= 1:
-        raise EngineError(f"memory={memory} is less than plain execution takes: 1.3 allows three tenths more")
+        raise EngineError(f"memory={memory} is less than plain execution takes: give at least 1; 1.3 allows 30% more")

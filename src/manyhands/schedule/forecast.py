@@ -41,7 +41,7 @@ class Machine:
         if self.devices < 1 or self.lanes < 1 or not self.bandwidth > 0 or self.latency < 0:
             raise EngineError(
                 f"there is no such machine: devices={self.devices}, lanes={self.lanes}, bandwidth={self.bandwidth:g}, "
-                f"latency={self.latency:g}. It has at least one device, one lane, some bandwidth, no latency below 0"
+                f"latency={self.latency:g}: give a device and a lane at least, a bandwidth above 0, a latency from 0 on"
             )
 
     def copy_seconds(self, size: int) -> float:

@@ -127,7 +127,9 @@ def trace(call: Call) -> Traced:
     graph = Graph(call.tensors, closed)
     traced = Traced(graph.tasks, forms=graph.forms)
     if closed.effects:
-        traced.notes.append("jax.jit is not used: it prints or calls back to the host, and trying it would do that")
+        traced.notes.append(
+            "jax.jit is not used: the function prints or calls back to the host, and a trial would do so, too"
+        )
     elif len(graph.devices) > 1:
         traced.notes.append(
             f"jax.jit is not used: it computes on one device, and this function uses {', '.join(sorted(graph.devices))}"

@@ -170,7 +170,7 @@ def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
         for array in one.inputs:
             if id(array) not in symbols:
                 if id(array) not in reached:
-                    raise CannotTrace(f"{one.name} takes an array that came about in a way that MXNet does not show")
+                    raise CannotTrace(f"{one.name} uses an array that no recorded operation has computed")
                 label = f"outside{len(sources)}"
                 symbols[id(array)], sources[label] = _variable(label, array), array
         inputs = [symbols[id(array)] for array in one.inputs]
@@ -212,9 +212,9 @@ def _variable(name: str, array: Any) -> Any:
 
 def _run(computed: list[Any], outputs: Outputs, sources: dict[str, Any]) -> Run:
     if not computed:
-        raise CannotTrace("it computes nothing that it gives back")
+        raise CannotTrace("it returns nothing that it computes")
     if len(kinds := set(map(type, computed))) > 1:
-        raise CannotTrace("it gives back arrays of mx.nd and of mx.np")
+        raise CannotTrace("it returns arrays of mx.nd and of mx.np together")
     whole = mx.sym.Group(computed, create_fn=kinds.pop())
     cached = mx.nd.CachedOp(whole)
     wanted = [sources[word] for word in whole.list_inputs()]

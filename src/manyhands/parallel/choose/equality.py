@@ -48,8 +48,8 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
                 return cls(backend, trace, varied, backend.expected(trace, varied, plainly), notes)
             except Exception as error:
                 notes.append(
-                    "all numbers of an argument are the same, so that results tell little; the function does not take "
-                    f"others ({first_line(error)})"
+                    "all numbers of an argument are equal, so comparing results proves little; "
+                    f"the function does not take others ({first_line(error)})"
                 )
         return cls(backend, trace, call, backend.expected(trace, call, plainly), notes)
 

@@ -155,9 +155,7 @@ def promising(
     The best of them is always one, unless its tasks can only follow each other.
     """
     if measured.critical_path() > _CHAIN * measured.work():
-        best.notes.append(
-            "lanes are not tried: its tasks need each other, so that there is nothing to run side by side"
-        )
+        best.notes.append("lanes are not tried: its tasks need each other, so nothing could run side by side")
         return []
     alone = simulate(one_lane(measured), wait_seconds=_WAIT).seconds
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()

@@ -25,7 +25,7 @@ from manyhands.backends.torch.compat import DataDependentOutputException, Dynami
 
 _NOT_THE_USERS = frozenset(sys.stdlib_module_names) | {"torch", "manyhands"}
 _LONGEST = 60  # characters of a line that is shown
-FROM_SHAPE = "what comes after it cannot be planned; where a mask is meant, torch.where(mask, x, 0) keeps the shape"
+FROM_SHAPE = "what comes after it cannot be planned; for a mask, torch.where(mask, x, 0) keeps the shape"
 
 
 def why(error: BaseException) -> str:

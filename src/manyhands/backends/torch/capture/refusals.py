@@ -33,7 +33,7 @@ def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Non
     """Of the arguments: tensors, and what else there is."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
-            raise MustRunAsWritten(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
+            raise MustRunAsWritten(f"an argument is not an ordinary tensor: {type(tensor).__name__}, {tensor.layout}")
     for leaf in others:
         if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)) and not _is_of_the_user(type(leaf)):
             raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
@@ -51,18 +51,18 @@ def must_be_done(result: Any) -> None:
     for leaf in tree_leaves(result):
         if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
             raise CannotTrace(
-                f"a result is a {type(leaf).__name__}, made by the function itself: give back tensors and numbers "
+                f"a result is a {type(leaf).__name__}: return tensors and numbers "
                 "in lists, tuples, dicts and dataclasses"
             )
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             raise CannotTrace(
-                "a result carries gradients that are to be computed later: compute them inside the function "
+                "a result carries gradients that would be computed later: compute them inside the function "
                 "(loss.backward(), torch.autograd.grad), or call it under torch.no_grad()"
             )
         if isinstance(leaf, nn.Parameter) or (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
             raise CannotTrace(
-                "a result is to get gradients later (requires_grad_(), nn.Parameter), which a plan's results do not: "
-                "it is run as it is; give back the numbers, and make a parameter of them outside"
+                "a result is made to require gradients (requires_grad_(), nn.Parameter), which a plan cannot do: "
+                "it is run as it is; return the plain tensor, and make a parameter of it outside"
             )
 
 
@@ -83,8 +83,8 @@ def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[li
     same = before[1] == after[1] and all(old is new for old, new in zip(before[0], after[0], strict=True))
     if not same:
         raise CannotTrace(
-            "it puts something into a list or dict that it was given, or takes something out: it is run as it is; give "
-            "it back as a result instead"
+            "it changes the items of a list or dict that it was given: it is run as it is; return them as a result "
+            "instead"
         )
 
 
@@ -99,8 +99,8 @@ def must_check_first(trace: Trace) -> None:
     of_caller = trace.callers_memories()
     if any(step.task.writes & of_caller for step in trace.steps[: checks[-1]]):
         raise CannotTrace(
-            f"it checks values ({name}) after it has written to a tensor of the caller's: where the check fails, only "
-            "plain execution leaves what it should; check first"
+            f"it checks values ({name}) after it has written to a tensor of the caller's: if the check fails, only "
+            "plain execution leaves the right values behind; check before writing"
         )
 
 

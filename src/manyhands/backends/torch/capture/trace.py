@@ -215,9 +215,9 @@ def _gives_nothing(node: Node) -> bool:
 def _must_be_static(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is _aten._local_scalar_dense.default:
-            raise CannotTrace("it takes a number out of a tensor (.item()), which depends on values: leave it a tensor")
+            raise CannotTrace("it reads a tensor's value as a Python number (.item()): leave it a tensor")
         if torch.Tag.data_dependent_output in _tags(node) or not _has_known_shape(node.meta.get("val")):
-            raise CannotTrace(f"the shape of what {_operation(node)} gives depends on values: {FROM_SHAPE}")
+            raise CannotTrace(f"the shape of the result of {_operation(node)} depends on values: {FROM_SHAPE}")
         if _gives_nothing(node) and not is_check(node):
             raise CannotTrace(f"{_operation(node)} has no result, only an effect: trying plans would repeat it")
         results = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")

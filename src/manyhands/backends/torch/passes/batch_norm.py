@@ -70,10 +70,10 @@ def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
                 copies.append(graph.call_function(_aten.copy_.default, (statistic, part)))
                 copies[-1].meta["val"] = statistic.meta["val"]
     for part in list(node.users):
-        if part.args[1] == 3 and not part.users:  # cuDNN's note
+        if part.args[1] == 3 and not part.users:  # what cuDNN keeps for its backward pass
             graph.erase_node(part)
     if any(part.args[1] == 3 for part in node.users):
-        raise CannotFuse("cuDNN's note of a batch normalisation is taken by somebody else")
+        raise CannotFuse("what cuDNN's batch normalisation keeps for its backward pass has another user")
     node.replace_all_uses_with(pure)
     graph.erase_node(node)
     return copies

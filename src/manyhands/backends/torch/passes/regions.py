@@ -133,7 +133,7 @@ def _described(fused: Trace, as_written: Trace) -> Trace:
 
 def _must_be_alone() -> None:
     if compat.count_dispatch_modes():
-        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
+        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing while one is")
 
 
 def _must_be_compilable(trace: Trace) -> None:

@@ -187,12 +187,12 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
         groups.setdefault(compat.memory_id(tensor), []).append(tensor)
     spans = [span for group in groups.values() if (span := span_of(group[0])) is not None]
     if len(joined(spans)) < len(spans):
-        raise CannotBeExact("two tensors lie in one memory, and PyTorch does not know it (from_numpy)")
+        raise CannotBeExact("two tensors share memory, and PyTorch does not know it (from_numpy)")
     copies: dict[int, torch.Tensor] = {}
     for group in groups.values():
         first = group[0]
         if len({tensor.dtype for tensor in group}) > 1:
-            raise CannotBeExact("two tensors see one memory as numbers of different types")
+            raise CannotBeExact("two tensors of different dtypes share memory")
         low = 0 if whole else min(tensor.storage_offset() for tensor in group)
         high = first.untyped_storage().nbytes() // first.element_size() if whole else max(map(_end, group))
         flat = first.detach().as_strided((high - low,), (1,), low)
