@@ -1,4 +1,4 @@
-"""What Python code reaches by name: the words in it, the methods behind them, and what cannot be watched.
+"""Names in Python code: the globals and attributes that it uses, the methods behind them, and what cannot be watched.
 
 ``def fn(x): return net.scale(x)`` has the words ``net`` and ``scale``. Whoever watches what ``fn`` takes from outside
 finds ``net`` among its globals, and in the class of ``net`` a method ``scale``, whose words come next.

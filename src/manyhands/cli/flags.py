@@ -1,4 +1,4 @@
-"""The command's own words: values that options take, and the library's errors in terms of options."""
+"""Values that options of the command take, and the library's errors in terms of these options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mh.predict`` where a step cannot be looked into: it is timed as the trainer makes it, by short fits.
+"""``mh.predict`` in JAX, TensorFlow and MXNet: a step cannot be taken apart, so it is timed as a whole, by short fits.
 
 JAX, TensorFlow and MXNet run a step as one program. So the seconds of its parts are not known (a backward pass counts
 as two forward passes), gradients are taken to come evenly, and memory is not predicted.

@@ -1,4 +1,4 @@
-"""The small words of the book "Dive into Deep Learning", for every framework.
+"""The helper functions and classes of the book "Dive into Deep Learning", for every framework.
 
 Code written for the book finds here what it calls between the formulas: settings that store
 themselves, methods added to a class later, running sums, clocks, and a plot that grows. No

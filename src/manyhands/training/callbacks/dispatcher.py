@@ -1,4 +1,4 @@
-"""The caller's end of a training: events of the first process become calls of callbacks, and what they want its answer.
+"""The caller's side of callbacks: events of the first process become calls of callbacks, and their wishes the answer.
 
 An event is a dictionary with a ``kind``. One that ``asks`` gets an answer: whether to stop and why, and into which
 folders to write a checkpoint; or the callbacks' states. One that does not ask is answered only if the training is to

@@ -1,4 +1,4 @@
-"""What callbacks want of the steps: the part of them that travels to the processes that train."""
+"""What callbacks need to know of the steps, as data that is sent to the processes that train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop's end of the line to the callbacks: what happens becomes events, and what they answer reaches all processes.
+"""The loop's side of callbacks: what happens is reported as events, and the answers reach all processes.
 
 Only the first process says something. Where an answer is asked for (may the training go on? is a checkpoint wanted?),
 it waits for it and shares it with the others, so that all of them do the same.

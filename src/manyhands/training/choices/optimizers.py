@@ -1,4 +1,4 @@
-"""Whose learning rate counts: one rule for all frameworks.
+"""Which learning rate a job uses, the trainer's or the optimizer's: one rule for all frameworks.
 
 ``lr`` is the rate of an optimizer that the trainer makes: plain SGD by default, one given by name (``"adamw"``), or one
 given as a class or a function that takes a rate. These are called with ``lr`` if it is given, and otherwise with their

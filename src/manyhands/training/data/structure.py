@@ -1,4 +1,4 @@
-"""Batches whose parts have parts: dicts of features, lists of targets, weights for each output.
+"""Nested batches: dicts of features, lists of targets, weights for each output.
 
 A source holds a flat tuple of arrays, which is all that order, shards and devices need. Its structure says what the
 tuple was before, and puts it together again for the model::

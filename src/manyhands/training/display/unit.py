@@ -1,4 +1,4 @@
-"""What the samples of a training are called when their number per second is shown."""
+"""The unit in which the speed of a training is shown: what its samples are called."""
 
 from __future__ import annotations
 

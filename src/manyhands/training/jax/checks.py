@@ -1,7 +1,7 @@
-"""What is looked at before a job begins.
+"""Checks before a job begins.
 
-No pass is made for it through the model or the loss, with one exception: with ``accumulate`` a batch is processed in
-parts, and a loss that we do not know is tried.
+They make no pass through the model or the loss, with one exception: with ``accumulate`` a batch is processed in parts,
+and a loss that we do not know is tried (:mod:`manyhands.training.loss.loss_trial`).
 """
 
 from __future__ import annotations

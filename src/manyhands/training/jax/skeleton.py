@@ -1,4 +1,4 @@
-"""A model and its numbers apart: JAX computes with functions of trees of arrays, users hold Flax NNX objects.
+"""Splits a model into its structure and its arrays: JAX computes on trees of arrays, users hold Flax NNX objects.
 
 A :class:`Skeleton` is the model without its numbers. They come in three trees, plain nested dicts under the names of
 the model's parts: ``parameters`` (what is trained), ``random`` (streams of random numbers, as raw keys and counts) and

@@ -1,4 +1,4 @@
-"""The largest batch that fits: doubled until one does not, then halved in between.
+"""The search behind ``find_batch_size``: the size is doubled until a batch does not fit, then bisected.
 
 ::
 

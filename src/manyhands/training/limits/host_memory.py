@@ -1,4 +1,4 @@
-"""The memory of the host that a piece of work takes: measured, because a host has no error for it but the last one."""
+"""Measures the memory that work takes on the host: a host that runs out of it kills the process without an error."""
 
 from __future__ import annotations
 

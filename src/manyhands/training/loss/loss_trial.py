@@ -1,4 +1,4 @@
-"""Is a loss that we cannot look into a mean over samples? Tried on real samples, before a job begins.
+"""Tries a user's loss on real samples before a job begins: is it a mean over samples, so that parts of a batch add up?
 
 On several devices, or with ``accumulate``, a batch is processed in parts, and their losses and gradients are added up:
 means weighted by their samples, a ``LossSum`` by its counts. The result is the loss of the whole batch unless the loss

@@ -1,7 +1,8 @@
-"""What is looked at before a job begins, and the parameters that it begins with.
+"""Checks before a job begins, and the initial values of its parameters.
 
-On one device no pass is made for it through the model or the loss. There are two exceptions: parameters may wait for a
-first batch to get their shapes, and on several devices, or with ``accumulate``, a loss that is not Gluon's is tried.
+On one device they make no pass through the model or the loss. There are two exceptions: parameters may wait for a first
+batch to get their shapes, and on several devices, or with ``accumulate``, a loss that is not Gluon's is tried
+(:mod:`manyhands.training.loss.loss_trial`).
 """
 
 from __future__ import annotations

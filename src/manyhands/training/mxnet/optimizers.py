@@ -1,4 +1,4 @@
-"""Which optimizer a job has, and which of the model's parameters it updates."""
+"""Makes the optimizer of a job, and says which of the model's parameters it updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked at before a job begins. On one device no pass is made for it through the model or the loss.
+"""Checks before a job begins. On one device they make no pass through the model or the loss.
 
 There are two exceptions: layers that have seen no sample need a few to get their shapes, and on several devices, or
 with ``accumulate``, the loss is tried once (:mod:`manyhands.training.loss.loss_trial`).

@@ -1,4 +1,4 @@
-"""What is to be trained, and how."""
+"""A job of TensorFlow's trainer as data: what to train, and how."""
 
 from __future__ import annotations
 

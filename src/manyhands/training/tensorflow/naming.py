@@ -1,4 +1,4 @@
-"""Names for the weights of a model.
+"""Stable names for the weights of a Keras model, for checkpoints.
 
 Keras numbers layers as a program makes them: the second model's first dense layer may be ``dense_7``. The names here
 count from the beginning of the model, so that a checkpoint fits the same model in another program:

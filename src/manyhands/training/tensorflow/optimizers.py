@@ -1,4 +1,4 @@
-"""Keras's optimizers as functions: from gradients, weights and what is remembered to the next of both.
+"""Keras's optimizers as pure functions: from gradients, weights and optimizer state to the next weights and state.
 
 Every device has its own copy of weights and memory and makes the same update, with gradients that are summed already.
 Keras has such a function (``stateless_apply``), but its TensorFlow half replaces the neutral methods of an optimizer by

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: what one rank computes of data that are not trained on.
+"""Evaluation and prediction: what one rank computes on data that is not trained on.
 
 Each rank works on its shard of every batch, in evaluation mode. Unless the loss is known to be a mean over samples
 (:meth:`.objective.Objective.is_mean`), the ranks take turns with whole batches instead, so that the loss is the same on

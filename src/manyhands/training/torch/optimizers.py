@@ -1,4 +1,4 @@
-"""Which optimizer a job has: see :mod:`manyhands.training.choices.optimizers` for whose learning rate counts."""
+"""Makes the optimizer of a job; :mod:`manyhands.training.choices.optimizers` says whose learning rate counts."""
 
 from __future__ import annotations
 

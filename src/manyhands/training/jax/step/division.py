@@ -1,4 +1,4 @@
-"""How the samples of a batch lie on the devices.
+"""Divides a batch over the devices, evenly or by shares, with padding rows.
 
 A step is one program over all devices, and each of them holds the same number of rows. Where samples are divided
 evenly the compiler cuts the batch itself, and counts nothing twice where it does not come out even: ten samples on

@@ -1,4 +1,4 @@
-"""Normalisation over the samples that count, where rows are there only to fill up a device's part.
+"""Makes normalisation layers ignore padding rows, which only fill up a device's part of a batch.
 
 NNX's ``BatchNorm`` takes a mask, but a model's author seldom passes one on. So the layers of a model that lives for one
 trace are replaced: each becomes one of a class that adds the mask itself.

@@ -1,4 +1,4 @@
-"""One step as one compiled program over all devices: gather, forward, backward, update and sums.
+"""One step as one compiled program over all devices: gather, forward, backward, clip, update, average and sums.
 
 The program is written for the whole batch, as for one device; the batch lies on the devices in parts, the parameters
 are everywhere, and XLA adds what has to cross devices. So the update is that of one device whatever the loss,

@@ -1,4 +1,4 @@
-"""One training step on several devices, exactly that of one.
+"""One training step on several devices: forward, backward, sum, clip, update. Its result is that of one device.
 
 Each device's loss is the sum over the samples of its shard, divided by the number of samples in the whole batch; so the
 sum of the devices' gradients, which Gluon's trainer makes with its key-value store, is the gradient of the mean over

@@ -1,4 +1,4 @@
-"""Where the samples of a step are: resident on every device, or on the host.
+"""Brings the samples of a step to the devices: from arrays resident on each device, or from the host.
 
 On GPUs whole arrays are copied once to each device, if they fit there well; a step then sends only where its shards
 begin and end. On CPU devices they stay where they are, in the host's memory, and so does a loader's batch: the rows of

@@ -1,4 +1,4 @@
-"""One training step on several devices, exact whatever each one's shard is.
+"""One training step on several devices: forward, backward, sum, clip, update. Exact for shards of any size.
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and summed
 over the replicas it is the mean over the batch, and so are the gradients. Eight samples on two devices in shares 3:1:

@@ -1,4 +1,4 @@
-"""One plain training step, exact on any number of ranks.
+"""One plain training step: forward, backward, sum over the ranks, clip, update. Exact on any number of ranks.
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and
 summed over the ranks it is the mean over the batch, and so are the gradients. A loss whose divisor is not the

@@ -1,4 +1,4 @@
-"""Keeps the memory of a training on the CPU for its next step.
+"""Keeps freed memory of a training on the CPU in the process, for its next step.
 
 Freed memory at the top of the heap goes back to the system, and comes back page by page when the next step needs it:
 each page is a fault, in which the system fills it with zeros. Whether that happens depends on what happens to lie at
