@@ -8,7 +8,7 @@ and Inductor have a file, and so have fake tensors; other modules get all names 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,16 @@ def addresses_are(tensors: list[torch.Tensor], addresses: list[int]) -> Callable
     if _addresses_are is None:
         return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
     return functools.partial(_addresses_are, tensors, addresses, [*range(len(tensors))])
+
+
+def lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
+    """What tells of arguments whether the tensors with these numbers lie at these addresses."""
+    if not places:
+        return lambda arguments: True
+    if _addresses_are is None:
+        return lambda arguments: all(arguments[number].data_ptr() == place for number, place in places.items())
+    numbers, addresses = [*places], [places.get(number, 0) for number in range(max(places) + 1)]
+    return lambda arguments: bool(_addresses_are(list(arguments), addresses, numbers))
 
 
 # It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.

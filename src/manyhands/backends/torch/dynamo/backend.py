@@ -26,7 +26,7 @@ from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backen
 
 from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.fast_match import tensor_guards
+from manyhands.backends.torch.capture.fast_match import Given, tensor_guards
 from manyhands.backends.torch.run.cuda_graph import only_tried
 from manyhands.errors import EngineError
 
@@ -50,7 +50,7 @@ def compile_with(
     ``make_backward`` plans the graph of the backward pass, if that is to be known; ``report`` gets what
     PyTorch knows of the forward graph.
     """
-    places = set[int]()
+    places = _Places()
 
     def forward(graph: GraphModule, _: Any) -> Function:
         known = compat.forward_graph()
@@ -86,20 +86,38 @@ def register(backend: Function, *, only_if_loaded: bool = False) -> None:
     compat.register_dynamo_backend(NAME, backend)
 
 
+class _Places:
+    """The memories that arguments of the forward and the backward graph have at every call, by their addresses."""
+
+    def __init__(self) -> None:
+        self.fixed: set[int] = set()  # of parameters and buffers, as the forward graph last saw them
+        self.kept: set[int] = set()  # of the forward graph's results that the backward graph reads
+
+    def __contains__(self, place: int) -> bool:
+        return place in self.fixed or place in self.kept
+
+
 class _PlannedGraph:
     """A graph whose own results are planned, and whose other results are handed on.
 
-    ``places`` are the memories that arguments of the forward and the backward graph have at every call.
+    ``places`` are known to the forward and the backward graph of a model.
     """
 
-    def __init__(self, module: GraphModule, make: Make, places: set[int], forward: compat.ForwardGraph | None) -> None:
-        outputs: Any = next(node for node in module.graph.nodes if node.op == "output").args[0]
-        of_arguments = {memory for node in module.graph.nodes if node.op == "placeholder" for memory in _memories(node)}
-        is_own = [_is_own(value, of_arguments) for value in outputs]
+    def __init__(self, module: GraphModule, make: Make, places: _Places, forward: compat.ForwardGraph | None) -> None:
+        nodes = module.graph.nodes
+        outputs: Any = next(node for node in nodes if node.op == "output").args[0]
+        arguments = [node for node in nodes if node.op == "placeholder"]
+        of_arguments = {memory for node in arguments for memory in _memories(node)}
         self._whole, self._places = module, places
-        self._own = [number for number, is_planned in enumerate(is_own) if is_planned]
-        self._others = [number for number, is_planned in enumerate(is_own) if not is_planned]
+        self._own = [number for number, value in enumerate(outputs) if _is_own(value, of_arguments)]
+        number_of = {node: number for number, node in enumerate(arguments)}
+        # Which argument each of the other results is; those that are none have to be made of them.
+        self._same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
+        left = {*range(len(outputs))} - {*self._own} - {number for number, _ in self._same}
+        self._others = sorted(number for number in left if not _is_nothing(outputs[number]))
         self._rest = _part(module, [outputs[number] for number in self._others])
+        self._count = len(outputs)
+        self._does_nothing = not self._own
         function = _part(module, [outputs[number] for number in self._own], with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
         kept_from = len(outputs) if forward is None else forward.results
@@ -114,7 +132,7 @@ class _PlannedGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
-        if not self._own or compat.count_dispatch_modes():
+        if self._does_nothing or compat.count_dispatch_modes():
             return self._whole(*arguments)
         with self._alone:
             if self._holder is not None and self._holder() is not None:
@@ -123,11 +141,14 @@ class _PlannedGraph:
             if bound.plan is None:
                 return self._whole(*arguments)
             planned_results = self._own_results(bound, bound.plan, arguments)
-        results: list[Any] = [None] * (len(self._own) + len(self._others))
+        results: list[Any] = [None] * self._count
         for number, value in zip(self._own, planned_results, strict=True):
             results[number] = value
-        for number, value in zip(self._others, self._rest(*arguments), strict=True):
-            results[number] = value
+        for number, argument in self._same:
+            results[number] = arguments[argument]
+        if self._others:
+            for number, value in zip(self._others, self._rest(*arguments), strict=True):
+                results[number] = value
         return results
 
     def _own_results(self, bound: _Bound, plan: GraphPlan, arguments: tuple[Any, ...]) -> list[Any]:
@@ -137,13 +158,14 @@ class _PlannedGraph:
             return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
         # Kept results stay in the graph's memory: the backward pass reads them there.
         with only_tried() if self._kept else nullcontext():
-            results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
+            results = list(cast(Sequence[Any], plan.run(bound.given(arguments), arguments, {})))
         if not self._kept:
             return results
         for at in self._callers:
             results[at] = results[at].clone()
-        for at in self._kept:
-            self._places.add(_place(results[at]))
+        if not bound.kept:  # the same at every replay
+            bound.kept = {_place(results[at]) for at in self._kept}
+            self._places.kept = set().union(*(known.kept for known in (bound, *self._bound)))
         first = self._kept[0]
         results[first] = results[first].detach()  # a new object at every call, alive as long as somebody needs it
         self._holder = weakref.ref(results[first])
@@ -152,7 +174,10 @@ class _PlannedGraph:
     def _bind(self, arguments: tuple[Any, ...]) -> _Bound:
         """Plan the graph for these arguments."""
         tensors = {number: value for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
-        self._places |= {_place(tensors[number]) for number in self._fixed & tensors.keys() if tensors[number].is_cuda}
+        if self._fixed:
+            self._places.fixed = {
+                _place(tensors[number]) for number in self._fixed & tensors.keys() if tensors[number].is_cuda
+            }
         fixed = {number for number, value in tensors.items() if value.is_cuda and _place(value) in self._places}
         plan = self._plan(tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments)))
         bound = _Bound(plan, arguments, sorted(fixed))
@@ -169,26 +194,40 @@ class _Bound:
     """
 
     def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
-        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         self.plan = plan
-        self._all_tensors = len(tensors) == len(arguments)
+        self.kept: set[int] = set()  # the memories of kept results, once they are there
         self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
-        self._alike = tensor_guards(tensors)
-        self._at = [(number, arguments[number].data_ptr()) for number in in_place]
+        first: dict[int, int] = {}
+        numbers = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+        # A result that the forward pass keeps twice is one tensor, and PyTorch's guards want each only once.
+        self._again = [(n, at) for n in numbers if (at := first.setdefault(id(arguments[n]), n)) != n]
+        self._distinct = list(first.values())
+        self._is_plain = len(self._distinct) == len(arguments)
+        self._alike = tensor_guards([arguments[number] for number in self._distinct])
+        self._lie_there = compat.lie_at({number: arguments[number].data_ptr() for number in in_place})
+        # For a run: where each tensor lies, and which of them may lie elsewhere at the next call.
+        self._tensors = numbers
+        self._places = [arguments[number].data_ptr() for number in numbers]
+        fixed = {*in_place}
+        self._moving = [(at, number) for at, number in enumerate(numbers) if number not in fixed]
 
     def fits(self, arguments: tuple[Any, ...]) -> bool:
-        if not self._all_tensors and any(arguments[number] != value for number, value in self._others):
+        if self._is_plain:
+            return self._alike(*arguments) and self._lie_there(arguments)
+        if any(arguments[number] != value for number, value in self._others):
             return False
-        if any(arguments[number].data_ptr() != place for number, place in self._at):
+        if any(arguments[number] is not arguments[first] for number, first in self._again):
             return False
-        return self._alike(*self.tensors_of(arguments))
+        return self._alike(*[arguments[number] for number in self._distinct]) and self._lie_there(arguments)
 
-    def tensors_of(self, arguments: tuple[Any, ...]) -> Sequence[torch.Tensor]:
-        return (
-            arguments
-            if self._all_tensors
-            else [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-        )
+    def given(self, arguments: tuple[Any, ...]) -> Given:
+        """The tensors for a run, of arguments that fit, and where they lie."""
+        given = Given(arguments if self._is_plain else [arguments[number] for number in self._tensors])
+        places = self._places.copy()
+        for at, number in self._moving:
+            places[at] = arguments[number].data_ptr()
+        given.places = tuple(places)
+        return given
 
 
 def _plain(value: Any, *, in_place: bool = False) -> Any:
@@ -210,6 +249,11 @@ def _is_own(value: Any, of_arguments: set[int]) -> bool:
     if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return False
     return not _memories(value) & of_arguments
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a result is None: an operation has not made it, whatever it would take to ask for it."""
+    return value is None or (isinstance(value, Node) and "val" in value.meta and value.meta["val"] is None)
 
 
 def _memories(node: Node) -> set[int]:

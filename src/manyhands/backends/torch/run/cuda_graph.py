@@ -94,6 +94,10 @@ class GraphRun:
         except CannotCompile:  # copies that cannot be found again in the graph
             self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
             self._own = self._captured(self._static, self._moving)
+        # A parameter is where the graph has it, or this would be the plan of another call.
+        fixed = {number for number, tensor in enumerate(inputs) if type(tensor) is torch.nn.Parameter}
+        self._before = [number for number in self._before if number not in fixed]
+        self._back = [number for number in self._written if number not in fixed]
         self._last: tuple[int, ...] = ()  # where the arguments of the last call were, and for how many calls in a row
         self._times = 0
         self._places: tuple[int, ...] | None = None
@@ -215,7 +219,7 @@ class GraphRun:
 
     def _copy_back(self, inputs: Sequence[torch.Tensor]) -> None:
         """What the graph has written to its own copies of arguments."""
-        for number in self._written:
+        for number in self._back:
             tensor = inputs[number]
             # A result of the call before, given as argument, is this call's result now.
             if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._own.outputs):
