@@ -125,7 +125,7 @@ def why_no_gpus() -> str | None:
     except ImportError:
         return "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
     except Exception as error:  # whatever is wrong with the driver, it is said in its own words
-        return f"no NVIDIA driver answers ({error})"
+        return f"no NVIDIA driver found ({error})"
     return "the NVIDIA driver sees no GPU that it can describe"
 
 

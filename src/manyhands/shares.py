@@ -30,7 +30,7 @@ def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
     exact = [_exact(share) for share in values]
     whole = sum(exact)
     if whole == 0:
-        raise BadShares(f"all of the shares {values} are zero: somebody has to do the work")
+        raise BadShares(f"all of the shares {values} are zero: at least one has to be positive")
     return [share / whole for share in exact]
 
 

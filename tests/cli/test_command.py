@@ -269,7 +269,7 @@ def test_a_driver_that_tells_little_is_no_error(monkeypatch: pytest.MonkeyPatch)
     assert "sees no GPU" in str(machine.why_no_gpus())
     monkeypatch.setattr(Silent, "nvmlInit", lambda self: 1 / 0)
     assert machine.gpus() == []
-    assert "no NVIDIA driver answers" in str(machine.why_no_gpus())
+    assert "no NVIDIA driver found" in str(machine.why_no_gpus())
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pip install" in str(machine.why_no_gpus())
 

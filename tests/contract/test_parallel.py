@@ -228,7 +228,7 @@ def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path
         with pytest.raises(EngineError, match="profiler"):
             fast.timeline(tmp_path / "t.json", simulated=False)
         assert "simulated" in fast.explain()
-        assert "advice: 3 side by side" in fast.explain()
+        assert "advice: 3 independent" in fast.explain()
 
 
 def test_every_door_has_the_same_interface(mh: Any, own: Any, tmp_path: Path) -> None:

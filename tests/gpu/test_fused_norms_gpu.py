@@ -88,9 +88,9 @@ def test_training_with_and_without(tmp_path: Path) -> None:
     assert told.rows[-1]["train_loss"] == pytest.approx(told_too.rows[-1]["train_loss"], rel=0.1)
     assert int(ours["1.num_batches_tracked"]) == int(theirs["1.num_batches_tracked"]) == 30
     words = (tmp_path / "run" / "step.txt").read_text()
-    assert "in kernels of their own: 7 batch normalisations" in words
-    assert re.search(r"at once: \d+ casts of weights, 7 counts of batches", words)
-    assert "in kernels of their own" not in (tmp_path / "other" / "step.txt").read_text()
+    assert "fused: 7 batch normalisations" in words
+    assert re.search(r"batched: \d+ casts of weights, 7 counts of batches", words)
+    assert "fused: " not in (tmp_path / "other" / "step.txt").read_text()
 
 
 def test_a_kernel_that_reads_past_pytorch_is_found() -> None:

@@ -52,8 +52,8 @@ def test_explain_tells_memory_and_advice() -> None:
     fast = mh.parallel(chains)
     fast(xs, w)
     told = fast.explain()
-    assert "memory at the peak:" in told
-    assert "8 side by side, at 10 places: mm 64x64" in told
+    assert "peak memory:" in told
+    assert "8 independent, at 10 places: mm 64x64" in told
     assert "why not faster:" in told
 
 

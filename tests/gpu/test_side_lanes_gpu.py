@@ -157,7 +157,7 @@ def test_every_gradient_is_the_same(name: str, captured: bool, most_held: int | 
 def test_the_run_folder_tells_the_step(tmp_path: Path, side_lanes: bool) -> None:
     trained("lenet", step=Step(side_lanes=side_lanes), run=tmp_path / "run")
     words = (tmp_path / "run" / "step.txt").read_text()
-    assert "a batch of 32: in one CUDA graph, kernels as they are" in words
+    assert "a batch of 32: in one CUDA graph, kernels not compiled" in words
     assert ("x convolution, weight" in words) == side_lanes
     assert "x product, weight" not in words  # so small ones are not worth the memory that cuBLAS takes for a lane
     assert ("all on one lane" in words) != side_lanes

@@ -91,7 +91,7 @@ def test_biases_before_a_batch_norm_are_left_out(options: dict[str, Any], tmp_pa
     assert any("one CUDA graph" in note for note in result.notes), result.notes
     assert len(result.notes) == 1, result.notes
     told = (tmp_path / "run" / "step.txt").read_text()
-    assert "biases left out, as a BatchNorm takes them away again: 7" in told
+    assert "biases left out because a BatchNorm cancels them: 7" in told
     assert found[0].keys() == found[1].keys()
     assert difference(found[1], found[0]) < 1e-9
 
@@ -329,7 +329,7 @@ def test_a_batch_that_is_left_out_in_a_graph(kind: Any) -> None:
         model = net().double()
         options: Any = {"optimizer": lambda p: kind(p, lr=0.01), "step": Step(on_nan="continue", fast=fast)}
         trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", **options)
-        with pytest.warns(UserWarning, match="going on"):
+        with pytest.warns(UserWarning, match="continuing"):
             trainer.fit(model, (spoilt, LABELS))
         weights.append(model.state_dict())
         assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())

@@ -154,7 +154,7 @@ def test_memory_is_on_a_line_and_fits_or_not() -> None:
     assert largest_shard(made.profile, PLAIN, 1) == 60
     none = predict(profile(memory=lines, capacity=99), PLAIN, [2])
     assert "32 samples on each of 2 devices take" in none.headline
-    assert "and not even one would fit" in none.headline
+    assert "and not even one sample would fit" in none.headline
 
 
 def test_the_peak_moves_with_the_batch_size() -> None:
@@ -214,7 +214,7 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     [
         ("{", "no JSON"),
         ("[]", "a list instead of an object"),
-        ('{"schema": 7}', "is of version 7, this manyhands reads version 1: measure it anew"),
+        ('{"schema": 7}', "has version 7, this manyhands reads version 1: measure again"),
         ('{"schema": 1}', "is not a profile of manyhands: KeyError"),
         ('{"schema": 1, "name": "a", "device": "b", "batch_size": 1, "times": [], "buckets": []}', "above 0"),
         ('{"schema": 1, "name": "a", "device": "b", "batch_size": 1, "times": [3], "buckets": []}', "TypeError"),

@@ -48,8 +48,8 @@ SEEN: dict[str, dict[Kind, str]] = {
 }
 # Why the gain of --prove cannot be measured where the CPU stands in for a GPU; JAX and MXNet do not wait there either.
 NOT_MEASURED_ON_CPU = {
-    "torch": "the gain is not measured: on a CPU PyTorch computes at once, so that nothing is waited for",
-    "tensorflow": "the gain is not measured: on a CPU TensorFlow computes at once, so that nothing is waited for",
+    "torch": "the gain is not measured: PyTorch computes synchronously on a CPU, so nothing waits",
+    "tensorflow": "the gain is not measured: TensorFlow computes synchronously on a CPU, so nothing waits",
 }
 # What waits or copies without being seen.
 NOT_SEEN: dict[str, tuple[str, ...]] = {

@@ -118,7 +118,7 @@ class GraphPlan:
     is_final: bool  # False: to be planned again at the next call
 
 
-# Plans a captured graph for arguments; None: it is run as it is.
+# Plans a captured graph for arguments; None: it runs without a plan.
 Planner = Callable[[tuple[Value, ...]], GraphPlan | None]
 # Makes a planner: of a piece's graph, whether it is the backward one, and whether a call may overwrite its results.
 MakePlanner = Callable[[Piece, Callable[..., Value], bool, bool], Planner]

@@ -232,7 +232,7 @@ def _signals_go_on() -> Iterator[list[subprocess.Popen[bytes]]]:
 def _how_it_ended(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code} without coming back to Python (os._exit or exec)"
+    return f"ended with code {code} without returning to Python (os._exit or exec)"
 
 
 def _same_end(code: int) -> int:

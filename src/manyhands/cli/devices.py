@@ -137,7 +137,7 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
         console.print(_speed_table(answered), soft_wrap=False)
     for answer in facts["frameworks"]:
         if "error" in answer:
-            console.print(f"{answer['framework']}: cannot be asked: {answer['error']}")
+            console.print(f"{answer['framework']}: does not start: {answer['error']}")
         elif answer["virtual"]:
             console.print(
                 f"{answer['framework']}: {answer['virtual']} virtual devices made of the CPU stand in for GPUs "

@@ -41,7 +41,7 @@ class Costed:
     def summary(self) -> str:
         """How many costs were measured, remembered and estimated."""
         return (
-            f"costs: {self.measured} kinds of operations measured now, {self.remembered} remembered, "
+            f"costs: {self.measured} kinds of operations measured, {self.remembered} from the cache, "
             f"{self.estimated} estimated"
         )
 

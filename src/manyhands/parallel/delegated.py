@@ -75,7 +75,10 @@ class Parallel(ParallelFunction[P, R]):
         try:
             planned = self._plans.of(call.signature, arguments, keywords)
         except Exception as error:  # a structure of the user's that has no hash, or cannot be compared
-            planned = Planned(self._plainly, notes=[f"its arguments cannot be known again: {first_line(error)}"])
+            planned = Planned(
+                self._plainly,
+                notes=[f"its arguments cannot be compared: {first_line(error)}"],
+            )
         if planned is None:
             return self._first(call)  # type: ignore[return-value]
         self._last = planned
@@ -150,7 +153,7 @@ class Parallel(ParallelFunction[P, R]):
                 continue
             if self.backend.tasks.parts_of(value) is None:
                 raise CannotTrace(
-                    f"an argument is a {type(value).__name__}, whose content may change unnoticed: make it a tensor"
+                    f"an argument is a {type(value).__name__}, whose contents may change unnoticed: make it a tensor"
                 )
         for value in reached.objects:
             if (kind := why_unwatched(value)) is not None:

@@ -37,7 +37,7 @@ def explain(name: str, planned: Planned) -> str:
     if planned.peaks is not None:
         peaks = planned.peaks
         lines.append(
-            f"  memory at the peak: {megabytes(peaks.planned)}, {peaks.times:.2f} times plain execution's "
+            f"  peak memory: {megabytes(peaks.planned)}, {peaks.times:.2f} times plain execution's "
             f"{megabytes(peaks.plain)} (arguments included; predicted)"
         )
     lines += [f"  advice: {hint}" for hint in planned.advice]
@@ -69,7 +69,7 @@ def _about(schedule: Schedule) -> list[str]:
             for lane, numbers, seconds, count in zip(schedule.names(), lanes, work, waits, strict=True)
             if numbers
         ),
-        f"  work {_ms(schedule.graph.work())}; longest chain {_ms(limit.critical_path)}; busiest lane "
+        f"  work {_ms(schedule.graph.work())}; critical path {_ms(limit.critical_path)}; busiest lane "
         f"{_ms(limit.busiest_lane)}; busiest device {_ms(limit.busiest_device)}",
     ]
 
@@ -87,26 +87,26 @@ def why_not_faster(planned: Planned, schedule: Schedule) -> str:
 
 def _why_one_lane(limit: Bounds, work: float, count: int) -> str:
     if limit.critical_path >= _NEARLY * work:
-        return "its tasks need each other: the longest chain is nearly all of the work, so lanes cannot help"
+        return "its tasks depend on each other: the critical path is nearly all of the work, so lanes cannot help"
     if work / count < _SMALL:
-        return f"its operations take {work / count * 1e6:.0f} us on average, and handing one to a lane costs as much"
+        return f"its operations take {work / count * 1e6:.0f} us on average, about the cost of handing one to a lane"
     if limit.busiest_device >= _NEARLY * work:
-        return "each operation fills its device by itself, so several at once take as long as one after the other"
+        return "each operation alone keeps its device busy, so running several at once saves no time"
     return "lanes were measured, and are not faster on this machine"
 
 
 def _why_no_more(limit: Bounds, spent: float | None, predicted: float | None, schedule: Schedule) -> str:
     reference = predicted if predicted is not None else spent if spent is not None else limit.busiest_lane
     if limit.critical_path >= _NEARLY * reference:
-        reason = "bound by the longest chain: more lanes cannot help"
+        reason = "bound by the critical path: more lanes cannot help"
     elif limit.busiest_device >= _NEARLY * reference:
-        reason = "bound by the device: its work fills it, more lanes cannot help"
+        reason = "bound by the device, which is always busy: more lanes cannot help"
     elif limit.busiest_lane >= _NEARLY * reference:
         reason = "bound by the busiest lane: its tasks cannot be spread more evenly over these lanes"
     else:
         reason = f"the lanes wait for each other ({schedule.wait_count()} waits)"
     if spent is not None and predicted is not None and spent > 1.25 * predicted:
-        reason += f"; {_ms(spent - predicted)} more than predicted go into issuing tasks, waits and sharing the device"
+        reason += f"; {_ms(spent - predicted)} more than predicted: launches, waits and contention"
     return reason
 
 
@@ -129,5 +129,5 @@ def advice(program: Graph, keys: Sequence[str], hint: Callable[[int], str | None
         text = hint(first[key])
         if text is not None:
             places = f", at {len(counts)} places" if len(counts) > 1 else ""
-            lines.append(f"{max(counts)} side by side{places}: {text}")
+            lines.append(f"{max(counts)} independent{places}: {text}")
     return lines[:most]

@@ -242,7 +242,7 @@ class Parallel(ParallelFunction[P, R]):
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
                 trace = self.backend.trace(self.function, call, to_compile=self.compile)
             if effects.seen is not None:
-                raise CannotTrace(f"it {effects.seen}: it is run as it is")
+                raise CannotTrace(f"it {effects.seen}")
             device = self.backend.device_of(call, trace)
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
@@ -268,7 +268,7 @@ class Parallel(ParallelFunction[P, R]):
                     )
         except Exception as error:  # whatever fails while plans are tried: plain execution is there
             without_memory = self.backend.is_out_of_memory(error)
-            why = "no memory was left to plan it" if without_memory else "it could not be planned"
+            why = "out of memory while planning" if without_memory else "it could not be planned"
             planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
         planned.holds, planned.changed = trace.holds, trace.changed
         if not planned.way.is_plain and not self.has_guards:
@@ -285,7 +285,7 @@ class Parallel(ParallelFunction[P, R]):
             with _tracing:
                 planned.guards = self.backend.guards(self.function, arguments, keywords, trace)
         except CannotGuard as error:
-            planned.notes.append(f"guarded by rules of our own: Dynamo cannot follow it ({error})")
+            planned.notes.append(f"guarded by manyhands: Dynamo cannot trace it ({error})")
         if planned.guards is None or AS_WRITTEN not in planned.seconds:
             return
         if planned.way.means is Means.GRAPH and self.backend.can_run_ahead(trace):
@@ -300,7 +300,7 @@ class Parallel(ParallelFunction[P, R]):
         if planned.seconds[planned.way] + cost < planned.seconds[AS_WRITTEN]:
             return False
         planned.notes.append(
-            f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us of every call, more than it gains"
+            f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us per call, more than it gains"
         )
         planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
         planned.guards = planned.ahead = None
@@ -358,11 +358,11 @@ class Parallel(ParallelFunction[P, R]):
                     return together(run.replay(tensors))
             except Exception as error:
                 if not backend.can_be_repeated(trace, error):
-                    error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
+                    error.add_note("the plan failed after writing to your tensors, so the call cannot be repeated")
                     error.has_written = True  # type: ignore[attr-defined]
                     raise
                 if without_memory := backend.is_out_of_memory(error):
-                    planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
+                    planned.notes.append(f"{planned.how} ran out of memory: plain execution is used instead ({error})")
             # Only here has the failed run let go of its memory.
             if before is not None:
                 backend.set_random_state(random, before)

@@ -99,9 +99,7 @@ class Pieces:
         self._plain.append(time.perf_counter() - start)
         if len(self._plain) >= _PLAIN_CALLS:
             if min(self._plain) < _TOO_SHORT:
-                self._stay_plain(
-                    f"it takes {min(self._plain) * 1e6:.0f} us: to call it in pieces costs as much as they could gain"
-                )
+                self._stay_plain(f"a call takes {min(self._plain) * 1e6:.0f} us, too short for pieces to pay")
             else:
                 self._next = self._settling
         return result
@@ -114,7 +112,7 @@ class Pieces:
             except Exception as error:  # Dynamo does not support every version of Python
                 self._stay_plain(f"it cannot be captured in pieces ({first_line(error)})")
                 return self._plainly((), arguments, keywords)
-            self._planned.notes.append("captured in pieces by Dynamo, which leaves to Python what it cannot follow")
+            self._planned.notes.append("captured in pieces by Dynamo, which leaves to Python what it cannot trace")
         try:
             return self._captured.capture.call(arguments, keywords)
         finally:
@@ -130,13 +128,13 @@ class Pieces:
             self._calls, self._quiet = self._calls + 1, 0 if is_new else self._quiet + 1
             graphs = [graph for piece in self.last for graph in self._captured.graphs.get(piece, {}).values()]
             if is_new and self._calls >= _UNTIL_SETTLED:
-                self._stay_plain("what it depends on changes on every call, so that its pieces do not fit again")
+                self._stay_plain("what it depends on changes on every call, so its pieces are never reused")
             elif is_new or (self._quiet < _UNTIL_PLANNED and any(graph.plan_if_any is None for graph in graphs)):
                 pass
             elif any(planned.way != AS_WRITTEN for _, planned in self._captured.plans(self.last)):
                 self._next = self._comparing
             else:
-                self._stay_plain("no plan of its pieces is faster than the piece as it is")
+                self._stay_plain("no piece has a plan that is faster than plain execution")
         return result
 
     def _comparing(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
@@ -161,7 +159,7 @@ class Pieces:
         if seconds[True] < _CLEARLY * seconds[False]:
             self._planned.way, self._next = IN_PIECES, self._alone
         else:
-            self._stay_plain("its pieces gain less than Dynamo's checks before each of them cost")
+            self._stay_plain("Dynamo's guards before each piece cost more than the pieces gain")
 
     def _stay_plain(self, why: str) -> None:
         self._planned.run, self._planned.way = self._plainly, AS_WRITTEN

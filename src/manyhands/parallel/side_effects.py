@@ -76,7 +76,7 @@ class Effects:
                 continue
             watching.seen = effect
             if watching._refuse:
-                raise CannotTrace(f"it {effect}: it is run as it is")
+                raise CannotTrace(f"it {effect}")
 
 
 def _noting(function: Callable[..., object], effect: str) -> Callable[..., object]:

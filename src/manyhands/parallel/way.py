@@ -27,7 +27,7 @@ class Way:
     """One way to run a function."""
 
     means: Means
-    lanes: str = ""  # how the schedule divides the work: "one lane", "2 beside the longest chain"
+    lanes: str = ""  # how the schedule divides the work: "one lane", "2 beside the critical path"
     one_thread: bool = False  # each operation uses one thread of the CPU
     compiled: bool = False  # runs of small operations are compiled to one each
     runtime: str = ""  # the framework's own way: "jax.jit"

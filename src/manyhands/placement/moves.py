@@ -138,7 +138,7 @@ class Placement(Generic[T, D, M]):
             backend = self.backend
             raise PlacementFailed(
                 f"{backend.name} was asked to put a tensor on {backend.neutral(native)} and put it on "
-                f"{backend.neutral(backend.device_of(tensor))} without a word. Is that device there? "
+                f"{backend.neutral(backend.device_of(tensor))} instead. Does that device exist? "
                 "See: manyhands devices"
             )
         return tensor

@@ -79,8 +79,8 @@ class Verbs(Generic[T, D, M]):
         record = self._backend.describe(self._place.existing(device))
         if record.memory is None:
             raise DeviceError(
-                f"{self._backend.name} does not tell the memory of {record.device}, and neither does the driver: "
-                "pip install 'manyhands[gpu]' lets it be asked"
+                f"{self._backend.name} does not report the memory of {record.device}, nor does the driver: "
+                "pip install 'manyhands[gpu]' makes it available"
             )
         return record.memory
 

@@ -24,7 +24,7 @@ def read(path: Path, what: str) -> dict[str, Any]:
     schema = fields.get("schema")
     if schema != SCHEMA:
         raise BadProfile(
-            f"the {what} {str(path)!r} is of version {schema!r}, this manyhands reads version {SCHEMA}: measure it anew"
+            f"the {what} {str(path)!r} has version {schema!r}, this manyhands reads version {SCHEMA}: measure again"
         )
     return fields
 

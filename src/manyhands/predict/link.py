@@ -43,7 +43,7 @@ class Link:
         good = good and all(devices >= 1 and 0 < speed < math.inf for devices, speed in self.bandwidths)
         if not (good and (self.hop is None or 0 <= self.hop < math.inf)):
             raise BadSettings(
-                f"link {self.name!r} cannot be: it has one of the kinds {', '.join(KINDS)}, a bandwidth above 0, a "
+                f"link {self.name!r} is not valid: give one of the kinds {', '.join(KINDS)}, a bandwidth above 0, a "
                 "latency of 0 or more, and at least one device per node"
             )
 

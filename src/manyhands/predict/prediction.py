@@ -52,7 +52,7 @@ class Prediction:
         return (
             f"the batch does not fit on {counts} device{'s' if counts != '1' else ''}: {first.shard:,} samples on "
             f"{where} take {megabytes(first.memory.peak)} of {megabytes(self.profile.capacity / shared)}, "
-            + (f"{most:,} would fit" if most else "and not even one would fit")
+            + (f"{most:,} would fit" if most else "and not even one sample would fit")
         )
 
     def as_dict(self) -> dict[str, Any]:

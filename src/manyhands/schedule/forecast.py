@@ -80,7 +80,7 @@ class Forecast:
 
     def __str__(self) -> str:
         machine, limit = self.machine, bounds(self.schedule)
-        reason = "longest chain" if limit.critical_path >= limit.busiest_device else "busiest device"
+        reason = "critical path" if limit.critical_path >= limit.busiest_device else "busiest device"
         return (
             f"{machine.devices} devices of {machine.lanes} lanes, {machine.bandwidth / 1e9:g} GB/s between them: "
             f"{self.seconds * 1e3:.3f} ms, one device {self.alone * 1e3:.3f} ms: {self.speed_up:.2f} times "

@@ -176,6 +176,6 @@ def _undeclared(name: str, changed: object) -> str:
 def _rebound(name: str, variable: str) -> str:
     return (
         f"{name}: the variable {variable!r} that it looks up was assigned between the task's submission and its start: "
-        f"it would not get the value that a plain call gets. Pass the value as an argument: task(fn)({variable}), or "
+        f"it would get another value than a plain call. Pass the value as an argument: task(fn)({variable}), or "
         f"as a default, lambda {variable}={variable}: ..."
     )

@@ -182,7 +182,7 @@ def ask(me: Job, wanted: Job) -> None:
                 last = reached[last]
             circle = ", which waits for ".join(job.name for job in reversed(way)) if len(way) > 1 else "itself"
             raise WaitsForItself(
-                f"{me.name} asks for the result of {circle}: neither could ever go on. Pass the result as an argument, "
+                f"{me.name} asks for the result of {circle}: that is a deadlock. Pass the result as an argument, "
                 "task(fn)(future), of a task that was submitted before"
             )
         me.waits_for = wanted

@@ -135,7 +135,7 @@ class Loop:
         try:
             self.say_alive()
             if self._is_over():
-                self.learner.notes.append("this run was at its end already: nothing was trained, its figures are shown")
+                self.learner.notes.append("this run had already finished: nothing was trained, its figures are shown")
                 if self.run is not None:
                     self.run.restore_config()
             else:
@@ -341,7 +341,7 @@ class Loop:
         self.report.hand_on(wait=True)
         nan_losses.check(self, figures)
         if figures.bad_step is not None and self.first:
-            self._warn(f"{nan_losses.describe(self, figures.bad_step)}; going on, as asked")
+            self._warn(f"{nan_losses.describe(self, figures.bad_step)}; continuing, as requested")
         return figures
 
     def _end_epoch(self, *, over: bool) -> None:

@@ -117,7 +117,7 @@ class Step(_Topic):
             )
         if self.compile and self.parallel:
             raise BadSettings(
-                "compile=True hands the step to a compiler, parallel=True plans its operations as they are: choose one"
+                "compile=True hands the step to a compiler, parallel=True plans it without one: choose one"
             )
         if self.batch_stats == "global" and self.accumulate > 1:
             raise BadSettings(

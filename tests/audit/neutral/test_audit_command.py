@@ -115,7 +115,7 @@ def test_a_program_that_ends_without_python(tmp_path: Path) -> None:
     script.write_text("import os\nos._exit(4)\n")
     audited = _audit(script)
     assert audited.returncode == 4
-    assert "ended with code 4 without coming back to Python" in audited.stderr
+    assert "ended with code 4 without returning to Python" in audited.stderr
 
 
 def test_forks_and_threads_are_the_programs_and_told(tmp_path: Path) -> None:

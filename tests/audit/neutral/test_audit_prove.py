@@ -220,7 +220,7 @@ def test_gains_are_measured_in_turns_and_shown_beside_the_estimate(tmp_path: Pat
     assert "1 line cured for 25 steps; a step took 1.1 s, cured 850 ms" in text
     assert "gain measured: 22.7% of a step, estimated: 20.0% of a step" in text
     assert "3 values that were read and 1 array of weights are equal to the bit" in text
-    assert "kept as it is: a decision in Python needs the value at once" in text
+    assert "unchanged: a decision in Python needs the value at once" in text
     assert "not certain" not in text
     assert 'id="proof"' in html.page(report)
     assert Report.from_data(json.loads(json.dumps(report.as_data()))) == report
@@ -242,7 +242,7 @@ def test_results_that_differ_are_said_to_differ(tmp_path: Path, plain: dict[str,
     assert modes == ["plain", "cured", "plain"]  # the second plain run only says whether runs can be compared
     assert made.results == results
     assert made.measured is None
-    assert "PyTorch computes at once" in made.remarks[0]
+    assert "PyTorch computes synchronously" in made.remarks[0]
 
 
 def test_a_value_that_is_needed_now_and_then_is_cured_and_its_waits_are_counted(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_value_that_is_needed_at_once_is_kept_and_its_place_is_named(tmp_path:
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ({"plain": [{}]}, "the program as it is could not be run again: OSError: no"),
+        ({"plain": [{}]}, "the original program could not be run again: OSError: no"),
         ({"plain": [SAME], "cured": [{"seconds": None}]}, "the cured program ended before its 30 steps were made"),
     ],
 )

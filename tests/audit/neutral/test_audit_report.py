@@ -295,7 +295,7 @@ def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding(
     assert [rule["id"] for rule in rules] == [kind.value for kind in Kind]
     for result in run["results"]:
         assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == "read"
-        assert result["message"]["text"].startswith("The host waits for a value of the device: ")
+        assert result["message"]["text"].startswith("The host waits for a value from the device: ")
     assert [result["level"] for result in run["results"]] == ["warning", "note", "warning", "warning"]
     assert run["originalUriBaseIds"]["%SRCROOT%"]["uri"] == f"{tmp_path.as_uri()}/"
     below, absolute, made, _ = (result["locations"][0]["physicalLocation"] for result in run["results"])

@@ -269,7 +269,7 @@ OBJECT.shift = round({a}.detach().mean().item(), 3)
 {new} = {a} + torch.rand(3, 3); print(round(python_random.random(), 6))
 TABLE["x"] = TABLE["x"] + 1; print(TABLE["x"])
 """
-# Statements for which a function is run plainly: rare, so that most programs are planned.
+# Statements for which a function runs without a plan: rare, so that most programs are planned.
 _PLAIN = ("TABLE[", "LOG", "inner[", "OBJECT.shift =", "ARRAY[", "EMA", "SET", "QUEUE", "{new} = RUNNING")
 _PLAIN += (
     "{new} = {a} + torch.rand(3, 3, gen",

@@ -105,7 +105,7 @@ def test_what_is_put_into_an_argument_is_there(way: Callable[..., Any]) -> None:
             assert torch.equal(one, other)
         if "x" in plain:
             assert torch.equal(own["x"], plain["x"])  # type: ignore[arg-type]
-    assert "a list or dict that it was given" in fast.explain()
+    assert "a list or dict that it was passed" in fast.explain()
 
 
 # What a function asks of tensors, and what its results are

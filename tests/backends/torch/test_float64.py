@@ -255,7 +255,7 @@ def test_without_exact_results_the_difference_to_plain_execution_decides(monkeyp
 
     fast = mh.parallel(function, compile=True)
     fast(torch.rand(32, 32))
-    assert "draws random numbers: other types would draw others" in fast.explain()
+    assert "draws random numbers: other dtypes would draw different ones" in fast.explain()
     assert "fused, one lane " in fast.explain()
 
 

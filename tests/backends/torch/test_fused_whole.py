@@ -75,7 +75,7 @@ def test_results_lie_in_memory_as_the_functions_do() -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: nn.functional.dropout(x.sin().cos()), "draws random numbers"),
+        (lambda x: nn.functional.dropout(x.sin().cos()), "draw different random numbers"),
         (lambda x: torch.linalg.cholesky(x @ x.t() + torch.eye(4)).sin(), "checks values"),
         (lambda x: x @ x, "single operation"),
     ],

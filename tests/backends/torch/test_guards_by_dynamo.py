@@ -110,7 +110,7 @@ def test_numbers_computed_from_a_tensor_outside_are_not_baked_in() -> None:
     for _ in range(3):
         assert torch.equal(fast(X), function(X))
         count.add_(1)
-    assert "reads numbers of a tensor from outside" in fast.explain()
+    assert "reads values of a tensor from outside" in fast.explain()
 
 
 def test_numbers_written_in_the_function_may_be_read() -> None:
@@ -140,7 +140,7 @@ def test_what_dynamo_cannot_follow_keeps_our_own_guards(monkeypatch: pytest.Monk
     monkeypatch.setattr("manyhands.backends.torch.planning.guards", refuse)
     fast = mh.parallel(lambda x: x * 2, synchronous=True)
     assert torch.equal(fast(X), X * 2)
-    assert "guarded by rules of our own: Dynamo cannot follow it (it is a riddle)" in fast.explain()
+    assert "guarded by manyhands: Dynamo cannot trace it (it is a riddle)" in fast.explain()
     assert "synchronous" in fast.explain()
 
 

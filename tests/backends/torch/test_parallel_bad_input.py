@@ -96,7 +96,7 @@ def test_effects_on_python_state_happen_at_every_call() -> None:
     for number in range(1, 4):
         assert torch.equal(fast(torch.ones(2)), torch.full((2,), float(number)))
         assert settings["count"] == len(log) == number
-    assert "which is outside it: it is run as it is" in fast.explain()
+    assert "which is outside it" in fast.explain()
 
 
 def test_an_attribute_that_is_set_is_set_at_every_call() -> None:
@@ -366,7 +366,7 @@ def test_no_memory_for_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "expected", no_memory)
     fast = mh.parallel(lambda x: x + 1)
     assert fast(torch.ones(2)).tolist() == [2, 2]
-    assert "no memory was left to plan it" in fast.explain()
+    assert "out of memory while planning" in fast.explain()
 
 
 def test_an_imaginary_part_is_a_difference() -> None:

@@ -25,13 +25,13 @@ def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp
     x = torch.randn(16, 16)
     first = Parallel(function, planning, synchronous=True)
     first(x)
-    assert "4 kinds of operations measured now, 0 remembered" in first.explain()
+    assert "4 kinds of operations measured, 0 from the cache" in first.explain()
     asked: list[int] = []
     monkeypatch.setattr(planning, "measured", lambda *given: asked.append(1))
     second = Parallel(function, planning, synchronous=True)
     second(x)
     assert not asked
-    assert "0 kinds of operations measured now, 4 remembered" in second.explain()
+    assert "0 kinds of operations measured, 4 from the cache" in second.explain()
     for one, other in zip(*(p.planned.schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
         assert one.seconds == other.seconds
 

@@ -67,7 +67,7 @@ def test_who_decides_by_a_value_hears_where_and_what_instead(function: Callable[
         (counts, "range(int(x.sum()))"),
         (lambda x: x * float(x.sum()), "it needs a tensor's value in Python (in <lambda>"),
         (lambda x: torch.tensor(x.tolist()), "it needs a tensor's value in Python (in <lambda>"),
-        (lambda x: torch.from_numpy(x.numpy()), "it takes a tensor to NumPy (in <lambda>"),
+        (lambda x: torch.from_numpy(x.numpy()), "it converts a tensor to NumPy (in <lambda>"),
         (Net(), "it needs a tensor's value in Python (in forward"),
         (lambda x: x * x.sum().item(), "leave it a tensor"),
         (lambda x: x[x > 0] + 1, "torch.where(mask, x, 0) keeps the shape"),

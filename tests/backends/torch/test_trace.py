@@ -214,10 +214,10 @@ def _counts(x: torch.Tensor) -> torch.Tensor:
         (lambda x: TAKEN, "from outside"),
         (lambda x: x + 1 if x.sum() > 0 else x - 1, "needs a tensor's value"),
         (lambda x: x[x > 0], "depends on values"),
-        (lambda x: x * TAKEN.sum().item(), "reads numbers"),
-        (lambda x: x * TAKEN.tolist()[0], "reads numbers"),
+        (lambda x: x * TAKEN.sum().item(), "reads values"),
+        (lambda x: x * TAKEN.tolist()[0], "reads values"),
         (_counts, "COUNTS"),
-        (_catches, "reads numbers"),
+        (_catches, "reads values"),
     ],
 )
 def test_the_reason_is_told_and_plain_execution_used(function: Callable[..., Any], reason: str) -> None:

@@ -136,7 +136,7 @@ def test_an_order_that_cannot_be_repeated_is_said(bench: Bench) -> None:
         bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
     for every in (4, None):  # the last batch of an epoch is done, or the next epoch is begun
         run = stopped(bench, data, 9, checkpoints=Checkpoints(every=every))
-        with pytest.warns(UserWarning, match="does not give epoch 2 again in the order"):
+        with pytest.warns(UserWarning, match="does not repeat epoch 2 in the order"):
             bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
 
 

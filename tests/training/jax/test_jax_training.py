@@ -191,7 +191,7 @@ def test_long_sums_do_not_lose_small_numbers() -> None:
 def test_a_batch_that_is_no_number_can_be_left_out() -> None:
     X, y = vectors(48)
     X[17] = np.nan
-    with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
+    with pytest.warns(UserWarning, match=r"step \d is not a number .*continuing"):
         found, result = fit(Net(norm=True), (X, y), 2, step=Step(on_nan="continue"))
     assert all(np.isfinite(one).all() for one in found.values())
     assert result.rows[0]["train_loss"] is None

@@ -56,15 +56,15 @@ def test_bad_samples_that_only_the_gradients_show() -> None:
     def net() -> Any:
         return sequential(nn.Dense(8, activation="relu", in_units=X.shape[1]), nn.Dense(CLASSES, in_units=8))
 
-    with pytest.raises(LossIsNotANumber, match=r"a gradient of step.*The data are to blame: X has"):
+    with pytest.raises(LossIsNotANumber, match=r"a gradient of step.*The data are the cause: X has"):
         fit(net(), (X, y), 1, batch_size=BATCH, max_epochs=1)
-    with pytest.warns(UserWarning, match="going on"):
+    with pytest.warns(UserWarning, match="continuing"):
         weights, _ = fit(net(), (X, y), 2, batch_size=BATCH, max_epochs=1, step=Step(on_nan="continue"))
     assert all(np.isfinite(array).all() for array in weights.values())
 
 
 def test_a_loss_that_is_no_number_can_be_ignored() -> None:
-    with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
+    with pytest.warns(UserWarning, match=r"step \d is not a number .*continuing"):
         _, result = fit(mlp(), spoilt(17), 2, batch_size=BATCH, max_epochs=2, step=Step(on_nan="continue"))
     assert [row["samples"] for row in result.rows] == [40, 40]
     assert result.rows[0]["train_loss"] is None
@@ -81,7 +81,7 @@ def test_a_batch_that_is_left_out_leaves_no_trace(bad: tuple[int, ...], optimize
     nets = [mlp(norm=True) for _ in range(2)]
     options: Any = {"devices": contexts(2), "quiet": True, "optimizer": optimizer}
     Trainer(1, **options).fit(nets[0], without)
-    with pytest.warns(UserWarning, match="going on"):
+    with pytest.warns(UserWarning, match="continuing"):
         Trainer(1, step=Step(on_nan="continue"), **options).fit(nets[1], broken)
     assert same(*map(state.model_tensors, nets))
 

@@ -55,7 +55,7 @@ def test_a_loss_that_is_no_number(ranks: int) -> None:
 
 def test_a_loss_that_is_no_number_can_be_ignored() -> None:
     for ranks in (1, 2):
-        with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
+        with pytest.warns(UserWarning, match=r"step \d is not a number .*continuing"):
             _, result = fit(mlp(), spoilt(17), ranks, batch_size=BATCH, max_epochs=2, step=Step(on_nan="continue"))
         assert [row["samples"] for row in result.rows] == [40, 40]
         assert result.rows[0]["train_loss"] is None
@@ -93,7 +93,7 @@ def test_a_batch_that_is_left_out_leaves_no_trace(name: str, bad: tuple[int, ...
         options |= {"optimizer": OPTIMIZERS[name]}
         expected, _ = fit(mlp(norm=True), Batches(without), **options)
         options["step"] = replace(options.get("step", Step()), on_nan="continue")
-        with pytest.warns(UserWarning, match="going on"):
+        with pytest.warns(UserWarning, match="continuing"):
             found, _ = fit(mlp(norm=True), Batches(spoilt), **options)
         assert same(expected, found)
 
@@ -111,7 +111,7 @@ def test_data_that_are_not_numbers_are_to_blame() -> None:
     X[17, 2] = torch.nan
     for data, of in (((X, y), "40 samples"), (list(zip(X, y, strict=True)), f"{BATCH} samples of the batch")):
         said = (
-            rf"The data are to blame: X has 1 number that is NaN or infinite, in 1 of {of} \(the first is sample 17\)"
+            rf"The data are the cause: X has 1 number that is NaN or infinite, in 1 of {of} \(the first is sample 17\)"
         )
         with pytest.raises(LossIsNotANumber, match=said) as raised:
             fit(mlp(), data, batch_size=BATCH)

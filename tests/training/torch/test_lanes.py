@@ -232,4 +232,4 @@ def test_a_step_tells_its_lanes() -> None:
     assert beside.around(3, compiled=False) is not beside.around(2, compiled=False)
     with beside.around(9, compiled=False):
         torch.rand(2, requires_grad=True).sum().backward()
-    assert "nothing goes aside" in beside.explain(9)[0]
+    assert "nothing runs on side lanes" in beside.explain(9)[0]

@@ -214,7 +214,7 @@ def test_a_lazy_model_without_channels() -> None:
 
 def test_test_data_of_another_width() -> None:
     X, y = data()
-    with pytest.raises(BadBatch, match=r"the test data are to blame: the layer '0', .* takes 6 .* the samples have 4"):
+    with pytest.raises(BadBatch, match=r"the test data are the cause: the layer '0', .* takes 6 .* the samples have 4"):
         train(mlp().float(), ((X, y), (X[:, :4], y)))
 
 

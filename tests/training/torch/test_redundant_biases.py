@@ -107,7 +107,7 @@ def test_of_a_resnet_all_but_those_around_the_blocks(name: str) -> None:
     expected = [key for key, one in net.named_modules() if isinstance(one, nn.Conv2d) and not key.endswith("conv3")]
     assert names(net, redundant) == expected
     assert redundant is not None
-    assert redundant.explain() == f"biases left out, as a BatchNorm takes them away again: {len(expected)}"
+    assert redundant.explain() == f"biases left out because a BatchNorm cancels them: {len(expected)}"
 
 
 def test_in_bfloat16_too() -> None:
@@ -238,7 +238,7 @@ def test_redundant_biases_are_left_out_from_the_third_step_on() -> None:
     for steps in range(1, 6):
         net = mlp(norm=True)
         graph, eager = graph_step(net, steps)
-        assert ("biases left out, as a BatchNorm takes them away again: 1" in graph.explain()) == (steps > 1)
+        assert ("biases left out because a BatchNorm cancels them: 1" in graph.explain()) == (steps > 1)
         gradient: Any = net[0].bias.grad
         assert bool(gradient.any()) == (steps <= 2)
         assert_as_plain_steps(net, eager, steps)

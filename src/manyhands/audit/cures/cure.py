@@ -15,7 +15,7 @@ from manyhands.audit.cures.statement import Fate, Statement, name_of
 from manyhands.audit.kinds import Kind
 
 _OPTION = "non_blocking=True"
-_REMOVE = "remove this line: the device keeps the order of its work by itself"
+_REMOVE = "remove this line: the device keeps its work in order"
 _SCALER = (
     "make the optimizer with fused=True: the scaler then looks for infinities on the device; or compute in bfloat16, "
     "which needs no scaler"
@@ -39,7 +39,7 @@ _INDEX = (
 _METHODS = ("item", "tolist", "asscalar")
 _FACTORIES = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty"}
 _SIZES = {
-    "unique": "labels that are known beforehand need no unique; or call it every 100 steps only",
+    "unique": "labels that are known in advance need no unique; or call it every 100 steps only",
     "unique_consecutive": "call it every 100 steps only, or on the host, a step later",
     "bincount": "give a fixed size: torch.zeros(n, device=x.device).scatter_add_(0, x, torch.ones_like(x, dtype=...))",
     "repeat_interleave": "give output_size=..., where the sum of the repeats is known",
@@ -92,7 +92,7 @@ def cure(
     >>> cure(Kind.DATA, "Tensor.__setitem__", "x[0] = 1.0")
     'x[0].fill_(1.0)'
     >>> cure(Kind.SYNCHRONIZE, "torch.cuda.synchronize", "torch.cuda.synchronize()")
-    'remove this line: the device keeps the order of its work by itself'
+    'remove this line: the device keeps its work in order'
     """
     wait = _Wait(kind, call, framework)
     if library.endswith("grad_scaler.py"):
@@ -353,14 +353,14 @@ def _shape(wait: _Wait, line: Statement) -> str | None:
 def _check(wait: _Wait, line: Statement) -> str | None:
     calls = [call for call in line.calls(*_UNCHECKED) if isinstance(call.func, ast.Attribute)]
     if wait.name not in _UNCHECKED:
-        return "it has no form that does not check: call it less often"
+        return "there is no variant that skips the check: call it less often"
     edits = [(line.end(call.func), line.end(call.func), "_ex") for call in calls]
     edits += [(line.end(call), line.end(call), "[0]") for call in calls]
     return line.edited(*edits) if edits else None
 
 
 def _collective(wait: _Wait, line: Statement) -> str | None:
-    return "remove this line: collectives wait for each other by themselves" if wait.name == "barrier" else None
+    return "remove this line: collectives wait for each other anyway" if wait.name == "barrier" else None
 
 
 _MAKERS: dict[Kind, Callable[[_Wait, Statement], str | None]] = {

@@ -168,7 +168,7 @@ class _Passes:
         }
         result.unlink(missing_ok=True)
         said = self._said = self._start({"proof": proof, "result": str(result)})
-        name = "the program as it is" if mode == _PLAIN else "the cured program"
+        name = "the original program" if mode == _PLAIN else "the cured program"
         if not result.is_file():
             return f"{name} could not be run again: {said or 'it was killed'}"
         data: dict[str, Any] = json.loads(result.read_text())

@@ -26,11 +26,11 @@ class Way(Enum):
 KEPT = {
     Kind.CONTROL_FLOW: "a decision in Python needs the value at once",
     Kind.SHAPE: "the size of the result is needed at once",
-    Kind.IMPLICIT: "where the operand comes from is not written in this line",
+    Kind.IMPLICIT: "this line does not show where the operand comes from",
     Kind.COLLECTIVE: "other processes take part in it",
-    Kind.LOADER: "how many workers this machine can feed is not written in this line",
-    Kind.LAUNCHES: "the loop has to be written anew",
-    Kind.HOST_OPERATION: "the function has to be written anew",
+    Kind.LOADER: "this line does not show how many workers this machine can feed",
+    Kind.LAUNCHES: "the loop has to be rewritten",
+    Kind.HOST_OPERATION: "the function has to be rewritten",
 }
 CURED = {
     Way.LATE: "read when the steps are over",

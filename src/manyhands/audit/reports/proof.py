@@ -71,12 +71,12 @@ def _results(proof: Proof) -> str:
     if proof.results == "equal":
         return f"{what} are equal to the bit"
     if proof.results == "differ":
-        return f"{what} were compared, and some differ from those of the program as it is"
+        return f"{what} were compared, and some differ from those of the original program"
     return (
-        f"{what} cannot be compared: two runs of the program as it is differ as well, or one failed (no seed, or "
+        f"{what} cannot be compared: two runs of the original program differ too, or one failed (no seed, or "
         "random kernels)"
     )
 
 
 def _fate(line: ProvenLine) -> str:
-    return f"kept as it is: {line.why}" if line.way == "kept" else f"cured: {line.why}"
+    return f"unchanged: {line.why}" if line.way == "kept" else f"cured: {line.why}"

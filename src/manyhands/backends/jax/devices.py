@@ -151,7 +151,7 @@ def device_of(tensor: jax.Array) -> jax.Device:
         names = ", ".join(str(neutral(device)) for device in sorted(devices, key=lambda device: device.id))
         raise SeveralDevices(
             f"an array of shape {tensor.shape} is not on one device, it is spread over {names} "
-            f"({tensor.sharding}). tensor.devices() tells them all; mh.to(x, device) puts the whole of it on one"
+            f"({tensor.sharding}). tensor.devices() lists them; mh.to(x, device) puts all of it on one"
         )
     return next(iter(devices))
 
@@ -311,7 +311,7 @@ def _refuse_tracer(tensor: jax.Array) -> None:
         raise NotATensor(
             f"{tensor} has no device: inside jit, grad or vmap it stands for a value that is computed later, where "
             "the inputs are. Call mh on the arguments before, or on the result after; inside jit, "
-            "jax.lax.with_sharding_constraint says where a value shall be"
+            "jax.lax.with_sharding_constraint says where a value should be"
         )
 
 

@@ -128,7 +128,7 @@ def trace(call: Call) -> Traced:
     traced = Traced(graph.tasks, forms=graph.forms)
     if closed.effects:
         traced.notes.append(
-            "jax.jit is not used: the function prints or calls back to the host, and a trial would do so, too"
+            "jax.jit is not used: the function prints or calls back to the host, and a trial would repeat that"
         )
     elif len(graph.devices) > 1:
         traced.notes.append(

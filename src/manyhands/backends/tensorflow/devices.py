@@ -70,8 +70,8 @@ class TensorFlowDevice(str):
         there = len(_logical(kind))
         if index >= there:
             raise NoSuchDevice(
-                f"there is no {neutral(self)}: TensorFlow has {there} of that kind and would compute elsewhere without "
-                f"a word. Write: with mh.try_gpu({index}):"
+                f"there is no {neutral(self)}: TensorFlow has {there} of that kind and would silently compute "
+                f"elsewhere. Write: with mh.try_gpu({index}):"
             )
         scope = tf.device(self)
         scope.__enter__()
@@ -228,7 +228,7 @@ def rows(tensor: Any) -> int | None:
     _refuse_symbolic(tensor)
     if _is_composite(tensor) and not isinstance(tensor, tf.RaggedTensor):
         cure = "make it dense first (tf.sparse.to_dense(x), tf.convert_to_tensor(x))"
-        raise BadBatch(f"a {type(tensor).__name__} cannot be cut into shards or put together of them: {cure}")
+        raise BadBatch(f"a {type(tensor).__name__} cannot be split into shards or joined from them: {cure}")
     return int(tensor.shape[0]) if len(tensor.shape) else None
 
 
@@ -335,7 +335,7 @@ def _device_of_parts(composite: Any) -> TensorFlowDevice:
     if len(devices) != 1:
         names = ", ".join(str(neutral(device)) for device in devices)
         where = f"a {type(composite).__name__} is not on one device, its parts are on {names or 'none'}"
-        raise SeveralDevices(f"{where}: mh.to(x, device) puts the whole of it on one")
+        raise SeveralDevices(f"{where}: mh.to(x, device) puts all of it on one")
     return devices[0]
 
 

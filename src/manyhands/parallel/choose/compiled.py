@@ -43,7 +43,7 @@ def better(
     if whole:
         compiled, planned = _better_of(planned, backend.fuse_whole, trace, choose, seconds_of, _WHOLE)
     if compiled and not can_overlap:
-        planned.notes.append("compiled regions are not tried: tasks need each other, so lanes cannot help")
+        planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
         return planned
     return _better_of(planned, backend.fuse, trace, choose, seconds_of, "")[1]
 

@@ -155,7 +155,7 @@ def promising(
     The best of them is always one, unless its tasks can only follow each other.
     """
     if measured.critical_path() > _CHAIN * measured.work():
-        best.notes.append("lanes are not tried: its tasks need each other, so nothing could run side by side")
+        best.notes.append("lanes are not tried: its tasks depend on each other, so nothing could overlap")
         return []
     alone = simulate(one_lane(measured), wait_seconds=_WAIT).seconds
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -176,7 +176,7 @@ def candidates(measured: Graph) -> list[_Named]:
     ]
     if measured.critical_path() > _LONG * measured.work():
         schedules += [
-            (f"{count} beside the longest chain", schedule_beside(measured, lanes_for(measured, count + 1)))
+            (f"{count} beside the critical path", schedule_beside(measured, lanes_for(measured, count + 1)))
             for count in _BESIDE
         ]
     return sorted(schedules, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)

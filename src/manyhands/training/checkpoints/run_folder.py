@@ -44,8 +44,8 @@ class RunPlan:
             run.check_is_run_or_new()
             if not self.resumes and run.is_begun():
                 raise BadRunFolder(
-                    f"{self.path} holds a run already: give resume='auto' to go on with it, or another folder to "
-                    "begin anew"
+                    f"{self.path} holds a run already: give resume='auto' to continue it, or another folder to "
+                    "start a new one"
                 )
 
 
@@ -236,7 +236,7 @@ class RunFolder:
         except OSError as error:
             return (
                 f"the figures of epoch {row['epoch']} could not be written to {self.metrics_path}: "
-                f"{error.strerror or error}. The training goes on"
+                f"{error.strerror or error}. Training continues"
             )
         return None
 

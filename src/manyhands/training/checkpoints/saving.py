@@ -105,7 +105,7 @@ def _write(loop: Loop, path: Path, content: Mapping[str, Any], blobs: Mapping[st
     try:
         loop.report.checkpoint(store.save(path, loop.cursor.step, content, blobs, keep=keep))
     except CheckpointNotWritten as error:
-        loop.say({"kind": "warning", "text": f"{error} The training goes on"})
+        loop.say({"kind": "warning", "text": f"{error} Training continues"})
     loop.say_alive()
 
 
@@ -239,4 +239,4 @@ def _without_names(optimizer: str) -> str:
     """Why several optimizers of a checkpoint ("Adam+Adam", as older versions wrote it) fit no job."""
     if "+" not in optimizer:
         return ""
-    return ". An older version wrote it, without the names of its optimizers, so that nobody knows which state is whose"
+    return ". An older version wrote it without the names of its optimizers, so their states cannot be told apart"

@@ -174,7 +174,7 @@ def _read_newest(folder: Path) -> Checkpoint:
             warnings.warn(f"{problem} Going on from step {checkpoint.step} instead.", RuntimeWarning, stacklevel=3)
         return checkpoint
     if damaged:
-        raise CheckpointDamaged(f"{damaged[0]} No other checkpoint in {folder} is whole.") from damaged[0]
+        raise CheckpointDamaged(f"{damaged[0]} No other checkpoint in {folder} is intact.") from damaged[0]
     raise NoCheckpoint(
         f"there is no checkpoint in {folder}. A checkpoint is a folder named step-00000123; "
         "give one of them, or the folder that holds them."

@@ -204,7 +204,7 @@ END_IT = (
     "dataset.take(1000); elsewhere give a function such as lambda: itertools.islice(batches(), 1000); or say where the "
     "training ends, limits=mh.Limits(max_steps=10000)"
 )
-_AGAIN = "Give the function that makes it (batches instead of batches()), or an object whose __iter__ begins anew"
+_AGAIN = "Give the function that makes it (batches instead of batches()), or an object whose __iter__ starts over"
 
 
 # Errors
@@ -221,8 +221,8 @@ def _no_batch(loader: Any, epoch: int) -> BadBatch:
 
 def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
     return WrongCheckpoint(
-        f"the checkpoint stands after batch {cursor.batch} ({cursor.sample} samples) of epoch {cursor.epoch + 1}, and "
-        "the loader does not give the batches up to it again: some samples would be trained on twice and others never. "
+        f"the checkpoint is from after batch {cursor.batch} ({cursor.sample} samples) of epoch {cursor.epoch + 1}, and "
+        "the loader does not repeat the batches before it: some samples would be trained on twice and others never. "
         f"{_advice(loader)}. This run can go on from a checkpoint at the end of an epoch"
     )
 
@@ -230,7 +230,7 @@ def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
 def not_repeated_epoch(loader: Any, epoch: int) -> str:
     """The warning for a job that is resumed at the start of an epoch with a loader that has another order now."""
     return (
-        f"the loader does not give epoch {epoch} again in the order that it had before the job was resumed, so this "
+        f"the loader does not repeat epoch {epoch} in the order that it had before the job was resumed, so this "
         f"run is not the one that would have come without a stop. {_advice(loader)}"
     )
 

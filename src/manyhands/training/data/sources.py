@@ -56,7 +56,7 @@ def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> 
                 f"sample {rows[0] if samples is None else samples[rows[0]]})"
             )
     return (
-        f"The data are to blame: {'; '.join(problems)}. Leave these samples out, or fill them in" if problems else None
+        f"The data are the cause: {'; '.join(problems)}. Leave these samples out, or fill them in" if problems else None
     )
 
 

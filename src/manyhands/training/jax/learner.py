@@ -93,7 +93,7 @@ class JaxLearner:
         where = "gathered on the devices" if self.arrays is not None else "gathered on the host and sent"
         self.notes.append(f"one compiled program a step; batches are {where}")
         if self.job.dtype is not None:
-            self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters are kept as they are")
+            self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters keep their dtype")
         layers = [layer for _, layer in nnx.iter_modules(self.job.model)]
         normalises = any(isinstance(layer, nnx.BatchNorm) or linen.keeps_statistics(layer) for layer in layers)
         if normalises and self.settings.step.accumulate > 1:
@@ -103,7 +103,7 @@ class JaxLearner:
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])
             trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
-            self.notes.append(f"wrt: {trained} numbers are trained, {frozen} others stay as they are")
+            self.notes.append(f"wrt: {trained} numbers are trained, {frozen} others are frozen")
 
     @property
     def data(self) -> Source:

@@ -163,8 +163,8 @@ def _only(samples: Rows, answer: Any) -> Any:
         if leaf.shape[:1] != samples.shape:
             raise BadSettings(
                 f"uneven shares fill up every device's part with rows that do not count, and the model answers "
-                f"{len(samples)} rows with an array of shape {leaf.shape}: it must have one row per sample, or nobody "
-                "knows which to leave out. Leave out shares"
+                f"{len(samples)} rows with an array of shape {leaf.shape}: it must have one row per sample, to tell "
+                "which to leave out. Leave out shares"
             )
         return leaf[np.flatnonzero(samples)]
 

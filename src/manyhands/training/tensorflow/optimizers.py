@@ -73,7 +73,7 @@ def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]
         stateless_optimizer = with_function.from_config(optimizer.get_config())
     except Exception as error:
         raise BadSettings(
-            f"an optimizer is made anew for the devices from what its get_config() says, and a {kind.__name__} could "
+            f"an optimizer is recreated for the devices from its get_config(), and a {kind.__name__} could "
             f"not be ({type(error).__name__}: {error}): give it a get_config with all arguments of its __init__"
         ) from error
     stateless_optimizer.loss_scale_factor = None  # it would divide by what no loss was multiplied with

@@ -179,7 +179,7 @@ class Rank:
             self.average.settle()
         if reason is None and isinstance(self.data, Arrays):
             self.graph = self._fast_step(self.data)
-            kernels = "compiled" if self.graph.compiled else "as they are"
+            kernels = "compiled" if self.graph.compiled else "not compiled"
             self.notes.append(f"the whole step in one CUDA graph, kernels {kernels}")
         else:
             self.notes.append(f"plain steps: {reason}")
@@ -187,7 +187,7 @@ class Rank:
         generator = generator_of(self.data.dataset) if isinstance(self.data, Samples) else None
         if generator is not None:
             self.notes.append(
-                f"{generator} is a random generator of the dataset's own: a resumed job does not find it as it was. "
+                f"{generator} is a random generator of the dataset: a resumed job does not restore it. "
                 "Draw from torch, numpy.random or random, which are seeded for every sample"
             )
 

@@ -168,7 +168,7 @@ class Trainer(BaseTrainer):
             home = pool.pool_for(self.ranks).run(sent, dispatcher.event)
         except pool.Interrupted as interrupted:
             if interrupted.home is None:
-                interrupted.add_note("The workers did not answer in time: the model is as it was before.")
+                interrupted.add_note("The workers did not answer in time: the model is unchanged.")
             else:
                 _take_home(job, interrupted.home)
                 step = interrupted.home["step"]

@@ -185,17 +185,17 @@ modes = function("modes", f"def modes():\n    return {', '.join(MODES)},", dict(
 def _why_plain() -> str | None:
     """Why a call must be seen by PyTorch as it is written, or None: somebody listens, or derives."""
     if not only_hooks():
-        return "a dispatch mode is active: it is to see every operation"
+        return "a dispatch mode is active, and it must see every operation"
     if not only_known_functions():
-        return "a function mode is active: it is to see every call"
+        return "a function mode is active, and it must see every call"
     if forward_ad._current_level >= 0 or compat.functorch_level() is not None:
-        return "it is called by a transformation (torch.func, forward-mode derivatives)"
+        return "it is called inside a transform (torch.func, forward-mode derivatives)"
     if compat.jit_tracing_state() is not None:
         return "it is called while torch.jit traces"
     if torch.is_anomaly_enabled():
-        return "torch.autograd.detect_anomaly() is to see every derivative"
+        return "torch.autograd.detect_anomaly() must see every derivative"
     if _capturing():
-        return "it is called while a CUDA graph is captured, which has no room for another one"
+        return "it is called during the capture of a CUDA graph, which cannot contain another one"
     return None
 
 
@@ -277,7 +277,7 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     captured = split(whole := captured)
     captured.unsplit = whole if captured is not whole else None
     if watch.seeded and any(step.task.token is not None for step in captured.steps):
-        raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
+        raise CannotTrace("it sets the state of a random generator that it draws from")
     must_check_first(captured)
     must_be_fresh(captured)
     if call.shares_memory:
@@ -307,7 +307,7 @@ def _same_modes() -> Iterator[None]:
     if changed:
         raise CannotTrace(
             "it changes a setting of PyTorch (torch.set_grad_enabled(...), torch.set_num_threads(...)) that lasts "
-            "longer than the call: it is run as it is; set it outside, or with a 'with' inside"
+            "longer than the call: set it outside, or in a 'with' block inside"
         )
 
 

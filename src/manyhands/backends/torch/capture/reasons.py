@@ -38,11 +38,11 @@ def why(error: BaseException) -> str:
         return f"the shape of a result depends on values{_where(error)}: {FROM_SHAPE}"
     if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
         return (
-            f"it needs a tensor's value in Python{_where(error)}: it is run as it is; torch.where(condition, a, b) "
+            f"it needs a tensor's value in Python{_where(error)}: torch.where(condition, a, b) "
             "decides on the device, and a number that is only computed with can stay a tensor"
         )
     if text.startswith(".numpy()"):
-        return f"it takes a tensor to NumPy{_where(error)}: it is run as it is; PyTorch's own functions can be planned"
+        return f"it converts a tensor to NumPy{_where(error)}: PyTorch's own functions can be planned"
     return f"{type(error).__name__}: {text}{_where(error)}"
 
 
@@ -68,7 +68,7 @@ _BREAKS = (
     ("dynamic shape operator", "the shape of a result depends on values"),
     ("tensor.backward", "the backward pass starts here: it is planned apart from the forward pass"),
     ("requires_grad_", "a tensor is made to require gradients"),
-    ("graph_break()", "PyTorch's optimizers are run as they are"),
+    ("graph_break()", "PyTorch's optimizers run without a plan"),
     ("failed to trace builtin", "{0}() is left to Python"),
     ("marked as skipped", "{0}() is left to Python"),
     ("unsupported method call", "{0}() is left to Python"),
@@ -95,7 +95,7 @@ def _words(text: str) -> str:
     for word, meaning in _BREAKS:
         if word in first.lower() or (word == "graph_break()" and word in text):
             return meaning.format(named[1].removeprefix("builtins.") if named else "a function")
-    return f"Dynamo cannot follow it ({first})"
+    return f"Dynamo cannot trace it ({first})"
 
 
 def is_users(filename: str) -> bool:

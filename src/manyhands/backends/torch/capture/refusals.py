@@ -36,7 +36,7 @@ def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Non
             raise MustRunAsWritten(f"an argument is not an ordinary tensor: {type(tensor).__name__}, {tensor.layout}")
     for leaf in others:
         if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)) and not _is_of_the_user(type(leaf)):
-            raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
+            raise CannotTrace(f"an argument is a {type(leaf).__name__}: its contents may change unnoticed")
 
 
 def _is_of_the_user(kind: type) -> bool:
@@ -62,7 +62,7 @@ def must_be_done(result: Any) -> None:
         if isinstance(leaf, nn.Parameter) or (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
             raise CannotTrace(
                 "a result is made to require gradients (requires_grad_(), nn.Parameter), which a plan cannot do: "
-                "it is run as it is; return the plain tensor, and make a parameter of it outside"
+                "return the plain tensor, and make it a parameter outside"
             )
 
 
@@ -82,10 +82,7 @@ def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[li
     """Of lists and dicts among the arguments: what is in them, before and after the function had them."""
     same = before[1] == after[1] and all(old is new for old, new in zip(before[0], after[0], strict=True))
     if not same:
-        raise CannotTrace(
-            "it changes the items of a list or dict that it was given: it is run as it is; return them as a result "
-            "instead"
-        )
+        raise CannotTrace("it modifies a list or dict that it was passed: return the items as a result instead")
 
 
 def must_check_first(trace: Trace) -> None:
@@ -95,11 +92,11 @@ def must_check_first(trace: Trace) -> None:
         return
     name = trace.steps[checks[0]].task.name
     if trace.gpus():
-        raise CannotTrace(f"it checks values on a GPU ({name}), which the host has to wait for: it is run as it is")
+        raise CannotTrace(f"it checks values on a GPU ({name}), and the host has to wait for them")
     of_caller = trace.callers_memories()
     if any(step.task.writes & of_caller for step in trace.steps[: checks[-1]]):
         raise CannotTrace(
-            f"it checks values ({name}) after it has written to a tensor of the caller's: if the check fails, only "
+            f"it checks values ({name}) after it has written to one of the caller's tensors: if the check fails, only "
             "plain execution leaves the right values behind; check before writing"
         )
 

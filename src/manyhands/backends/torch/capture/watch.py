@@ -31,18 +31,17 @@ _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__floa
 _grad: Any = torch.Tensor.grad
 _GRADIENT = (_grad.__get__, _grad.__set__, _grad.__delete__)
 _READING = (
-    "it reads numbers of a tensor from outside, as .item() does: they may be others next time (where an optimizer does "
-    "so, as Adam its count of steps, make it with fused=True, or on a GPU with capturable=True)"
+    "it reads values of a tensor from outside (.item()), which may change by the next call (where an optimizer does "
+    "so, as Adam with its step count, make it with fused=True, or on a GPU with capturable=True)"
 )
-_FOR_GOOD = "it is run as it is"
 _TEXTS = {"__repr__", "__format__"}
-_TEXT = f"it makes a text of a tensor's numbers, which are not known yet: {_FOR_GOOD}"
-_OFFSET = f"it asks where in its memory a tensor begins, which may be elsewhere at the next call: {_FOR_GOOD}"
+_TEXT = "it formats a tensor's values as text, and they are not known while it is traced"
+_OFFSET = "it reads where a tensor begins in its memory (storage_offset), which may differ in the next call"
 _data: Any = torch.Tensor.data
 _MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
 _UNKNOWN = (compat.DataDependentOutputException, compat.DynamicOutputShapeException)
 _LITERALS = {_aten.lift_fresh, _aten.lift_fresh_copy}  # of torch.tensor(1.0), written in the function
-_MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to the memory that it has, w.copy_(...)"
+_MOVING = "it replaces a tensor's memory (w.data = ..., w.set_(...)): write into its memory instead, w.copy_(...)"
 
 
 class Watch:
@@ -93,7 +92,7 @@ class Watch:
             if now is before:
                 continue
             if now is not None and not isinstance(now, FakeTensor):
-                raise CannotTrace(f"it puts a tensor from outside into a .grad: {_FOR_GOOD}")
+                raise CannotTrace("it sets .grad to a tensor from outside")
             left.append((tensor, now))
         return left
 
@@ -125,9 +124,9 @@ class Watch:
             )
         changed = self._made if self._fact is None else self._fact.name
         if changed is not None:
-            raise ChangesOutside(f"it changes {changed}, which is outside it: {_FOR_GOOD}")
+            raise ChangesOutside(f"it changes {changed}, which is outside it")
         if self._filled is not None:
-            raise NotYet(f"{self._filled} remembers a result of this call: the next one is planned")
+            raise NotYet(f"{self._filled} caches a result of this call: the next call is planned")
 
     def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Leaves from outside whose gradients matter, with the gradient that they had."""
@@ -147,12 +146,12 @@ class Watch:
             return
         if tensor.is_leaf:
             if recorded and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
-                self.refuses(f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}")
+                self.refuses("a tensor from outside has hooks, which a plan would not call")
             self._before.setdefault(number, (tensor, tensor.grad))
             if recorded:
                 self._gradients.add(number)
         elif recorded:
-            raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")
+            raise CannotTrace("gradients would flow into a tensor that was computed outside")
 
     def sees_gradient(self, tensor: torch.Tensor) -> None:
         """Its gradient is asked for, set or taken away; a frozen weight may have one, too."""
@@ -191,7 +190,7 @@ class _NoSeeds:
         if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
             return getattr(self._own, name)
         if name != "set_state":
-            self._watch.refuses(f"it seeds the random numbers: {_FOR_GOOD}")
+            self._watch.refuses("it seeds a random generator")
         self._watch.seeded = True
         return lambda state: self._own
 
@@ -239,7 +238,7 @@ class _Operations(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             self._watch.refuses_reading(args[0])
         if torch.is_anomaly_enabled():
-            self._watch.refuses(f"torch.autograd.detect_anomaly() is to see every derivative: {_FOR_GOOD}")
+            self._watch.refuses("torch.autograd.detect_anomaly() must see every derivative")
         if func.overloadpacket in _MOVES:
             self._watch.refuses(_MOVING)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -99,7 +99,7 @@ class InPieces:
     def _broken(self, error: BaseException) -> None:
         found = break_of(error)
         if found is None:
-            self._note(f"Dynamo failed, so that a part is run plainly ({first_line(error)})")
+            self._note(f"Dynamo failed, so a part runs without a plan ({first_line(error)})")
         elif found not in self.breaks:
             self.breaks.append(found)
 
@@ -131,10 +131,10 @@ class InPieces:
             if torch.is_grad_enabled() and any(_needs_gradient(one) for one in inputs):
                 why = "it writes to an argument, and has gradients" if captured.writes else _why_cast_once(module)
                 if why is not None:
-                    self._note(f"{captured.piece.place} is run plainly: {why}")
+                    self._note(f"{captured.piece.place} runs without a plan: {why}")
                     captured.run = module.forward
         except Exception as error:
-            self._note(f"{captured.piece.place} is run plainly: it cannot be planned ({first_line(error)})")
+            self._note(f"{captured.piece.place} runs without a plan: it cannot be planned ({first_line(error)})")
             captured.run = module.forward
         return captured.call
 

@@ -26,8 +26,8 @@ def content_of(value: Any) -> Callable[[Any], Any] | None:
     if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
         if value.size > _MANY:
             raise CannotTrace(
-                f"it reaches an array of NumPy with {value.size} numbers, too many to look at before every call: it is "
-                "run as it is; make a tensor of it (torch.from_numpy), which is read where it is"
+                f"it uses a NumPy array of {value.size} numbers, too many to compare before every call: make it a "
+                "tensor (torch.from_numpy), which a plan reads afresh"
             )
         return numpy.ndarray.tobytes  # type: ignore[no-any-return]
     return None

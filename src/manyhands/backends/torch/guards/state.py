@@ -128,7 +128,7 @@ class Outside:
             return
         self._addresses.add(id(tensor))
         if is_lazy(tensor):
-            raise NotYet(f"{name} gets its form at the first call: the next one is planned")
+            raise NotYet(f"{name} gets its shape in the first call: the next call is planned")
         if tensor.layout == torch.strided and not is_odd(tensor):
             form = tensor.numel() if self._in_module else (tensor.shape, tensor.stride())
             wanted = tensor.requires_grad if self._recorded else None
@@ -162,7 +162,7 @@ class Outside:
             self._logger(value, name)
             return
         if (kind := why_unwatched(value)) is not None:
-            raise CannotTrace(f"it reaches {name}, {kind}: what comes of that cannot be watched, so it is run as it is")
+            raise CannotTrace(f"it uses {name}, {kind}, whose values cannot be guarded")
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.add_address(value, name)
@@ -237,8 +237,8 @@ class Outside:
         names = words_of(function.__code__)
         if (word := next((word for word in names if word in _BY_OTHER_NAMES), None)) is not None:
             raise CannotTrace(
-                f"{name} uses {word}, through which it can read anything: that cannot be watched, so it is run as it "
-                "is; read it outside, and pass the value as an argument"
+                f"{name} uses {word}, which can read anything and so cannot be guarded: read the value outside, and "
+                "pass it as an argument"
             )
         self._words.update(names)
         self.spaces.space(function.__globals__, "")
@@ -289,8 +289,8 @@ class Outside:
     def _module(self, module: nn.Module, name: str) -> None:
         if isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor:
             error = CannotTrace(
-                f"{name}, in eval mode, leaves out the padded places that a mask tells, so shapes depend on values: it "
-                "is run as it is; nn.TransformerEncoder(..., enable_nested_tensor=False) can be planned"
+                f"{name}, in eval mode, skips the padding that a mask marks, so shapes depend on values: "
+                "nn.TransformerEncoder(..., enable_nested_tensor=False) can be planned"
             )
             error.holds = lambda: not module.training
             raise error

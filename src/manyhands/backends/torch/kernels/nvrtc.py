@@ -193,7 +193,7 @@ def driver_version() -> int:
     """The version of CUDA that the driver is made for, as 13000."""
     found = ctypes.c_int()
     driver = _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    _check(driver, driver.cuDriverGetVersion(ctypes.byref(found)), "the driver does not tell its version")
+    _check(driver, driver.cuDriverGetVersion(ctypes.byref(found)), "the driver does not report its version")
     return found.value
 
 

@@ -141,7 +141,7 @@ def _must_be_compilable(trace: Trace) -> None:
     if len({step.task.device for step in trace.steps}) > 1 or any(step.task.kind != "compute" for step in trace.steps):
         raise CannotFuse("the whole function is not compiled: it runs on several devices")
     if any(step.task.token is not None for step in trace.steps):
-        raise CannotFuse("the whole function is not compiled: it draws random numbers, and compiled code draws others")
+        raise CannotFuse("the whole function is not compiled: compiled code would draw different random numbers")
     if any(is_check(step.node) for step in trace.steps):
         raise CannotFuse("the whole function is not compiled: it checks values on the way")
     if sum(not step.task.is_view for step in trace.steps) < _LEAST:

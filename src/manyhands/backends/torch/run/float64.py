@@ -79,7 +79,7 @@ def exact(trace: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch
 def _must_be_plain(token: str | None, node: Node) -> None:
     name = str(node.target).removeprefix("aten.")
     if token is not None:
-        raise CannotBeExact(f"{name} draws random numbers: other types would draw others")
+        raise CannotBeExact(f"{name} draws random numbers: other dtypes would draw different ones")
     if name.startswith(_BY_BITS):
         raise CannotBeExact(f"{name} depends on how numbers are stored")
 

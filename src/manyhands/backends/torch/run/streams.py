@@ -26,12 +26,12 @@ def why_no_graph(trace: Trace) -> str | None:
     """Why the trace cannot be, or is better not, captured in a CUDA graph."""
     to_host = 0
     if len(gpus := trace.gpus()) > 1:
-        return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are issued at every call"
+        return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are launched at every call"
     for step in trace.steps:
         if on_cpu(step):
             return f"no CUDA graph: {step.task.name} is computed on the CPU"
         if step.task.kind == "compute" and any(_on_host(source) for source in step.node.all_input_nodes):
-            return f"no CUDA graph: {step.task.name} takes a number from the host, which would stay as it was captured"
+            return f"no CUDA graph: {step.task.name} takes a number from the host, which a graph would freeze"
         if step.task.kind == "copy in" and any(source.op != "placeholder" for source in step.node.all_input_nodes):
             return f"no CUDA graph: {step.task.name} copies a tensor from outside, or computed, from the host"
         if step.task.kind == "copy out" and step.node.target is torch.ops.aten.copy_.default:
@@ -40,7 +40,7 @@ def why_no_graph(trace: Trace) -> str | None:
             value = step.node.meta["val"]
             to_host += value.numel() * value.element_size()
     if to_host > _MUCH:
-        return f"no CUDA graph: {to_host / 1e6:.0f} MB go to the host, into memory that every call needs afresh"
+        return f"no CUDA graph: {to_host / 1e6:.0f} MB go to the host, and every call needs new memory for them"
     return None
 
 

@@ -66,5 +66,5 @@ class Background:
             self._refused = True
             with contextlib.suppress(Warning):  # where warnings are errors: this thread has no caller to raise them to
                 warnings.warn(
-                    f"{self._name} could not write: {error.strerror or error}. The training goes on", stacklevel=2
+                    f"{self._name} could not write: {error.strerror or error}. Training continues", stacklevel=2
                 )

@@ -99,7 +99,7 @@ def of_devices(devices: Sequence[Any]) -> World:
         if not backend.is_on(variable, device):
             raise PlacementFailed(
                 f"TensorFlow was asked for a replica on {backend.neutral(device)} and made it on "
-                f"{backend.neutral(backend.device_of(variable))} without a word. Is that device there? "
+                f"{backend.neutral(backend.device_of(variable))} instead. Does that device exist? "
                 "See: manyhands devices"
             )
     return world

@@ -98,7 +98,7 @@ class BatchedCasts(TorchDispatchMode):
 
     def explain(self) -> str:
         """What was batched, in words."""
-        return "at once: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        return "batched: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
 
 
 def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ def why_not(
     if accumulate > 1:
         return "gradient accumulation"
     if not isinstance(data, Arrays) or data.tensors[0].device != device:
-        return "the data do not live on the GPU, they come from a loader or do not fit"
+        return "the data are not on the GPU: they come from a loader or do not fit"
     if isinstance(optimizer, Several):
         return "several optimizers, each with a step of its own"
     if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):

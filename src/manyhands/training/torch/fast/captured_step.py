@@ -198,10 +198,10 @@ class GraphStep:
             return True
         if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
             self._norms = self._casts = self._convolutions = None  # all of them are dispatch modes
-            self._without("norms", f"batch normalisation as it is ({why})")
+            self._without("norms", f"batch normalisation not fused ({why})")
         elif self._convolutions is not None and not self._is_compiled(size):
             self._convolutions = None
-            self._without("convolutions", f"convolutions: PyTorch's ways ({why})")
+            self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
         elif self._beside is not None:
             self._beside = None
             self._without("lanes", f"no side lanes ({why})")
@@ -230,7 +230,7 @@ class GraphStep:
         try:
             batch_norm.ready(self._eager.device)
         except CannotCompile as error:
-            self._without("norms", f"batch normalisation as it is ({error})")
+            self._without("norms", f"batch normalisation not fused ({error})")
             return None
         return FusedNorms()
 
@@ -241,7 +241,7 @@ class GraphStep:
             return None
         if not may_choose():
             why = "deterministic algorithms are asked for, or cuDNN is off"
-            self._without("convolutions", f"convolutions: PyTorch's ways ({why})")
+            self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
             return None
         return ChosenConvolutions(steps)
 
@@ -259,7 +259,7 @@ class GraphStep:
         lines = []
         for size, sized in self._sized.items():
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
-            kernels = "compiled" if self._is_compiled(size) else "as they are"
+            kernels = "compiled" if self._is_compiled(size) else "not compiled"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
             reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
@@ -300,7 +300,7 @@ class GraphStep:
                 self._convolutions.choose()
             except Exception as error:  # nothing was done yet: the step goes on with PyTorch's convolutions
                 self._convolutions = None
-                self._without("convolutions", f"convolutions: PyTorch's ways ({type(error).__name__}: {error})")
+                self._without("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
         graph = torch.cuda.CUDAGraph()
         try:
             with capturing(graph, self._eager.device, stream=self._stream):
@@ -314,7 +314,7 @@ class GraphStep:
         if not self._parallel or len(sized.window) != self._size:
             return captured
         if self._is_compiled(self._size):
-            self._without("plan", "no plan of the whole step: kernels are compiled")
+            self._without("plan", "the whole step is not planned: kernels are compiled")
             return captured
         self.planned = PlannedStep(self._plan_of(sized, captured), captured, self._progress)
         return self.planned

@@ -243,7 +243,7 @@ class FusedNorms(TorchDispatchMode):
 
     def explain(self) -> str:
         """Which operations were fused, in words."""
-        return "in kernels of their own: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        return "fused: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -166,13 +166,13 @@ class PlannedStep:
     def outcome(self) -> str:
         """What became of the plan, in a line."""
         if self._why is not None:
-            return f"no plan of the whole step: {self._why}"[:300]
+            return f"the whole step is not planned: {self._why}"[:300]
         if self._seconds is None:
             return "a plan of the whole step is being tried"
         plan, captured = (f"{seconds * 1e3:.3f} ms" for seconds in self._seconds)
         if self._plan is not None:
             return f"the whole step is planned: {plan}, with side lanes alone {captured}"
-        return f"a plan of the whole step was tried and is not faster: {plan}, as it is {captured}"
+        return f"a plan of the whole step was tried and is not faster: {plan}, without it {captured}"
 
     def explain(self) -> list[str]:
         """What became of the plan, and the plan itself where it is used."""

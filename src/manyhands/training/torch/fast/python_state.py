@@ -58,8 +58,8 @@ class Watch:
         for name, seen in (("Python's random", drawn[0]), ("numpy.random", drawn[1]), ("the CPU's", self._tossed > 1)):
             if seen:
                 return (
-                    f"the model draws random numbers from {name}, a graph would repeat one draw: let torch draw them "
-                    "on the model's device"
+                    f"the model draws random numbers from {name}, and a graph would repeat one draw: let torch draw "
+                    "them on the model's device"
                 )
         seen = self._attributes()
         changed = [name for name in seen if self._seen is not None and seen[name] != self._seen.get(name)]
@@ -67,7 +67,7 @@ class Watch:
         if not changed:
             return None
         return (
-            f"{changed[0]} changes from step to step, in a graph it would stand still: make it a buffer that the "
+            f"{changed[0]} changes from step to step, and a graph would freeze it: make it a buffer that the "
             "model changes in place, if it reads it"
         )
 

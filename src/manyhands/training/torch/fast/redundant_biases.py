@@ -106,7 +106,7 @@ class RedundantBiases:
 
     def explain(self) -> str:
         """How many biases are left out, in words."""
-        return f"biases left out, as a BatchNorm takes them away again: {len(self._bare)}"
+        return f"biases left out because a BatchNorm cancels them: {len(self._bare)}"
 
 
 @dataclass

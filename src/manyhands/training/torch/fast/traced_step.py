@@ -103,7 +103,7 @@ class TracedStep:
         assert self._schedule is not None
         schedule = self._schedule
         counts = f"{len(schedule.graph)} operations on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
-        return "\n".join([f"{counts}, all proved", *self._passes])
+        return "\n".join([f"{counts}, all checked", *self._passes])
 
     def _observed(self, step: Callable[[], object], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a step writes; the next call draws the same random numbers."""

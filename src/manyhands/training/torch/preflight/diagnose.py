@@ -51,7 +51,7 @@ def of(job: Job, error: Exception) -> str | None:
     if job.test is None or not can_be_read(job.test) or not _works(job, few_samples(job.train, _FEW)):
         return None
     words = _of_training(dataclasses.replace(job, train=job.test, test=None), error)
-    return None if words is None else f"the test data are to blame: {words}"
+    return None if words is None else f"the test data are the cause: {words}"
 
 
 def of_prediction(job: Job) -> str | None:

@@ -65,10 +65,10 @@ class Beside:
         if lanes is None or lanes.schedule is None:
             return ["  no backward pass on lanes yet"]
         if not lanes.aside:
-            return ["  nothing goes aside: no gradient goes straight to a parameter"]
+            return ["  nothing runs on side lanes: no gradient goes straight to a parameter"]
         schedule = lanes.schedule
         counts = f"{len(schedule.graph)} tasks on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
-        lines = [f"  backward: {counts}, all proved"]
+        lines = [f"  backward: {counts}, all checked"]
         for number, (lane, tasks) in enumerate(zip(schedule.lanes, schedule.per_lane(), strict=True)):
             names = Counter(schedule.graph.tasks[task].name for task in tasks)
             most = ", ".join(f"{count} {name}" for name, count in names.most_common(4))
