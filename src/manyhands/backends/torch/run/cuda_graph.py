@@ -22,7 +22,8 @@ from manyhands.backends.torch.capture.fast_match import Given
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
 from manyhands.backends.torch.run.graph_copies import Copies, can_be_copied, prepare
-from manyhands.backends.torch.run.result_copies import allocator, copied
+from manyhands.backends.torch.run.graph_nodes import instantiate
+from manyhands.backends.torch.run.result_copies import allocator, copied, has_no_gaps
 from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing, streams_of
 from manyhands.errors import CannotCompile
 
@@ -125,9 +126,10 @@ class GraphRun:
         if sharing or not all(type(result) is torch.Tensor for result in results):
             return
         distinct = _distinct(results)
-        if self._can_copy(distinct):
-            self._fresh = allocator(distinct)
-            self._forms = [_form(tensor) for tensor in distinct]
+        dense = [_without_gaps(result) for result in distinct]
+        if self._can_copy(dense):
+            self._fresh = allocator(dense)
+            self._forms = [_form(tensor) for tensor in dense]
             numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
             if len(distinct) < len(results):  # what is one tensor stays one
                 self._again = [numbers[id(result)] for result in results]
@@ -152,10 +154,11 @@ class GraphRun:
                 copies_in.launch()
             outputs: list[Any] = self._issue(inputs)
             if self._fresh is not None:
-                copies_out = Copies("copy_out", self._as_before(_distinct(outputs)), self._device)
+                dense = [_without_gaps(output) for output in _distinct(outputs)]
+                copies_out = Copies("copy_out", self._as_before(dense), self._device)
                 copies_out.launch()
+        instantiate(graph, self._device)
         with torch.cuda.device(self._device):
-            graph.instantiate()
             for copies in (copies_in, copies_out):
                 if copies is not None:
                     copies.find(graph)
@@ -260,6 +263,13 @@ def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]
 
 def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(value): value for value in values}.values())
+
+
+def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers side by side in memory, as in results that belong to the caller."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or has_no_gaps(tensor):
+        return tensor
+    return torch.empty_like(tensor).copy_(tensor)
 
 
 def _form(tensor: torch.Tensor) -> Any:

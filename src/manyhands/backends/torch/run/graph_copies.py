@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.backends.torch.run.graph_nodes import KERNEL, KernelNode, nodes_of
 from manyhands.backends.torch.run.result_copies import has_no_gaps
 from manyhands.errors import CannotCompile
 
@@ -31,7 +32,6 @@ _ROOMS = (8, 32, 120, 480)  # parts that a kernel has room for, 32 bytes of argu
 _THREADS = 256
 _CHUNK = _THREADS * 16 * 8  # bytes that a block copies
 _NEVER = (1 << 63) - 1  # the first block of parts that there are not
-_KERNEL = 0  # the type of a node
 _of_thread = threading.local()
 _NEEDED = (  # of CUDA's driver
     "cuGraphGetNodes",
@@ -84,6 +84,7 @@ class Copies:
 
     def __init__(self, name: str, near: Sequence[torch.Tensor], device: torch.device) -> None:
         self._name, self._device = name, device
+        self._near = list(near)  # the graph knows addresses: that memory is kept
         self._kernels, room = prepare(len(near), device)
         sizes = [tensor.numel() * tensor.element_size() for tensor in near]
         firsts, self._blocks = pieces(sizes)
@@ -95,7 +96,7 @@ class Copies:
         numbers[3 * room :] = firsts + [_NEVER] * (room - len(near))  # type: ignore[assignment]
         self._numbers, self._first, self._last = numbers, there, there + len(near)
         self._places = (ctypes.c_void_p * 1)(ctypes.addressof(numbers))
-        self._settings = _Settings()
+        self._settings = KernelNode()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._set: Callable[[], int] | None = None
         self._aimed: list[int] | None = None  # where the next replay copies from, or to
@@ -108,7 +109,7 @@ class Copies:
         """Look up the copies in the graph that was captured, which was told to keep what it is made of."""
         driver = self._kernels.driver
         node = _node(driver, graph.raw_cuda_graph(), self._kernels.function(self._name), self._settings)
-        self._settings.places = ctypes.addressof(self._places)
+        self._settings.arguments = ctypes.addressof(self._places)
         self._settings.extra = None
         pointers = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
         self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, pointers))
@@ -137,33 +138,10 @@ def _enter(device: torch.device) -> None:
     _of_thread.context = True
 
 
-class _Settings(ctypes.Structure):
-    """CUDA's description of a kernel in a graph (``CUDA_KERNEL_NODE_PARAMS_v2``)."""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("places", ctypes.c_void_p),
-        ("extra", ctypes.c_void_p),
-        ("kernel", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    )
-
-
-def _node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p, settings: _Settings) -> int:
+def _node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p, settings: KernelNode) -> int:
     """The graph's node that runs this kernel; ``settings`` are filled with what it was captured with."""
-    whole, count = ctypes.c_void_p(graph), ctypes.c_size_t()
-    refused = driver.cuGraphGetNodes(whole, None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    refused = refused or driver.cuGraphGetNodes(whole, nodes, ctypes.byref(count))
-    kind = ctypes.c_int()
-    for node in nodes if not refused else ():
-        if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) or kind.value != _KERNEL:
-            continue
+    for node in nodes_of(driver, graph, KERNEL):
         answer = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
         if answer == 0 and settings.function == function.value:
-            assert node is not None
             return node
     raise CannotCompile("the copies are not in the graph that was captured with them")

@@ -32,6 +32,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.kernels import batch_norm
+from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.errors import CannotCompile
 from manyhands.training.settings import Settings
@@ -301,10 +302,11 @@ class GraphStep:
             except Exception as error:  # nothing was done yet: the step goes on with PyTorch's convolutions
                 self._convolutions = None
                 self._without("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             with capturing(graph, self._eager.device, stream=self._stream):
                 self._work(sized)
+            instantiate(graph, self._eager.device)
         except Exception as error:
             raise _NothingDone from error
         return graph

@@ -1,0 +1,155 @@
+"""The nodes of a captured CUDA graph, before it is instantiated: found, and memsets replaced by kernels.
+
+cuDNN clears a few bytes of its workspace before many convolutions. In a CUDA graph that is a memset node, and on an
+H200 it keeps the kernels around it 8 to 11 us apart; a kernel that writes the same bytes takes 2 to 3 us. So every
+captured graph is instantiated here::
+
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, device):
+        ...
+    instantiate(graph, device)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.errors import CannotCompile
+
+KERNEL, MEMSET = 0, 2  # types of nodes
+_THREADS = 128
+_MOST_BLOCKS = 1024
+_NEEDED = (  # of CUDA's driver, to replace a node
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphMemsetNodeGetParams",
+    "cuGraphNodeGetDependencies_v2",
+    "cuGraphNodeGetDependentNodes_v2",
+    "cuGraphAddKernelNode_v2",
+    "cuGraphAddDependencies_v2",
+    "cuGraphDestroyNode",
+)
+
+
+class KernelNode(ctypes.Structure):
+    """CUDA's description of a kernel in a graph (``CUDA_KERNEL_NODE_PARAMS_v2``)."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+class _Memset(ctypes.Structure):
+    """CUDA's description of a memset in a graph (``CUDA_MEMSET_NODE_PARAMS``)."""
+
+    _fields_ = (
+        ("target", ctypes.c_uint64),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("element_bytes", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _Edge(ctypes.Structure):
+    """CUDA's description of an edge (``CUgraphEdgeData``): all zero where the second node simply waits."""
+
+    _fields_ = (("ports", ctypes.c_ubyte * 2), ("kind", ctypes.c_ubyte), ("reserved", ctypes.c_ubyte * 5))
+
+
+def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
+    """Make a graph that was captured with ``keep_graph=True`` ready to be replayed.
+
+    Returns how many memsets were replaced by kernels; where that cannot be done, the graph stays as it was captured.
+    """
+    with torch.cuda.device(device):
+        try:
+            replaced = _replace_memsets(graph.raw_cuda_graph(), compiled("fill.cu", device))
+        except CannotCompile:  # no NVRTC, an old driver
+            replaced = 0
+        graph.instantiate()
+    return replaced
+
+
+def nodes_of(driver: ctypes.CDLL, graph: int, kind: int) -> Iterator[int]:
+    """The nodes of one type."""
+    count, found = ctypes.c_size_t(), ctypes.c_int()
+    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)))
+    for node in nodes:
+        answer = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(found))
+        if node is not None and answer == 0 and found.value == kind:
+            yield node
+
+
+def _replace_memsets(graph: int, kernels: Kernels) -> int:
+    driver = kernels.driver
+    if not all(hasattr(driver, name) for name in _NEEDED):
+        return 0
+    return sum(_replace_memset(driver, graph, node, kernels) for node in list(nodes_of(driver, graph, MEMSET)))
+
+
+def _replace_memset(driver: ctypes.CDLL, graph: int, node: int, kernels: Kernels) -> bool:
+    """Put a kernel in the place of a memset; False where the memset stays."""
+    memset = _Memset()
+    _check(driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(memset)))
+    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
+    after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
+    if memset.height != 1 or before is None or after is None:
+        return False
+    size, pattern = memset.width * memset.element_bytes, _pattern(memset.value, memset.element_bytes)
+    values = ctypes.c_uint64(memset.target), ctypes.c_uint(pattern), ctypes.c_longlong(size)
+    arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    blocks = min(max(1, -(-size // (16 * _THREADS))), _MOST_BLOCKS)
+    grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(_THREADS, 1, 1)
+    settings = KernelNode(kernels.function("fill").value, grid, block, 0, ctypes.addressof(arguments))
+    whole, added = ctypes.c_void_p(graph), ctypes.c_void_p()
+    _check(
+        driver.cuGraphAddKernelNode_v2(
+            ctypes.byref(added), whole, _handles(before), ctypes.c_size_t(len(before)), ctypes.byref(settings)
+        )
+    )
+    sources = _handles([added.value or 0] * len(after))
+    refused = after and driver.cuGraphAddDependencies_v2(
+        whole, sources, _handles(after), None, ctypes.c_size_t(len(after))
+    )
+    # One of the two goes: both would write, and nobody would wait for the kernel.
+    _check(driver.cuGraphDestroyNode(added if refused else ctypes.c_void_p(node)))
+    return not refused
+
+
+def _neighbours(ask: ctypes._NamedFuncPointer, node: int) -> list[int] | None:
+    """The nodes before or behind a node; None where an edge is more than a wait."""
+    count = ctypes.c_size_t()
+    _check(ask(ctypes.c_void_p(node), None, None, ctypes.byref(count)))
+    nodes, edges = (ctypes.c_void_p * count.value)(), (_Edge * count.value)()
+    if count.value:
+        _check(ask(ctypes.c_void_p(node), nodes, edges, ctypes.byref(count)))
+    return None if any(bytes(edge) != bytes(_Edge()) for edge in edges) else [found or 0 for found in nodes]
+
+
+def _pattern(value: int, size: int) -> int:
+    """Four bytes that repeat a value of so many bytes."""
+    return int.from_bytes(value.to_bytes(4, "little")[:size] * (4 // size), "little")
+
+
+def _handles(nodes: list[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(nodes))(*nodes)
+
+
+def _check(answer: int) -> None:
+    if answer:
+        raise CannotCompile(f"CUDA's driver refuses to look at a graph or to change it: error {answer}")
