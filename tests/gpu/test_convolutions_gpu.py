@@ -137,3 +137,32 @@ def test_a_compiled_function_has_them() -> None:
     trace = planning.fuse(planning.trace(net, planning.call((x,), {}), guarded=False))
     print(trace.passes)
     assert trace.passes == ["convolutions: 1 of 1 in faster ways"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_with_a_bias(case: tuple[int, ...]) -> None:
+    """Forward, and its gradient, as close to float64 as PyTorch's."""
+    channels, out, size, kernel, stride, padding = case
+    x = torch.randn(32, channels, size, size, device="cuda", dtype=torch.bfloat16)
+    x = x.to(memory_format=torch.channels_last)
+    layer = torch.nn.Conv2d(channels, out, kernel, stride, padding, device="cuda", dtype=torch.bfloat16)
+    layer = layer.to(memory_format=torch.channels_last)
+    mode = ChosenConvolutions(1_000_000)
+
+    def passes() -> tuple[Any, Any]:
+        layer.zero_grad()
+        y = layer(x)
+        y.backward(y.detach())
+        return y.detach(), layer.bias.grad
+
+    mode.noting = True
+    with mode:
+        passes()
+    mode.choose()
+    theirs = passes()
+    with mode:
+        ours = passes()
+    wide = torch.nn.functional.conv2d(x.double(), layer.weight.double(), layer.bias.double(), stride, padding)
+    for ours_is, theirs_is, exact in zip(ours, theirs, (wide, wide.sum((0, 2, 3))), strict=True):
+        error, limit = (ours_is - exact).norm(), (theirs_is - exact).norm()
+        assert float(error) <= 1.1 * float(limit) + 1e-3 * float(exact.norm())

@@ -267,3 +267,18 @@ def test_many_launches_at_once_do_not_meet() -> None:
     for mean, deviation in found:
         assert torch.equal(mean, expected[0])
         assert torch.equal(deviation, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(256, 128, 14, 14), (3, 8, 5, 7), (2, 1000, 1, 3), (64, 512, 4, 4), (100, 64)], ids=str
+)
+def test_channel_sums(shape: tuple[int, ...], dtype: Any) -> None:
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+    exact = x.double().movedim(1, 0).flatten(1).sum(1)
+    found = kernels.channel_sums(x)
+    assert found.dtype is dtype
+    off = (found.double() - exact).abs().max() / exact.abs().max()
+    assert float(off) <= max(2 * torch.finfo(dtype).eps, 1e-5)
+    assert torch.equal(found, kernels.channel_sums(x))

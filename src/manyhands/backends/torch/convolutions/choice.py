@@ -39,11 +39,11 @@ _aten = torch.ops.aten
 
 
 class Way(Protocol):
-    """Solves one problem."""
+    """Solves one problem; forward, ``bias`` is added to its result."""
 
     name: str
 
-    def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def data(self) -> list[object]: ...
 

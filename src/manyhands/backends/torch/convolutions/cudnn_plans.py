@@ -68,12 +68,12 @@ class CudnnPlan:
         engine, knobs = self._graph.made.get_engine_and_knobs_at_index(self._index)
         return [self.name, int(engine), sorted([int(knob), int(value)] for knob, value in (knobs or {}).items())]
 
-    def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         form, device = self._result, first.device
         result = torch.empty_strided(form.shape, form.stride, dtype=first.dtype, device=device)
         workspace = torch.empty(max(1, self._workspace), dtype=torch.uint8, device=device)
         self._graph.execute(self._index, (first, second, result), workspace)
-        return result
+        return result if bias is None else result.add_(bias.view(1, -1, 1, 1))
 
 
 def candidates(problem: Problem, result: Form, most: int) -> Iterator[CudnnPlan]:

@@ -15,7 +15,9 @@ from torch.utils.flop_counter import flop_registry
 
 from manyhands.backends.torch.compat import TorchDispatchMode
 from manyhands.backends.torch.convolutions.choice import Report, choose, way_of
-from manyhands.backends.torch.convolutions.problems import Kind, Problem, is_aligned, problem
+from manyhands.backends.torch.convolutions.problems import HALVES, Kind, Problem, is_aligned, problem
+from manyhands.backends.torch.kernels import batch_norm
+from manyhands.errors import CannotCompile
 
 _aten = torch.ops.aten
 _library = torch.library.Library("manyhands", "FRAGMENT")
@@ -71,8 +73,7 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if way is None or not is_aligned(x, weight):
         result: torch.Tensor = _aten.convolution.default(x, weight, bias, *how)
         return result
-    result = way(x, weight)
-    return result if bias is None else result.add_(bias.view(1, -1, 1, 1))
+    return way(x, weight, bias)
 
 
 def _convolution_backward(
@@ -82,7 +83,8 @@ def _convolution_backward(
     for_input, for_weight = map(way_of, _backward_problems(gradient, x, weight, settings, mask))
     for_input = for_input if is_aligned(gradient, weight) else None
     for_weight = for_weight if is_aligned(gradient, x) else None
-    rest = [mask[0] and for_input is None, mask[1] and for_weight is None, mask[2]]
+    sums = mask[2] and _can_sum(gradient)
+    rest = [mask[0] and for_input is None, mask[1] and for_weight is None, mask[2] and not sums]
     results: list[Any] = [None, None, None]
     if any(rest):
         results = list(_aten.convolution_backward.default(gradient, x, weight, bias_sizes, *settings, rest))
@@ -90,7 +92,20 @@ def _convolution_backward(
         results[0] = for_input(gradient, weight)
     if for_weight is not None:
         results[1] = for_weight(gradient, x)
+    if sums:
+        results[2] = batch_norm.channel_sums(gradient)
     return results[0], results[1], results[2]
+
+
+def _can_sum(gradient: torch.Tensor) -> bool:
+    """Whether our kernel gives the gradient of a bias."""
+    if gradient.device.type != "cuda" or gradient.dtype not in HALVES or not batch_norm.fits(gradient):
+        return False
+    try:
+        batch_norm.ready(gradient.device, (gradient.dtype,))
+    except CannotCompile:
+        return False
+    return True
 
 
 _library.impl("convolution", _convolution, "CompositeExplicitAutograd")

@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 ALIGNED = 16  # bytes: where the memory of tensors begins that ways are given
 
 
@@ -98,7 +98,7 @@ def problem(
     """The problem of these tensors; None where only PyTorch's way is used."""
     if first.dim() != 4 or second.dim() != 4 or first.dtype is not second.dtype or not first.numel():
         return None
-    if first.dtype not in _HALVES and first.device.type != "cpu":
+    if first.dtype not in HALVES and first.device.type != "cpu":
         return None  # in 32 bits ways differ by more than the order of sums
     if layout(first, second) is None:
         return None

@@ -34,15 +34,16 @@ class Product:
         """What is remembered of this way."""
         return [self.name]
 
-    def __call__(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         kind = self._problem.kind
         if kind is Kind.FORWARD:
-            return self._forward(first, second)
+            return self._forward(first, second, bias)
         return self._input_gradient(first, second) if kind is Kind.INPUT_GRADIENT else self._weight(first, second)
 
-    def _forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = self._rows(x, self._result.shape[2:])
-        product = rows @ _padded(_filters(weight), rows.shape[1]).t()
+        filters = _padded(_filters(weight), rows.shape[1]).t()
+        product = rows @ filters if bias is None else torch.addmm(bias, rows, filters)  # one kernel for both
         return self._as_result(_image(product, self._result.shape))
 
     def _input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ struct Float {
         return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
     }
     static __device__ float rounded(float value) { return value; }
+    static __device__ void store(void* to, int at, float value) { ((float*)to)[at] = value; }
 };
 
 // Numbers of sixteen bits, two in a word; N says how they are made wide and narrow.
@@ -48,6 +49,9 @@ struct Pairs {
         return make_uint4(N::narrow(v[0], v[1]), N::narrow(v[2], v[3]), N::narrow(v[4], v[5]), N::narrow(v[6], v[7]));
     }
     static __device__ float rounded(float value) { return N::low(N::narrow(value, 0)); }
+    static __device__ void store(void* to, int at, float value) {
+        ((unsigned short*)to)[at] = (unsigned short)N::narrow(value, 0);
+    }
 };
 
 struct Half : Pairs<Half> {
@@ -547,3 +551,30 @@ __device__ void backward(
 BACKWARD(backward_all, ALL)
 BACKWARD(backward_again, AGAIN)
 BACKWARD(backward_result, RESULT)
+
+// The sum of each channel over all rows: the gradient of a bias.
+extern "C" __global__ void __launch_bounds__(THREADS) channel_sums(
+    const uint4* x, void* result, float* partial, unsigned int* tickets, int rows, int vectors) {
+    constexpr int AT_ONCE = 4;
+    __shared__ Sums sums;
+    Place place(vectors);
+    float sum[V] = {}, nothing[V] = {};
+    for (int row = place.row; place.inside && row < rows; row += AT_ONCE * place.stride) {
+        uint4 bits[AT_ONCE];
+        load<AT_ONCE>(bits, x, place, row, rows, vectors);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (row + k * place.stride >= rows) continue;
+            float v[V];
+            T::unpack(bits[k], v);
+#pragma unroll
+            for (int i = 0; i < V; i++) sum[i] += v[i];
+        }
+    }
+    add_up_block(sums, sum, nothing, partial);
+    if (!is_last(tickets)) return;
+    add_up_blocks(sums, partial);
+    int first = blockIdx.y * blockDim.x * V;
+    for (int which = thread_number(); which < blockDim.x * V; which += blockDim.x * blockDim.y)
+        if (first + which < vectors * V) T::store(result, first + which, sums.all[which]);
+}

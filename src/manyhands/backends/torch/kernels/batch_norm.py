@@ -317,6 +317,18 @@ def _backward_on_gpu(
     return for_x, for_weight, for_bias
 
 
+def channel_sums(x: torch.Tensor) -> torch.Tensor:
+    """The sum of each channel over all else, of numbers on a GPU that fit: the gradient of a bias.
+
+    PyTorch takes up to ten times as long for it where channels lie side by side.
+    """
+    rows, vectors, grid, block = _shape(x, "sums")
+    result = torch.empty(x.shape[1], dtype=x.dtype, device=x.device)
+    partial = _partial(x, grid, block)
+    _of(x).launch("channel_sums", grid, block, x, result, partial, _tickets(x.device), rows, vectors)
+    return result
+
+
 # Made of PyTorch's operations
 
 

@@ -340,8 +340,12 @@ class GraphStep:
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             loss, right = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
+        # Metrics are a dozen kernels for a few numbers: they run beside the update, unless that writes to them too.
+        beside = None if as_written or sized.warm < 0 or eager.scale is not None else self._beside
+        before_update = None if beside is None else beside.mark()
         eager.update([loss.detach()], self._progress.step)
-        eager.metrics.add(loss, right, size, self._progress.step)
+        with nullcontext() if beside is None else beside.from_mark(before_update):
+            eager.metrics.add(loss, right, size, self._progress.step)
         self._progress.advance(size)
 
     def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:

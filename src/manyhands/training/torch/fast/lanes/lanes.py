@@ -7,7 +7,8 @@ In a step that is not compiled a dispatch mode assigns the lanes (:mod:`.eager`)
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,18 @@ class Beside:
             limits: dict[str, Any] = {"most_held": self._most_held, "least_product": self._least_product}
             self._of[size] = SideLanes(self._lanes, COUNT, device=self._device, **limits)
         return self._of[size]
+
+    def mark(self) -> Any:
+        """This point of the main lane."""
+        return self._lanes.mark(0)
+
+    @contextmanager
+    def from_mark(self, mark: Any) -> Iterator[None]:
+        """Within it work goes to a side lane, behind a mark of the main lane, which waits for it at the end."""
+        self._lanes.wait(1, mark)
+        with self._lanes.on(1):
+            yield
+        self._lanes.wait(0, self._lanes.mark(1))
 
     def explain(self, size: int) -> list[str]:
         """Lanes, tasks and waits of a backward pass, and what goes aside."""
