@@ -11,6 +11,7 @@ A function that cannot be traced as a whole is captured in pieces (:mod:`.pieces
 from __future__ import annotations
 
 import functools
+import logging
 import numbers
 import threading
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import timeline_of
 from manyhands.tasks import scope
 
+_log = logging.getLogger("manyhands")
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
 _DIRECT_KEYS = 8  # kinds of calls that go to the function itself
 _DIRECT_CALLS = 100  # of one kind, until plans are asked again
@@ -152,7 +154,10 @@ class Parallel(ParallelFunction[P, R]):
         self.has_guards = True
 
         def plan(arguments: tuple[object, ...]) -> GraphPlan | None:
+            before = self._last
             planned = self.plan_for(arguments)
+            if planned is not before and _log.isEnabledFor(logging.DEBUG):  # nobody has the graph to ask it
+                _log.debug("%s", self.explain())
             if planned.way == AS_WRITTEN and not planned.again:
                 return None
             return GraphPlan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.again)

@@ -114,7 +114,9 @@ def parallel(
 def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **settings: object) -> Callable[..., object]:
     """``torch.compile(model, backend="manyhands")``: forward and backward graphs, each planned over lanes.
 
-    Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are.
+    Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are. How each graph is
+    run, and why it is not faster, is logged: ``logging.basicConfig()``, then
+    ``logging.getLogger("manyhands").setLevel(logging.DEBUG)``, before the model is called.
     """
     fuse = dynamo.options_from(settings).get("fuse", True)
     return dynamo.compile_with(

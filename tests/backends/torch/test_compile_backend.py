@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from manyhands import torch as mh
 from manyhands.backends.planning import GraphPlan
+from manyhands.backends.torch import planning
 from manyhands.backends.torch.dynamo import backend as dynamo
 
 pytestmark = pytest.mark.skipif(
@@ -54,3 +57,51 @@ def test_a_run_is_told_where_its_tensors_lie() -> None:
         given = bound.given((first, 2, b))
         assert list(map(id, given)) == [id(first), id(b)]
         assert given.places == (first.data_ptr(), b.data_ptr())
+
+
+# Results that cannot be compared
+
+
+@torch.library.custom_op(
+    "manyhands_tests::attention",
+    mutates_args=(),
+    schema="(Tensor x, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)",
+)
+def _attention(x: torch.Tensor, dropout_p: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """As attention on a GPU does, it gives a state that nobody has written to."""
+    return x.sin(), torch.tensor(next(_SEEDS))
+
+
+@_attention.register_fake
+def _(x: torch.Tensor, dropout_p: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty((), dtype=torch.long)
+
+
+_SEEDS = itertools.count()
+
+
+@pytest.mark.parametrize(("dropout", "is_same"), [(0.0, True), (0.5, False)])
+def test_the_random_state_of_attention_without_dropout_is_not_compared(dropout: float, is_same: bool) -> None:
+    def function(x: torch.Tensor) -> Any:
+        result, state = torch.ops.manyhands_tests.attention(x, dropout)
+        return result * 2, state.detach()
+
+    call = planning.call((torch.rand(4),), {})
+    traced = planning.trace(function, call)
+
+    def plainly(tensors: Any, arguments: Any, keywords: Any) -> Any:
+        return function(*arguments)
+
+    one, other = (planning.expected(traced, call, plainly) for _ in range(2))
+    assert planning.equal(one, other)[0] is is_same
+
+
+def test_how_a_graph_is_run_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    fast = torch.compile(lambda x: (x @ x).sin(), backend=mh.compile_backend, options={"fuse": False})
+    with caplog.at_level("DEBUG", "manyhands"):
+        for _ in range(3):
+            fast(torch.rand(4, 4))
+    told = [record.getMessage() for record in caplog.records if record.name == "manyhands"]
+    assert len(told) == 1
+    assert "GraphModule: run as" in told[0]
+    assert "why not faster" in told[0]

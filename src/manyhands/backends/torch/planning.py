@@ -30,7 +30,7 @@ from manyhands.backends.torch.capture.facts import (
 )
 from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.capture.results import opened
-from manyhands.backends.torch.capture.trace import Trace, is_check, together
+from manyhands.backends.torch.capture.trace import Trace, is_check, meaningless_outputs, together
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.dynamo.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.guards.by_dynamo import guards
@@ -106,13 +106,13 @@ def expected(trace: Trace, call: Call, plainly: Run) -> list[Any]:
     with untouched(trace, call.tensors):
         results = tree_flatten(opened(plainly(*call.given)))[0]
         gradients = [tensor.grad for tensor, there in trace.gradients if there]
-        return _compared([*results, *gradients, *written_values(trace, call.tensors)])
+        return _compared(trace, [*results, *gradients, *written_values(trace, call.tensors)])
 
 
 def observed(trace: Trace, call: Call, run: Any) -> list[Any]:
     """The same of a run."""
     with untouched(trace, call.tensors):
-        return _compared([*run.replay(call.tensors), *written_values(trace, call.tensors)])
+        return _compared(trace, [*run.replay(call.tensors), *written_values(trace, call.tensors)])
 
 
 def exact(trace: Trace, call: Call) -> list[Any]:
@@ -132,9 +132,10 @@ def verdict(trace: Trace, call: Call, ours: Sequence[Any], plain: Sequence[Any],
     return float64.verdict(ours, plain, exactly, coarse, leaping=leaping, before=before)
 
 
-def _compared(values: Sequence[Any]) -> list[Any]:
-    """As they are now, to be compared: plain tensors."""
-    return copied([virtual.inside(value) for value in values])
+def _compared(trace: Trace, values: Sequence[Any]) -> list[Any]:
+    """As they are now, to be compared: plain tensors, and None where a value means nothing."""
+    nothing = meaningless_outputs(trace.as_written or trace)
+    return copied([None if number in nothing else virtual.inside(value) for number, value in enumerate(values)])
 
 
 def graph_run(

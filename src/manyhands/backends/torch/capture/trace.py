@@ -51,6 +51,8 @@ HIDDEN_VIEWS = (
     _aten.unsafe_split_with_sizes.default,
     _aten.unsafe_chunk.default,
 )
+# Results of attention, by their names, that say which random numbers it drew.
+_RANDOM_STATES = ("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask")
 # Operations that raise where values are not as they should be.
 _CHECKS = (
     _aten._linalg_check_errors,
@@ -330,6 +332,27 @@ def _drops_nothing(node: Node) -> bool:
             )
             return bool(probability == 0)
     return False
+
+
+def meaningless_outputs(trace: Trace) -> frozenset[int]:
+    """The outputs, by number, whose values are whatever was in their memory: nobody may look at them.
+
+    Attention gives its backward pass the state of the random numbers that it drew, on the CPU or on the GPU as it
+    likes, and without dropout it drew none.
+    """
+    return frozenset(number for number, value in enumerate(trace.outputs) if _is_unused_state(value))
+
+
+def _is_unused_state(value: Any) -> bool:
+    while isinstance(value, Node) and value.target in (_aten.detach.default, _aten.alias.default):
+        value = value.args[0]
+    if not isinstance(value, Node) or value.target is not operator.getitem:
+        return False
+    source, part = value.args
+    if not isinstance(source, Node) or not isinstance(part, int) or not _drops_nothing(source):
+        return False
+    schema = getattr(source.target, "_schema", None)
+    return schema is not None and schema.returns[part].name in _RANDOM_STATES
 
 
 def _shape(value: Any) -> str:
