@@ -40,7 +40,7 @@ class Machinery:
         self.cells: dict[tuple[int, int], FakeTensor] = {}
         self.handles: dict[int, float] = {}
         written = frozenset().union(*(task.writes for task in program))
-        for memory in footprint.given:
+        for memory in footprint.inputs:
             for device in range(devices) if memory not in written else (0,):
                 self._set(memory, device, float(memory + 1))
 
@@ -67,7 +67,7 @@ class Machinery:
         self.cells[memory, target] = self.backend.copy(held, FakeDevice("gpu", target))
 
     def results(self) -> dict[int, float]:
-        return {memory: self._get(memory, 0) for memory in self.footprint.results | self.footprint.given}
+        return {memory: self._get(memory, 0) for memory in self.footprint.results | self.footprint.inputs}
 
 
 def in_order(program: list[Task], footprint: Footprint = FOOTPRINT) -> dict[int, float]:

@@ -31,7 +31,7 @@ def test_a_break_stands_between_two_parts() -> None:
     when = moments(made)
     assert max(stop for _, stop in when[:3]) <= min(start for start, _ in when[4:8])
     assert len(footprint.sizes) == 4 + 5 + 2
-    assert len(footprint.given) == len(footprint.results) == 3
+    assert len(footprint.inputs) == len(footprint.results) == 3
     assert len(set(made.lanes)) == len(made.lanes) == 3  # two that compute, one for the host
 
 

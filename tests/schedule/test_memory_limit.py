@@ -50,7 +50,7 @@ def known_over(made: Schedule, footprint: Footprint) -> dict[int, int]:
     for memory in footprint.sizes:
         users = [t for t in made.order if memory in made.graph.tasks[t].reads | made.graph.tasks[t].writes]
         makers = [t for t in made.order if memory in made.graph.tasks[t].writes]
-        if makers and memory not in footprint.given | footprint.results:
+        if makers and memory not in footprint.inputs | footprint.results:
             lane = [task for task in made.order if made.lane_of[task] == made.lane_of[makers[0]]]
             over = [task for task in lane if before[task] >= set(users)]
             if over:

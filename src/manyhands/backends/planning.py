@@ -40,7 +40,7 @@ class Call(Protocol):
         """Whether two of the tensors do."""
 
     @property
-    def given(self) -> tuple[Sequence[Tensor], tuple[Value, ...], dict[str, Value]]:
+    def run_arguments(self) -> tuple[Sequence[Tensor], tuple[Value, ...], dict[str, Value]]:
         """What a run takes."""
 
 
@@ -213,7 +213,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
         """Its tasks as they are run there."""
 
     def footprint(self, trace: TraceT) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
-        """The bytes of each memory, the memories that are given, and those of the results."""
+        """The bytes of each memory, the memories of the inputs, and those of the results."""
 
     def copied_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Of arguments that a captured graph has to copy."""
@@ -304,7 +304,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
         """The same in float64."""
 
     def verdict(
-        self, trace: TraceT, call: CallT, ours: Sequence[Value], plain: Sequence[Value], exactly: Sequence[Value]
+        self, trace: TraceT, call: CallT, candidate: Sequence[Value], plain: Sequence[Value], exactly: Sequence[Value]
     ) -> Verdict: ...
 
     def equal(self, results: Sequence[Value], expected: Sequence[Value]) -> tuple[bool, float]:

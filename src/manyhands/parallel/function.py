@@ -112,13 +112,13 @@ class Parallel(ParallelFunction[P, R]):
                 return result  # type: ignore[return-value]
         call = self.backend.call(arguments, keywords)
         self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
-        if not planned.again:
+        if not planned.retry:
             # PyTorch's compiled graphs are not always right where arguments share memory and one of them is a result.
             can_be_pieces = planned.cannot_be_one and not call.shares_memory and self.backend.has_pieces()
             if can_be_pieces and planned.pieces is None:
                 Pieces(self._in_pieces, self.backend, planned, at_once=self.synchronous)
             self._remember(planned, call)
-        return planned.run(*call.given)  # type: ignore[return-value]
+        return planned.run(*call.run_arguments)  # type: ignore[return-value]
 
     def _quick_key(self, arguments: tuple[object, ...]) -> tuple[object, ...]:
         """What makes it likely that a call is like another one. It need not be: plain execution is always right."""
@@ -131,7 +131,7 @@ class Parallel(ParallelFunction[P, R]):
         function depends on may be other.
         """
         plans = [*self._recent, planned]
-        if self.has_guards or keywords or not all(one.run == self._plainly for one in plans):
+        if self.has_guards or keywords or not all(plan.run == self._plainly for plan in plans):
             self._direct.clear()
         else:
             if len(self._direct) >= _DIRECT_KEYS:
@@ -158,9 +158,9 @@ class Parallel(ParallelFunction[P, R]):
             planned = self.plan_for(arguments)
             if planned is not before and _log.isEnabledFor(logging.DEBUG):  # nobody has the graph to ask it
                 _log.debug("%s", self.explain())
-            if planned.way == AS_WRITTEN and not planned.again:
+            if planned.way == AS_WRITTEN and not planned.retry:
                 return None
-            return GraphPlan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.again)
+            return GraphPlan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.retry)
 
         return plan
 
@@ -169,7 +169,7 @@ class Parallel(ParallelFunction[P, R]):
         if self._captured is None:
 
             def graph(function: Callable[..., object], reuse: bool) -> Parallel[..., object]:
-                made = Parallel(
+                planner = Parallel(
                     function,
                     self.backend,
                     reuse_outputs=reuse,
@@ -177,8 +177,8 @@ class Parallel(ParallelFunction[P, R]):
                     compile=self.compile,
                     synchronous=self.synchronous,
                 )
-                made.shows_progress = False  # its name says nothing to the user
-                return made
+                planner.shows_progress = False  # its name says nothing to the user
+                return planner
 
             self._captured = Captured(self.backend, self.function, graph)
         return self._captured
@@ -193,7 +193,7 @@ class Parallel(ParallelFunction[P, R]):
 
     def _plan_anew(self, call: Call) -> Planned:
         if not self._plans.is_worth_one(call.signature):
-            return Planned(self._plainly, notes=[NEVER_AGAIN], again=True)
+            return Planned(self._plainly, notes=[NEVER_AGAIN], retry=True)
         count = self._plans.count(call.signature)
         why = self._plans.why_no_more(call.signature)
         if why is None:
@@ -202,7 +202,7 @@ class Parallel(ParallelFunction[P, R]):
             planned.planning = progress.summary()
         else:
             planned = Planned(self._plainly, notes=[why])
-        if not planned.again:
+        if not planned.retry:
             self._plans.keep(call.signature, planned)
         return planned
 
@@ -252,12 +252,12 @@ class Parallel(ParallelFunction[P, R]):
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
             planned.holds = error.holds or planned.holds
-            planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
+            planned.retry = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
             planned.cannot_be_one = not isinstance(error, MustRunAsWritten)
             return planned
         except Exception as error:  # the function's own, if it is, comes from plain execution
             note = f"cannot be traced: {first_line(error)}"
-            return Planned(self._plainly, notes=[note], again=first, cannot_be_one=True)
+            return Planned(self._plainly, notes=[note], retry=first, cannot_be_one=True)
         try:
             with self.backend.untouched(trace, call.tensors) as put_back:
                 planned = self._choose(call, trace, device, progress)
@@ -268,13 +268,13 @@ class Parallel(ParallelFunction[P, R]):
                         self.backend,
                         trace,
                         lambda fused: self._choose(call, fused, device, progress, then="compiling"),
-                        lambda plan: self.backend.seconds(lambda: plan.run(*call.given), device, put_back),
+                        lambda plan: self.backend.seconds(lambda: plan.run(*call.run_arguments), device, put_back),
                         whole=device is not None if self.compiles_whole is None else self.compiles_whole,
                     )
         except Exception as error:  # whatever fails while plans are tried: plain execution is there
             without_memory = self.backend.is_out_of_memory(error)
             why = "out of memory while planning" if without_memory else "it could not be planned"
-            planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
+            planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], retry=first and not without_memory)
         planned.holds, planned.changed = trace.holds, trace.changed
         if not planned.way.is_plain and not self.has_guards:
             progress.enters("guards")
@@ -283,7 +283,7 @@ class Parallel(ParallelFunction[P, R]):
 
     def _add_guards(self, planned: Planned, call: Call, trace: Trace) -> None:
         """Let Dynamo guard what the code looks at, if it can follow it; what guards cost has to be won first."""
-        _, arguments, keywords = call.given
+        _, arguments, keywords = call.run_arguments
         if self._is_lost_to_guards(planned, planned.holds):  # without those of Dynamo, which take long to make
             return
         try:

@@ -35,7 +35,7 @@ class Planned(Guarded):
     predicted: dict[Way, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     planning: str = ""  # how long planning took, in words
-    again: bool = False  # plan anew at the next call
+    retry: bool = False  # plan again at the next call
     cannot_be_one: bool = False  # it cannot be captured as one graph, but perhaps in pieces
     costed: Costed | None = None
     footprint: Footprint | None = None

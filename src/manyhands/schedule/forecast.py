@@ -135,11 +135,11 @@ class _Places:
     def __init__(self, program: Graph, footprint: Footprint, machine: Machine) -> None:
         self._program, self._machine = program, machine
         self._sizes: Mapping[int, int] = footprint.sizes
-        self._kept = footprint.results | footprint.given
+        self._kept = footprint.results | footprint.inputs
         written = frozenset().union(*(task.writes for task in program.tasks))
         everywhere = set(range(machine.devices))
         self._valid: dict[int, set[int]] = {
-            memory: {0} if memory in written else set(everywhere) for memory in footprint.given
+            memory: {0} if memory in written else set(everywhere) for memory in footprint.inputs
         }
         self._names: dict[tuple[int, int], int] = {}
         self.placed = Placed()

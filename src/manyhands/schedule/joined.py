@@ -34,13 +34,13 @@ def joined(parts: Sequence[Part]) -> tuple[Schedule, Footprint]:
         if number:
             whole.add_break(part.name)
         whole.add(part)
-    return whole.schedule(), Footprint(whole.sizes, frozenset(whole.given), frozenset(whole.results))
+    return whole.schedule(), Footprint(whole.sizes, frozenset(whole.inputs), frozenset(whole.results))
 
 
 class _Joined:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
-        self.given: set[int] = set()
+        self.inputs: set[int] = set()
         self.results: set[int] = set()
         self._tasks: list[Task] = []
         self._lanes: dict[Lane, int] = {}
@@ -59,11 +59,11 @@ class _Joined:
         for task in schedule.graph.tasks:
             for memory in sorted(task.reads | task.writes):
                 numbers.setdefault(memory, self._memories + len(numbers))
-        for memory in sorted({*part.footprint.sizes, *part.footprint.given, *part.footprint.results}):
+        for memory in sorted({*part.footprint.sizes, *part.footprint.inputs, *part.footprint.results}):
             numbers.setdefault(memory, self._memories + len(numbers))
         self._memories += len(numbers)
         self.sizes |= {numbers[memory]: size for memory, size in part.footprint.sizes.items()}
-        self.given |= {numbers[memory] for memory in part.footprint.given}
+        self.inputs |= {numbers[memory] for memory in part.footprint.inputs}
         self.results |= {numbers[memory] for memory in part.footprint.results}
         lanes = [self._lanes.setdefault(lane, len(self._lanes)) for lane in schedule.lanes]
         for task, needs, lane in zip(schedule.graph.tasks, schedule.graph.needs, schedule.lane_of, strict=True):

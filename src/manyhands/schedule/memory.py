@@ -22,11 +22,11 @@ class Footprint:
     """The bytes of every memory of a program, and which are there before it and stay after it."""
 
     sizes: Mapping[int, int]
-    given: frozenset[int]
+    inputs: frozenset[int]
     results: frozenset[int]
 
-    def given_bytes(self) -> int:
-        return sum(self.sizes.get(memory, 0) for memory in self.given)
+    def input_bytes(self) -> int:
+        return sum(self.sizes.get(memory, 0) for memory in self.inputs)
 
     def result_bytes(self) -> int:
         return sum(self.sizes.get(memory, 0) for memory in self.results)
@@ -60,14 +60,14 @@ def peak(
     for number, task in enumerate(tasks):
         start, stop = moments[number]
         for memory in task.reads | task.writes:
-            if memory in footprint.sizes and memory not in footprint.given:
+            if memory in footprint.sizes and memory not in footprint.inputs:
                 begins[memory] = min(begins.get(memory, start), start)
                 ends[memory] = max(ends.get(memory, stop), stop)
     if let_go is not None:
         ends = {memory: moments[let_go[memory]][1] for memory in ends if memory in let_go}
     events = [(when, 1, footprint.sizes[memory]) for memory, when in begins.items()]
     events += [(when, 0, -footprint.sizes[memory]) for memory, when in ends.items() if memory not in footprint.results]
-    held = worst = footprint.given_bytes()
+    held = worst = footprint.input_bytes()
     for _, _, size in sorted(events):
         held += size
         worst = max(worst, held)

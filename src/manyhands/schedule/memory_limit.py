@@ -45,8 +45,8 @@ class _Walk:
     def __init__(self, schedule: Schedule, footprint: Footprint) -> None:
         self.made, self.footprint = schedule, footprint
         # Results count from the beginning: when they are there, it is too late to hold anybody back.
-        self.held = footprint.given_bytes() + footprint.result_bytes()
-        self.stays = footprint.given | footprint.results
+        self.held = footprint.input_bytes() + footprint.result_bytes()
+        self.stays = footprint.inputs | footprint.results
         self.clocks = Clocks(len(schedule.lanes))
         self.can_go = [
             0 for _ in schedule.lanes

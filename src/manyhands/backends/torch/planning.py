@@ -104,7 +104,7 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
 def expected(trace: Trace, call: Call, plainly: Run) -> list[Any]:
     """What plain execution gives and leaves behind: results, gradients, what it writes to."""
     with untouched(trace, call.tensors):
-        results = tree_flatten(opened(plainly(*call.given)))[0]
+        results = tree_flatten(opened(plainly(*call.run_arguments)))[0]
         gradients = [tensor.grad for tensor, there in trace.gradients if there]
         return _compared(trace, [*results, *gradients, *written_values(trace, call.tensors)])
 
@@ -121,7 +121,9 @@ def exact(trace: Trace, call: Call) -> list[Any]:
     return float64.exact(trace.as_written, call.tensors, written_values(trace, call.tensors))
 
 
-def verdict(trace: Trace, call: Call, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
+def verdict(
+    trace: Trace, call: Call, candidate: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]
+) -> Verdict:
     """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them.
 
     To be asked while the tensors of the call are as they were before it.
@@ -129,7 +131,7 @@ def verdict(trace: Trace, call: Call, ours: Sequence[Any], plain: Sequence[Any],
     assert trace.as_written is not None
     coarse, leaping = float64.coarsest(trace), float64.leaps(trace.as_written)
     before = [virtual.inside(tensor) for tensor in written_values(trace, call.tensors)]
-    return float64.verdict(ours, plain, exactly, coarse, leaping=leaping, before=before)
+    return float64.verdict(candidate, plain, exactly, coarse, leaping=leaping, before=before)
 
 
 def _compared(trace: Trace, values: Sequence[Any]) -> list[Any]:

@@ -78,7 +78,7 @@ def choose(
             continue
         add(way, replaying(run), scheduled, threads, results)
     with backend.untouched(trace, call.tensors) as put_back:
-        times = race([lambda run=run: run(*call.given) for run, *_ in accepted.values()], put_back)  # type: ignore[misc]
+        times = race([lambda run=run: run(*call.run_arguments) for run, *_ in accepted.values()], put_back)  # type: ignore[misc]
     best.seconds.update(zip(accepted, map(statistics.median, times), strict=True))
     ratios = {way: _ratio(seconds, times[0]) for way, seconds in zip(accepted, times, strict=True)}
     fastest = min(ratios, key=ratios.__getitem__)

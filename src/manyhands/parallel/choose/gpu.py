@@ -60,7 +60,7 @@ def choose(
 
     def seconds_of(run: Run, *repeats: int) -> float:
         with backend.untouched(trace, call.tensors) as put_back:
-            return backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
+            return backend.seconds(lambda: run(*call.run_arguments), device, put_back, *repeats)
 
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
     judge = Judge.of(backend, trace, call, plainly, best.notes)
@@ -88,14 +88,14 @@ def choose(
             if refused is not None:
                 best.notes.append(f"{way} is not used: {refused}")
                 continue
-            again: Run = replaying(run)
-            ahead = is_ahead(way, again, best, seconds_of)
+            replay: Run = replaying(run)
+            ahead = is_ahead(way, replay, best, seconds_of)
         except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
             best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
         if ahead:
             best.way, best.exactness = way, exactness
-            best.run, best.schedule, best.peaks, best.trace = again, scheduled, peaks, traced
+            best.run, best.schedule, best.peaks, best.trace = replay, scheduled, peaks, traced
 
 
 def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:

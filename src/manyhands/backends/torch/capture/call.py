@@ -63,7 +63,7 @@ class Call:
         return bool(self.signature[2])
 
     @property
-    def given(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
+    def run_arguments(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
         """What a run takes."""
         return self.tensors, self.arguments, self.keywords
 

@@ -29,7 +29,7 @@ _BATCHED = {
 
 
 def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
-    """The bytes of each memory, the memories that are given, and those of the results."""
+    """The bytes of each memory, the memories of the inputs, and those of the results."""
     sizes: dict[int, int] = {}
     for node in trace.module.graph.nodes:
         # As trace.py knows them: a tensor from outside, and so a view of it, by a negative number.

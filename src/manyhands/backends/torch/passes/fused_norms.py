@@ -60,7 +60,7 @@ class _Norm:
         return second if first is self.y else first
 
     @property
-    def given(self) -> tuple[Any, Any, Any]:
+    def inputs(self) -> tuple[Any, Any, Any]:
         """Input, weight and bias."""
         arguments: Any = self.node.args
         return arguments[0], arguments[1], arguments[2]
@@ -108,7 +108,7 @@ def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm
             following = _only_user(following)
     if following is not None and following.target in _RELU:
         norm.relu = following
-    moved: list[object] = [*norm.given]
+    moved: list[object] = [*norm.inputs]
     if not rewriting.unchanged(moved, node, norm.last):
         return _Norm(node, y)
     if norm.addition is not None and not rewriting.unchanged([norm.added], norm.addition, norm.last):
@@ -174,7 +174,7 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
     if norm.y is None:
         rewriting.graph.erase_node(norm.node)
         return Counter(normalisations=1)
-    x, weight, bias = norm.given
+    x, weight, bias = norm.inputs
     last = norm.last
     # The part that is the result may stand behind operations that follow the normalisation.
     with rewriting.graph.inserting_before(norm.node if last is norm.y else last):
@@ -199,15 +199,15 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
 def _fits_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> bool:
     arguments: Any = node.args
     gradient, x, weight, *_ = arguments
-    if not arguments[7] or x is not norm.given[0] or not rewriting.same(weight, norm.given[1]):
+    if not arguments[7] or x is not norm.inputs[0] or not rewriting.same(weight, norm.inputs[1]):
         return False
-    return _alike(gradient, x) and rewriting.unchanged(norm.given, norm.node, node)
+    return _alike(gradient, x) and rewriting.unchanged(norm.inputs, norm.node, node)
 
 
 def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[str]:
     arguments: Any = node.args
     gradient, x = arguments[:2]
-    weight, bias = norm.given[1:]
+    weight, bias = norm.inputs[1:]
     fused = _is_of_relu(rewriting, gradient, node, norm)
     incoming, more, result = gradient, None, None
     at = gradient if fused else node
@@ -260,9 +260,9 @@ def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) ->
     if norm.relu is None or gradient.target is not _aten.threshold_backward.default:
         return False
     incoming, result, threshold = gradient.args
-    if result is not norm.relu or threshold != 0 or not _alike(incoming, norm.given[0]):
+    if result is not norm.relu or threshold != 0 or not _alike(incoming, norm.inputs[0]):
         return False
-    return rewriting.unchanged([*norm.given, norm.relu], norm.last, node)
+    return rewriting.unchanged([*norm.inputs, norm.relu], norm.last, node)
 
 
 def _is_sum(node: Node) -> bool:

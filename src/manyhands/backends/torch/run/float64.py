@@ -231,7 +231,7 @@ def leaps(trace: Trace) -> bool:
 
 
 def verdict(
-    ours: Sequence[Any],
+    candidate: Sequence[Any],
     plain: Sequence[Any],
     exactly: Sequence[Any],
     coarse: float,
@@ -243,11 +243,11 @@ def verdict(
 
     ``before``: of the last of them, which were written to, what was there.
     """
-    return judge(distances(ours, plain, exactly, coarse, before), _LUCK[coarse > 1e-4], _LEAP if leaping else 0.0)
+    return judge(distances(candidate, plain, exactly, coarse, before), _LUCK[coarse > 1e-4], _LEAP if leaping else 0.0)
 
 
 def distances(
-    ours: Sequence[Any],
+    candidate: Sequence[Any],
     plain: Sequence[Any],
     exactly: Sequence[Any],
     coarse: float,
@@ -260,29 +260,29 @@ def distances(
     there = [*[None] * (len(plain) - len(before)), *before]
     return [
         _distance(a, b, c, coarse, there)
-        for a, b, c, there in zip(ours, plain, exactly, there, strict=True)
+        for a, b, c, there in zip(candidate, plain, exactly, there, strict=True)
         if isinstance(b, torch.Tensor) or a != b
     ]
 
 
-def _distance(ours: Any, plain: Any, exactly: Any, coarse: float, before: torch.Tensor | None) -> Distance:
-    same = isinstance(ours, torch.Tensor) and ours.shape == plain.shape and ours.dtype == plain.dtype
+def _distance(candidate: Any, plain: Any, exactly: Any, coarse: float, before: torch.Tensor | None) -> Distance:
+    same = isinstance(candidate, torch.Tensor) and candidate.shape == plain.shape and candidate.dtype == plain.dtype
     if not same:
         return Distance(math.inf, 0.0, 1.0, 0.0)
     floor = 0.0
     if _is_number(plain):
         eps = torch.finfo(plain.dtype).eps
         floor = max(4 * eps if eps > 1e-5 else 64 * eps, 4 * coarse if plain.numel() < _FEW else 0.0)
-    elif torch.equal(plain, exactly) and not torch.equal(ours, plain):
+    elif torch.equal(plain, exactly) and not torch.equal(candidate, plain):
         return Distance(math.inf, 0.0, 1.0, 0.0)
     finite = plain.isfinite()
     if not bool(finite.all()):
-        if not torch.equal(ours[~finite].nan_to_num(), plain[~finite].nan_to_num()):
+        if not torch.equal(candidate[~finite].nan_to_num(), plain[~finite].nan_to_num()):
             return Distance(math.inf, 0.0, 1.0, floor)
-        ours, plain, exactly = ours[finite], plain[finite], exactly[finite]
+        candidate, plain, exactly = candidate[finite], plain[finite], exactly[finite]
         before = before[finite] if before is not None else None
     wide = _WIDE[exactly.is_complex()]
-    a, b, c = ours.to(wide), plain.to(wide), exactly.to(wide)
+    a, b, c = candidate.to(wide), plain.to(wide), exactly.to(wide)
     size = float(c.norm())
     if not math.isfinite(size):
         raise CannotBeExact("exact results are infinite or NaN where plain execution's are not")
