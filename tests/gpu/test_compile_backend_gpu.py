@@ -7,6 +7,7 @@ gradients are those of plain execution.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.backends.torch.dynamo import backend  # noqa: E402
 
 nn = torch.nn
 DEVICE = "cuda:0"
@@ -157,3 +159,23 @@ def test_a_loop_with_an_optimizer() -> None:
             seen.append(loss.detach())
         losses.append(torch.stack(seen))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+
+
+def test_attention_has_a_plan_forward_and_backward() -> None:
+    """Seeds of dropout that there is not are nobody's, and differ from call to call."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(DEVICE)
+    twin = copy.deepcopy(plain)
+    fast = torch.compile(twin, backend=mh.compile_backend, options={"fuse": False})
+    x = torch.randn(8, 32, 128, device=DEVICE)
+    for _ in range(4):
+        for call in (plain, fast):
+            with torch.autocast("cuda", torch.bfloat16):
+                call(x).square().mean().backward()
+    graphs = [found for found in gc.get_objects() if type(found) is backend._PlannedGraph]
+    plans = [bound.plan for graph in graphs for bound in graph._bound]
+    assert len(plans) >= 2
+    assert all(plan is not None and plan.in_graph for plan in plans)
+    for one, other in zip(plain.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0.05, atol=1e-3)
