@@ -201,44 +201,44 @@ def options() -> argparse.Namespace:
     parser.add_argument("--json", help="a file for all figures")
     parser.add_argument("--tiny", action="store_true", help="small sizes, few repetitions")
     parser.add_argument("--explain", action="store_true", help="print what manyhands says of each row")
-    given = parser.parse_args()
-    given.tiny = given.tiny or not torch.cuda.is_available()
-    given.ways = [way.strip() for way in given.ways.split(",")] if given.ways else [""]
-    return given
+    flags = parser.parse_args()
+    flags.tiny = flags.tiny or not torch.cuda.is_available()
+    flags.ways = [way.strip() for way in flags.ways.split(",")] if flags.ways else [""]
+    return flags
 
 
 def main() -> int:
-    given = options()
+    flags = options()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     makers: dict[str, Callable[[], dict[str, Any]]] = {
-        name: lambda make=make: measure(make(), device, given.tiny, given.ways)  # type: ignore[misc]
-        for name, make in parallel_cases.cases(device, tiny=given.tiny)
+        name: lambda make=make: measure(make(), device, flags.tiny, flags.ways)  # type: ignore[misc]
+        for name, make in parallel_cases.cases(device, tiny=flags.tiny)
     }
     makers["planning"] = parallel_planning.planning
-    makers["overhead-4"] = lambda: parallel_overhead.overhead(device, given.tiny, 4)
-    makers["overhead-1"] = lambda: parallel_overhead.overhead(device, given.tiny, 1)
-    wanted = given.rows.split(",") if given.rows else [""]
+    makers["overhead-4"] = lambda: parallel_overhead.overhead(device, flags.tiny, 4)
+    makers["overhead-1"] = lambda: parallel_overhead.overhead(device, flags.tiny, 1)
+    wanted = flags.rows.split(",") if flags.rows else [""]
     chosen = [name for name in makers if any(name.startswith(one.strip()) for one in wanted)]
     if not chosen:
-        print(f"no such row: {given.rows}. There are {', '.join(makers)}", file=sys.stderr)
+        print(f"no such row: {flags.rows}. There are {', '.join(makers)}", file=sys.stderr)
         return 2
-    print(header(device) + (" (tiny: no figures to quote)" if given.tiny else ""))
+    print(header(device) + (" (tiny: no figures to quote)" if flags.tiny else ""))
     rows = []
     for name in chosen:
         rows.append(makers[name]())
         tidy(device)
         for what, why in rows[-1]["left_out"].items():
             print(f"  {what}: {why}")
-        for name, words in rows[-1].get("explained", {}).items() if given.explain else ():
+        for name, words in rows[-1].get("explained", {}).items() if flags.explain else ():
             print(f"{name}: {words}")
-        if given.json:
-            with open(given.json, "w") as file:
+        if flags.json:
+            with open(flags.json, "w") as file:
                 json.dump({"header": header(device), "rows": rows}, file, indent=1)
     print_table(rows)
     slower = parallel_limits.told(parallel_limits.against_eager(rows, OURS), LEAST, "eager")
     if any("NOT EQUAL" in why for row in rows for why in row["left_out"].values()):
         return 1
-    return 0 if given.tiny else slower  # times of small sizes are noise
+    return 0 if flags.tiny else slower  # times of small sizes are noise
 
 
 if __name__ == "__main__":

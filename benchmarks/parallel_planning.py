@@ -33,19 +33,19 @@ def planning() -> dict[str, Any]:
             times, own = [], []
             for _ in range(3):
                 start, begin = time.perf_counter(), time.process_time()
-                made = schedule(graph(tasks), lanes, switch_seconds=1e-6)
-                check(made)
-                simulate(made, wait_seconds=1e-6)
+                planned = schedule(graph(tasks), lanes, switch_seconds=1e-6)
+                check(planned)
+                simulate(planned, wait_seconds=1e-6)
                 times.append(time.perf_counter() - start)
                 own.append(time.process_time() - begin)
                 begin = time.process_time()
-                check(thrifty(made, footprint, len(memories) // 2))
+                check(thrifty(planned, footprint, len(memories) // 2))
                 held = max(held, time.process_time() - begin)
             name = f"{count} tasks, {form}"
             row["seconds"][name] = statistics.median(times)
-            told = f"{row['seconds'][name] * 1e3:.1f} ms, processor {statistics.median(own) * 1e3:.1f} ms"
-            told += f"; held back {held * 1e3:.1f} ms more"
-            print(f"  schedule, check, simulate {name}: {told}")
+            text = f"{row['seconds'][name] * 1e3:.1f} ms, processor {statistics.median(own) * 1e3:.1f} ms"
+            text += f"; held back {held * 1e3:.1f} ms more"
+            print(f"  schedule, check, simulate {name}: {text}")
     return row
 
 

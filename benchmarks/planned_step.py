@@ -178,16 +178,16 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(DEFAULT), help=f"with commas between: {', '.join(ROWS)}")
     parser.add_argument("--ways", default=",".join(WAYS), help="with commas between")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU too")
-    given = parser.parse_args()
-    rows, ways = given.rows.split(","), given.ways.split(",")
+    flags = parser.parse_args()
+    rows, ways = flags.rows.split(","), flags.ways.split(",")
     unknown = [name for name in rows if name not in ROWS] + [name for name in ways if name not in WAYS]
-    if unknown or not (given.tiny or torch.cuda.is_available()):
+    if unknown or not (flags.tiny or torch.cuda.is_available()):
         parser.error(f"there is no {unknown[0]}" if unknown else "it is for a GPU; --tiny is a try anywhere")
     hardware = torch.cuda.get_device_name(0) if torch.cuda.is_available() else machine.host_name()
     versions = f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}"
-    print(f"{hardware}; {versions}{'; tiny: no figures to quote' if given.tiny else ''}")
+    print(f"{hardware}; {versions}{'; tiny: no figures to quote' if flags.tiny else ''}")
     for name in rows:
-        measure(name, ways, "gpu:0" if torch.cuda.is_available() else "cpu", given.tiny)
+        measure(name, ways, "gpu:0" if torch.cuda.is_available() else "cpu", flags.tiny)
 
 
 if __name__ == "__main__":

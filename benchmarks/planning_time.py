@@ -124,16 +124,16 @@ def main() -> int:
     parser.add_argument("--only", choices=FUNCTIONS)
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--child", choices=FUNCTIONS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        (parts if given.parts else one)(given.child)
+    flags = parser.parse_args()
+    if flags.child:
+        (parts if flags.parts else one)(flags.child)
         return 0
-    for name in [given.only] if given.only else FUNCTIONS:
+    for name in [flags.only] if flags.only else FUNCTIONS:
         with tempfile.TemporaryDirectory() as folder:
-            for when in ("parts",) if given.parts else ("first", "again"):
+            for when in ("parts",) if flags.parts else ("first", "again"):
                 print(f"{name:<12} {when}: ", end="", flush=True)
                 environment = os.environ | {"MANYHANDS_CACHE": folder}
-                command = [sys.executable, __file__, "--child", name, *(["--parts"] if given.parts else [])]
+                command = [sys.executable, __file__, "--child", name, *(["--parts"] if flags.parts else [])]
                 subprocess.run(command, env=environment, check=True)
     return 0
 

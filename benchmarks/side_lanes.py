@@ -232,8 +232,8 @@ def main() -> int:
     )
     parser.add_argument("--most-held", type=float, help="megabytes")
     parser.add_argument("--explain", action="store_true", help="lanes and waits of every row that has them")
-    given: Any = parser.parse_args()
-    rows = [row.strip() for row in given.rows.split(",")]
+    flags: Any = parser.parse_args()
+    rows = [row.strip() for row in flags.rows.split(",")]
     if unknown := [row for row in rows if row not in ROWS]:
         parser.error(f"no such row: {', '.join(unknown)}. There are {', '.join(ROWS)}")
     if not torch.cuda.is_available():
@@ -243,12 +243,12 @@ def main() -> int:
     torch.backends.cudnn.deterministic = True  # or equal to the bit would be luck
     print(
         f"{torch.cuda.get_device_name(device)}, {machine.usable_cores()} cores {machine.host_name()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}; {given.model}, "
-        f"forward and backward, bf16, channels last, batch {given.batch_size}; n = {ROUNDS} times {REPLAYS} replays"
+        f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}; {flags.model}, "
+        f"forward and backward, bf16, channels last, batch {flags.batch_size}; n = {ROUNDS} times {REPLAYS} replays"
     )
-    problem = Problem(given.model, given.batch_size, device)
-    keep = given.biases == "keep"
-    return 1 if run(rows, problem, keep=keep, most_held=given.most_held, explain=given.explain) else 0
+    problem = Problem(flags.model, flags.batch_size, device)
+    keep = flags.biases == "keep"
+    return 1 if run(rows, problem, keep=keep, most_held=flags.most_held, explain=flags.explain) else 0
 
 
 if __name__ == "__main__":

@@ -199,23 +199,23 @@ def tidy(device: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def child(given: argparse.Namespace) -> None:
+def child(flags: argparse.Namespace) -> None:
     import torch
     from suite_programs import programs
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    program = programs(given.quick)[given.child]
-    ways = [way for way in given.ways.split(",") if way != "graph" or device.type == "cuda"]
-    if given.hold:
+    program = programs(flags.quick)[flags.child]
+    ways = [way for way in flags.ways.split(",") if way != "graph" or device.type == "cuda"]
+    if flags.hold:
         cache = os.environ.get("MANYHANDS_CACHE")
         prepare(program, device, dtype, ways)
         _restore("MANYHANDS_CACHE", cache)
         print("ready", flush=True)
         sys.stdin.readline()
     row: dict[str, Any] = {"name": program.name, "told": {}, "failed": {}, "first_s": {}, "explained": {}}
-    if given.no_graph:
-        row["failed"]["graph"] = given.no_graph
+    if flags.no_graph:
+        row["failed"]["graph"] = flags.no_graph
     compared = comparison(program, device, dtype)
     runs: dict[str, Callable[[], Any]] = {}
     for way in ways:
@@ -231,19 +231,19 @@ def child(given: argparse.Namespace) -> None:
             traceback.print_exc()
             row["failed"][way] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             if way == "graph":
-                _begin_again(given, row["failed"][way])
+                _begin_again(flags, row["failed"][way])
     if not runs:
         sys.exit(f"no way works: {row['failed']}")
-    row["seconds"], row["waited"] = measured(runs, device, 2 if given.quick else ROUNDS)
+    row["seconds"], row["waited"] = measured(runs, device, 2 if flags.quick else ROUNDS)
     print(MARK + json.dumps(row), flush=True)
 
 
-def _begin_again(given: argparse.Namespace, why_no_graph: str) -> None:
+def _begin_again(flags: argparse.Namespace, why_no_graph: str) -> None:
     """Start this process anew without the graph: a capture that failed may leave CUDA unusable."""
-    ways = ",".join(way for way in given.ways.split(",") if way != "graph")
-    command = [sys.executable, __file__, "--child", given.child, "--ways", ways, "--no-graph", why_no_graph]
+    ways = ",".join(way for way in flags.ways.split(",") if way != "graph")
+    command = [sys.executable, __file__, "--child", flags.child, "--ways", ways, "--no-graph", why_no_graph]
     sys.stderr.flush()
-    os.execv(sys.executable, [*command, *(["--quick"] if given.quick else [])])
+    os.execv(sys.executable, [*command, *(["--quick"] if flags.quick else [])])
 
 
 def _restore(name: str, value: str | None) -> None:
@@ -258,12 +258,12 @@ def _restore(name: str, value: str | None) -> None:
 class Child:
     """The process of one program."""
 
-    def __init__(self, name: str, given: argparse.Namespace, *, hold: bool) -> None:
+    def __init__(self, name: str, flags: argparse.Namespace, *, hold: bool) -> None:
         self.name, self._text = name, ""
-        command = [sys.executable, __file__, "--child", name, "--ways", given.ways]
-        command += ["--quick"] if given.quick else []
+        command = [sys.executable, __file__, "--child", name, "--ways", flags.ways]
+        command += ["--quick"] if flags.quick else []
         command += ["--hold"] if hold else []
-        self._errors = Path(given.logs, f"{name}.txt")
+        self._errors = Path(flags.logs, f"{name}.txt")
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
@@ -313,17 +313,17 @@ class Child:
 
 
 class Suite:
-    def __init__(self, given: argparse.Namespace) -> None:
-        self._given, self.rows = given, list[dict[str, Any]]()
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._flags, self.rows = flags, list[dict[str, Any]]()
         self.left_out: dict[str, str] = {}
         self._start = time.monotonic()
 
     def left(self) -> float:
         """Seconds of the budget."""
-        return float(self._given.budget) - (time.monotonic() - self._start)
+        return float(self._flags.budget) - (time.monotonic() - self._start)
 
     def run(self, names: Sequence[str]) -> None:
-        size = max(1, self._given.together)
+        size = max(1, self._flags.together)
         for begin in range(0, len(names), size):
             some = names[begin : begin + size]
             if self.left() <= 0:
@@ -332,15 +332,15 @@ class Suite:
             self._batch(some)
 
     def _batch(self, names: Sequence[str]) -> None:
-        hold = self._given.together > 1
+        hold = self._flags.together > 1
         if not hold:
             (name,) = names
-            one = Child(name, self._given, hold=False)
-            self._take(one, min(self.left(), self._given.timeout))
+            one = Child(name, self._flags, hold=False)
+            self._take(one, min(self.left(), self._flags.timeout))
             return
-        children = [Child(name, self._given, hold=True) for name in names]
+        children = [Child(name, self._flags, hold=True) for name in names]
         try:
-            end = time.monotonic() + min(self.left(), self._given.timeout)
+            end = time.monotonic() + min(self.left(), self._flags.timeout)
             waiting = []
             for one in children:
                 if one.wait_for("ready", max(0.0, end - time.monotonic())) is None:
@@ -350,7 +350,7 @@ class Suite:
                     waiting.append(one)
             for one in waiting:
                 one.go_on()
-                self._take(one, min(self.left(), self._given.timeout))
+                self._take(one, min(self.left(), self._flags.timeout))
         finally:
             for one in children:
                 one.end()
@@ -369,11 +369,11 @@ class Suite:
         self.save()
 
     def save(self) -> None:
-        if self._given.json:
+        if self._flags.json:
             whole = {"header": header(), "rows": self.rows, "left out": self.left_out, "means": means(self.rows)}
-            fresh = Path(f"{self._given.json}.new")
+            fresh = Path(f"{self._flags.json}.new")
             fresh.write_text(json.dumps(whole, indent=1))
-            fresh.replace(self._given.json)
+            fresh.replace(self._flags.json)
 
 
 # --- telling
@@ -452,23 +452,23 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    given = options()
-    if given.child:
-        child(given)
+    flags = options()
+    if flags.child:
+        child(flags)
         return 0
     from suite_programs import programs
 
-    known = list(programs(given.quick))
-    wanted = [one.strip() for one in given.programs.split(",") if one.strip()]
+    known = list(programs(flags.quick))
+    wanted = [one.strip() for one in flags.programs.split(",") if one.strip()]
     names = [name for name in known if not wanted or any(name.startswith(one) for one in wanted)]
-    if given.list or not names:
+    if flags.list or not names:
         print("\n".join(known))
-        return 0 if given.list else 2
-    given.logs = given.logs or tempfile.mkdtemp(prefix="manyhands-suite-")
-    Path(given.logs).mkdir(parents=True, exist_ok=True)
-    print(f"{header()}{'; quick: no figures to quote' if given.quick else ''}", flush=True)
+        return 0 if flags.list else 2
+    flags.logs = flags.logs or tempfile.mkdtemp(prefix="manyhands-suite-")
+    Path(flags.logs).mkdir(parents=True, exist_ok=True)
+    print(f"{header()}{'; quick: no figures to quote' if flags.quick else ''}", flush=True)
     print(f"{'ms (waited for each)':<20}" + "".join(f"{way:>20}" for way in WAYS), flush=True)
-    suite = Suite(given)
+    suite = Suite(flags)
     suite.run(names)
     for name, value in means(suite.rows).items():
         print(f"{name:<40}{value:6.3f}")

@@ -39,12 +39,12 @@ class Running:
         net, inputs = program.make()
         low = dtype if not program.trains else torch.float32  # training keeps its weights, and casts (autocast)
         net = net.to(device).to(low).train(program.trains)
-        given = [one.to(device) if not one.is_floating_point() else one.to(device, low) for one in inputs]
-        if any(one.dim() == 4 for one in given):
+        given = [tensor.to(device) if not tensor.is_floating_point() else tensor.to(device, low) for tensor in inputs]
+        if any(tensor.dim() == 4 for tensor in given):
             net = net.to(memory_format=torch.channels_last)
-            given = [one.to(memory_format=torch.channels_last) if one.dim() == 4 else one for one in given]
+            given = [tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor for tensor in given]
         if exact:
-            net, given = net.double(), [one.double() if one.is_floating_point() else one for one in given]
+            net, given = net.double(), [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
         self.net, self.compiled = net, net  # who compiles a net in a loop replaces the second
         self._device, self._cast = device.type, program.trains and not exact and dtype is not torch.float32
         self._dtype = dtype
@@ -71,18 +71,18 @@ class Running:
         return loss.detach()
 
     def state(self) -> list[torch.Tensor]:
-        return [one.detach() for one in (*self.net.parameters(), *self.net.buffers())]
+        return [tensor.detach() for tensor in (*self.net.parameters(), *self.net.buffers())]
 
     def put_back(self, kept: list[torch.Tensor]) -> None:
         """What was there before some steps, with momenta that count for nothing."""
         with torch.no_grad():
-            for one, before in zip(self.state(), kept, strict=True):
-                one.copy_(before)
+            for tensor, before in zip(self.state(), kept, strict=True):
+                tensor.copy_(before)
             for state in self.optimizer.state.values() if hasattr(self, "optimizer") else ():
                 state["momentum_buffer"].zero_()
 
     def weights(self) -> list[torch.Tensor]:
-        return [one.detach() for one in self.net.parameters()]
+        return [tensor.detach() for tensor in self.net.parameters()]
 
 
 def _wide(answers: torch.Tensor) -> torch.dtype:
@@ -201,7 +201,7 @@ class Ensemble(nn.Module):
     def __init__(self, members: int, width: int, layers: int) -> None:
         super().__init__()
         self.members = nn.ModuleList(
-            nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.GELU())))
+            nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())))
             for _ in range(members)
         )
         self.head = nn.Linear(width, 10)
@@ -369,4 +369,4 @@ def _vision(quick: bool) -> list[Program]:
 def copied(values: Any) -> list[torch.Tensor]:
     """The tensors of a result in memory of their own."""
     leaves = values if isinstance(values, (list, tuple)) else [values]
-    return [copy.deepcopy(one.detach()) for one in leaves if isinstance(one, torch.Tensor)]
+    return [copy.deepcopy(tensor.detach()) for tensor in leaves if isinstance(tensor, torch.Tensor)]

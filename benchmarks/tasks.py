@@ -1,4 +1,4 @@
-"""What a task given explicitly costs: ``task(fn)(a, b)`` against plain calls and Python's own executor, in one run.
+"""The cost of an explicit task: ``task(fn)(a, b)`` against plain calls and Python's own executor, in one run.
 
     python benchmarks/tasks.py [--rounds 15]
     python benchmarks/tasks.py --rows chain,products
@@ -245,24 +245,24 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="which rows, with commas between; a beginning is enough")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small numbers: no figures to quote")
-    given = parser.parse_args()
-    count, rounds = (20, 3) if given.tiny else (1000, given.rounds)
+    flags = parser.parse_args()
+    count, rounds = (20, 3) if flags.tiny else (1000, flags.rounds)
     rows: dict[str, Callable[[], Row]] = {
         "independent": lambda: independent(count),
         "one-at-a-time": lambda: one_at_a_time(count),
         "chain": lambda: chain(count),
         "read": lambda: tensors_read(count),
         "write": lambda: tensor_written(count),
-        "products": lambda: products(*((4, 32) if given.tiny else (64, 200)), machine.usable_cores()),
+        "products": lambda: products(*((4, 32) if flags.tiny else (64, 200)), machine.usable_cores()),
     }
     print(
         f"{machine.usable_cores()} cores {machine.host_name()}; Python {platform.python_version()}, torch "
         f"{torch.__version__}; {datetime.date.today()}; medians of {rounds} rounds after a warm-up; load before: "
-        f"{os.getloadavg()[0]:.1f}" + ("; tiny: no figures to quote" if given.tiny else "")
+        f"{os.getloadavg()[0]:.1f}" + ("; tiny: no figures to quote" if flags.tiny else "")
     )
     with torch.no_grad():
         for name, make in rows.items():
-            if name.startswith(tuple(given.rows.split(","))):
+            if name.startswith(tuple(flags.rows.split(","))):
                 measure(make(), rounds)
     print(f"load after: {os.getloadavg()[0]:.1f}")
 

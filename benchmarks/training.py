@@ -47,8 +47,8 @@ SCALING = (("lenet", 256, 32), ("resnet18", 64, 6))  # model, batch, steps
 
 def trainer_for(problem: Problem, **options: Any) -> Trainer:
     device = "gpu:0" if problem.device.type == "cuda" else "cpu"
-    given = {"max_epochs": problem.epochs, "devices": [device], "batch_size": problem.batch_size, "lr": problem.lr}
-    return Trainer(**{**given, "seed": problem.seed, "quiet": True, **options})
+    defaults = {"max_epochs": problem.epochs, "devices": [device], "batch_size": problem.batch_size, "lr": problem.lr}
+    return Trainer(**{**defaults, "seed": problem.seed, "quiet": True, **options})
 
 
 def arrays(problem: Problem) -> Arrays:
@@ -255,59 +255,59 @@ def options() -> argparse.Namespace:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--accuracy", action="store_true", help="ten epochs with a one-cycle schedule")
     modes.add_argument("--cpu-scaling", action="store_true", help="one and two ranks on the CPU")
-    given = parser.parse_args()
-    given.rows = [row.strip() for row in given.rows.split(",")]
-    if unknown := [row for row in given.rows if row not in ROWS]:
+    flags = parser.parse_args()
+    flags.rows = [row.strip() for row in flags.rows.split(",")]
+    if unknown := [row for row in flags.rows if row not in ROWS]:
         parser.error(f"no such row: {', '.join(unknown)}. There are {', '.join(ROWS)}")
-    given.epochs = given.epochs if given.epochs is not None else (10 if given.accuracy else 3)
-    if given.epochs < 1:
+    flags.epochs = flags.epochs if flags.epochs is not None else (10 if flags.accuracy else 3)
+    if flags.epochs < 1:
         parser.error("--epochs: at least 1")
-    return given
+    return flags
 
 
-def problem_of(given: argparse.Namespace) -> tuple[Problem, str]:
-    data = fashion_mnist.load(given.data)
+def problem_of(flags: argparse.Namespace) -> tuple[Problem, str]:
+    data = fashion_mnist.load(flags.data)
     tensors = [torch.from_numpy(part) for part in (data.train.images, data.train.labels)]
     tests = [torch.from_numpy(part) for part in (data.test.images, data.test.labels)]
     problem = Problem(
-        given.model,
-        *(tensor[: given.samples] for tensor in tensors),
+        flags.model,
+        *(tensor[: flags.samples] for tensor in tensors),
         *tests,
         device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
-        batch_size=given.batch_size,
-        lr=given.lr,
-        epochs=given.epochs if given.accuracy else given.epochs + 1,
+        batch_size=flags.batch_size,
+        lr=flags.lr,
+        epochs=flags.epochs if flags.accuracy else flags.epochs + 1,
     )
     return problem, "the small subset" if data.subset else "Fashion-MNIST"
 
 
-def header(given: argparse.Namespace, problem: Problem, data: str) -> str:
+def header(flags: argparse.Namespace, problem: Problem, data: str) -> str:
     on_gpu = problem.device.type == "cuda"
     host = f"{machine.usable_cores()} cores {machine.host_name()}"
     hardware = f"{torch.cuda.get_device_name(problem.device)}, {host}" if on_gpu else host
     software = ", ".join([f"Python {platform.python_version()}", *peers.versions()])
-    what = f"{given.model}, {len(problem.images)} images of {data}, batch {given.batch_size}, lr {given.lr}"
-    return f"{hardware}; {software}; {datetime.date.today()}; {what}; n = {given.epochs} epochs after a first"
+    what = f"{flags.model}, {len(problem.images)} images of {data}, batch {flags.batch_size}, lr {flags.lr}"
+    return f"{hardware}; {software}; {datetime.date.today()}; {what}; n = {flags.epochs} epochs after a first"
 
 
 def main() -> int:
-    given = options()
+    flags = options()
     peers.hush()
-    problem, data = problem_of(given)
-    words = header(given, problem, data)
+    problem, data = problem_of(flags)
+    words = header(flags, problem, data)
     left_out: list[str] = []
-    if given.accuracy or given.cpu_scaling:
-        print(words.split("; n = ")[0] if given.accuracy else words.split(f"; {given.model}")[0])
-        found: Any = accuracy(problem) if given.accuracy else cpu_scaling(problem, given.rounds)
+    if flags.accuracy or flags.cpu_scaling:
+        print(words.split("; n = ")[0] if flags.accuracy else words.split(f"; {flags.model}")[0])
+        found: Any = accuracy(problem) if flags.accuracy else cpu_scaling(problem, flags.rounds)
     else:
-        found, left_out = compare(given.rows, problem)
+        found, left_out = compare(flags.rows, problem)
         add_ratios(found)
         print("\n" + words)
         for line in left_out:
             print(line)
         print_table(found)
-    if given.json:
-        with open(given.json, "w") as file:
+    if flags.json:
+        with open(flags.json, "w") as file:
             json.dump({"header": words, "found": found, "left_out": left_out}, file, indent=1)
     return 1 if any("FAILED" in line for line in left_out) else 0
 
