@@ -9,7 +9,7 @@ import torch
 from parallel_case import Case
 
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.run.streams import let_draw_again
+from manyhands.backends.torch.run.streams import reset_generator
 from manyhands.parallel.function import Parallel
 
 COMPILED = "manyhands, compile"
@@ -40,7 +40,7 @@ def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: t
         with torch.cuda.graph(taken, stream=side):
             results = function(*arguments)
     except Exception:
-        let_draw_again(device)  # or all rows after this one would fail, too
+        reset_generator(device)  # or all rows after this one would fail, too
         raise
 
     def replay() -> Any:

@@ -1,13 +1,15 @@
-"""A benchmark in which something is slower than plain execution says so, and fails."""
+"""Benchmarks: what is slower than plain execution is said and fails, and what they import exists."""
 
 from __future__ import annotations
 
+import ast
 import runpy
 from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "parallel_limits.py"
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "benchmarks" / "parallel_limits.py"
 
 
 def test_what_is_below_is_named_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +30,34 @@ def test_rows_without_eager_or_without_a_way_are_left_out() -> None:
         {"name": "overhead", "seconds": {"ours": 2.0}},
     ]
     assert against_eager(rows, ["ours", "reuse"]) == {"chains, ours": 1.5}
+
+
+def _names_of(source: Path) -> set[str]:
+    """What a module defines or imports at its top level."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_what_benchmarks_import_exists() -> None:
+    """A benchmark that needs a GPU is rarely started: a renamed function must be noticed without one."""
+    missing, checked = [], 0
+    for benchmark in sorted((ROOT / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(benchmark.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("manyhands."):
+                continue
+            place = ROOT / "src" / Path(*node.module.split("."))  # type: ignore[union-attr]
+            if place.with_suffix(".py").exists() and place.parent.name == "manyhands":
+                continue  # a door, whose names are loaded when they are used
+            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            known = _names_of(source) | {path.stem for path in place.glob("*")}
+            checked += len(node.names)
+            missing += [f"{benchmark.name}: {node.module}.{a.name}" for a in node.names if a.name not in known]
+    assert missing == []
+    assert checked > 20

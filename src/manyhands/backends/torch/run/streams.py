@@ -150,11 +150,11 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> 
         with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
             yield
     except BaseException:
-        _reset_generator(device)
+        reset_generator(device)
         raise
 
 
-def _reset_generator(device: torch.device) -> None:
+def reset_generator(device: torch.device) -> None:
     """Reset the GPU's random generator after a capture that failed: PyTorch may still take it for captured.
 
     A capture that succeeds takes and gives back the generator's state, so graphs captured before keep theirs. Where no
