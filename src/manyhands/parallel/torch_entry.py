@@ -123,6 +123,7 @@ def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **sett
         module,
         inputs,
         lambda function, reuse: Parallel(function, planning, compile=fuse, reuse_outputs=reuse).planner(),
+        writes_in_graph=True,
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.planning import GraphPlan
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.dynamo import backend as dynamo
+from manyhands.parallel.function import Parallel
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
@@ -105,3 +110,139 @@ def test_how_a_graph_is_run_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told) == 1
     assert "GraphModule: run as" in told[0]
     assert "why not faster" in told[0]
+
+
+# What a model writes to its buffers
+
+
+class Net(nn.Module):
+    """Running averages, a counter, and a buffer that the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.norm(self.first(x)).sin() * self.calls.clone()
+
+
+def train(call: Callable[..., Any], x: torch.Tensor) -> Any:
+    result = call(x)
+    result.square().mean().backward()
+    return result
+
+
+def train_with_a_retained_graph(call: Callable[..., Any], x: torch.Tensor) -> Any:
+    result = call(x)
+    loss = result.square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return result
+
+
+def two_forwards_then_two_backwards(call: Callable[..., Any], x: torch.Tensor) -> Any:
+    first, second = call(x), call(x + 1)
+    first.square().mean().backward()
+    second.abs().mean().backward()
+    return second
+
+
+def infer(call: Callable[..., Any], x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return call(x)
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "as it is"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("program", [train, train_with_a_retained_graph, two_forwards_then_two_backwards, infer])
+def test_buffers_are_written_once(program: Callable[..., Any], training: bool, planned: bool) -> None:
+    torch.manual_seed(0)
+    plain = Net().train(training)
+    other = copy.deepcopy(plain)
+    counted = Counting(planned)
+    fast = torch.compile(other, backend=counted)
+    for number in range(4):
+        x = torch.rand(8, 4, generator=torch.Generator().manual_seed(number))
+        versions = [buffer._version for buffer in other.buffers()]
+        torch.testing.assert_close(program(fast, x), program(plain, x), rtol=1e-4, atol=1e-5)
+        for (name, one), same, version in zip(plain.named_buffers(), other.buffers(), versions, strict=True):
+            torch.testing.assert_close(same, one, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            assert (same._version > version) == (training or name == "calls"), name
+    for one, same in zip(plain.parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == (same.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(same.grad, one.grad, rtol=1e-4, atol=1e-5)
+    assert counted.writes == (4 if training else 1)  # operations of the graph, not copies behind it
+
+
+class Counting:
+    """The backend without fusion, whose plans always, or never, are used; counts the writes in its forward graph."""
+
+    def __init__(self, planned: bool) -> None:
+        self.planned, self.writes = planned, 0
+
+    def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
+        return dynamo.compile_with(module, inputs, self._plan, writes_in_graph=True)
+
+    def _plan(self, function: Any, reuse: bool) -> Any:
+        for node in function.graph.nodes:
+            if node.target is torch.ops.aten.copy_.default:
+                self.writes += 1
+            if node.target is torch.ops.aten._foreach_copy_.default:  # all of a type at once
+                self.writes += len(node.args[0])
+        if not self.planned:
+            return lambda arguments: None
+        made = Parallel(function, planning, reuse_outputs=reuse, synchronous=True)
+        return made.planner()
+
+
+def test_a_graph_that_only_writes_is_planned() -> None:
+    counted = Counting(planned=True)
+
+    @functools.partial(torch.compile, backend=counted)
+    def average(into: torch.Tensor, value: torch.Tensor) -> None:
+        into.mul_(0.5).add_(value.sin() * 0.5)
+
+    one = torch.rand(4)
+    other = one.clone()
+    for number in range(3):
+        value = torch.full((4,), float(number))
+        average(one, value)
+        other.mul_(0.5).add_(value.sin() * 0.5)
+        torch.testing.assert_close(one, other)
+    assert counted.writes == 1
+
+
+def test_buffers_are_written_together() -> None:
+    seen: list[str] = []
+
+    def plan(function: Any, reuse: bool) -> Any:
+        seen.extend(str(node.target) for node in function.graph.nodes if "copy_" in str(node.target))
+        return lambda arguments: None
+
+    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
+        return dynamo.compile_with(module, inputs, plan, writes_in_graph=True)
+
+    net = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))
+    torch.compile(net, backend=backend)(torch.rand(8, 4)).sum().backward()
+    assert seen == ["aten._foreach_copy_.default"] * 2  # numbers, and counters
+
+
+def test_buffers_that_change_places() -> None:
+    """A copy from an argument is not done together with a copy to it."""
+
+    def swap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        before = a.clone()
+        a.copy_(b)
+        b.copy_(before)
+        return a.sin()
+
+    counted = Counting(planned=True)
+    fast = torch.compile(swap, backend=counted)
+    for _ in range(3):
+        a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        torch.testing.assert_close(fast(a, b), torch.tensor([3.0, 4.0]).sin())
+        assert a.tolist() == [3.0, 4.0]
+        assert b.tolist() == [1.0, 2.0]

@@ -176,7 +176,7 @@ class Watching:
         self.made: list[Parallel] = []
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
-        return dynamo.compile_with(module, inputs, self._plan)
+        return dynamo.compile_with(module, inputs, self._plan, writes_in_graph=True)
 
     def _plan(self, function: Callable[..., Any], reuse: bool) -> Any:
         self.made.append(Parallel(function, planning, reuse_outputs=reuse))

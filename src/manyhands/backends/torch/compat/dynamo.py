@@ -61,7 +61,7 @@ class ForwardGraph:
     """What aot_autograd knows of the forward graph that it compiles."""
 
     fixed: frozenset[int]  # arguments that are parameters and buffers: they lie where they lay
-    written_back: int  # the first results: PyTorch copies each into an argument at once
+    written_back: int  # the first results: PyTorch copies each into an argument at once; what the graph writes is none
     results: int  # these and the caller's; the ones behind them are kept for the backward pass
     written: frozenset[int]  # arguments that the function writes to
 
@@ -81,7 +81,7 @@ def forward_graph() -> ForwardGraph | None:
         for argument in changed
     )
     written_back = len(changed) if copied else 0
-    written = frozenset(known.mutated_inp_runtime_indices)
+    written = frozenset([*known.mutated_inp_runtime_indices, *known.mutated_graph_handled_indices])
     return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward, written)
 
 

@@ -4,6 +4,9 @@ PyTorch turns a model into a graph of its forward pass and one of its backward p
 is a function of tensors, and is planned like any other when it is first called, for the shapes that it then has: it is
 traced, measured, checked and compared with the graph as it is, and left as it is where lanes gain nothing.
 
+What a model writes to its buffers (running averages) its forward graph writes, as its last operations. Where PyTorch
+does not let the graph do so (an argument that needs gradients), the new values are results, and PyTorch copies them.
+
 A planned function returns new tensors. A graph's results may also be its arguments or views of them (what the backward
 pass needs of the forward pass): those are computed outside the plan.
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -27,11 +31,13 @@ from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backen
 from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import Given, tensor_guards
+from manyhands.backends.torch.capture.trace import has_effects
 from manyhands.backends.torch.dynamo.attention_seeds import define_seeds
 from manyhands.backends.torch.run.cuda_graph import only_tried
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
+_aten = torch.ops.aten
 Function = Callable[..., Any]
 _RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
 
@@ -45,11 +51,15 @@ def compile_with(
     make: Make,
     make_backward: Make | None = None,
     report: Callable[[compat.ForwardGraph | None], None] = lambda _: None,
+    *,
+    writes_in_graph: bool = False,
 ) -> Function:
     """What Dynamo shall call instead of a module; ``make`` plans a function of tensors.
 
     ``make_backward`` plans the graph of the backward pass, if that is to be known; ``report`` gets what
-    PyTorch knows of the forward graph.
+    PyTorch knows of the forward graph. ``writes_in_graph``: what the module writes to its buffers is a part of the
+    graph, and planned. Otherwise it is done behind it, one copy after the other, and a graph that fails has written
+    to nothing.
     """
     places = _Places()
 
@@ -61,7 +71,12 @@ def compile_with(
     def backward(graph: GraphModule, _: Any) -> Function:
         return compat.make_boxed_function(_PlannedGraph(graph, make_backward or make, places, None))
 
-    compiled = compat.aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=forward)
+    compiled = compat.aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=forward,
+        keep_inference_input_mutations=writes_in_graph,
+    )
     return compiled(module, inputs)
 
 
@@ -118,7 +133,7 @@ class _PlannedGraph:
         self._others = sorted(number for number in left if not _is_nothing(outputs[number]))
         self._rest = _part(module, [outputs[number] for number in self._others])
         self._count = len(outputs)
-        self._does_nothing = not self._own
+        self._is_nothing_planned = not self._own and not any(map(_has_effect, nodes))
         function = _part(module, [outputs[number] for number in self._own], with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
         kept_from = len(outputs) if forward is None else forward.results
@@ -133,7 +148,7 @@ class _PlannedGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
-        if self._does_nothing or compat.count_dispatch_modes():
+        if self._is_nothing_planned or compat.count_dispatch_modes():
             return self._whole(*arguments)
         with self._alone:
             if self._holder is not None and self._holder() is not None:
@@ -257,26 +272,65 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, Node) and "val" in value.meta and value.meta["val"] is None)
 
 
-def _memories(node: Node) -> set[int]:
-    value = node.meta.get("val")
+def _memories(node: Any) -> set[int]:
+    value = node.meta.get("val") if isinstance(node, Node) else None
     return {compat.memory_id(value)} if isinstance(value, torch.Tensor) else set()
+
+
+def _has_effect(node: Node) -> bool:
+    return node.op == "call_function" and (node.is_impure() or has_effects(node))
 
 
 def _part(module: GraphModule, outputs: Sequence[Any], *, with_effects: bool = False) -> GraphModule:
     """A graph of the same arguments for some of the results: only the operations that these need.
 
-    ``with_effects`` adds those that are there for their effect: a check of values, say.
+    ``with_effects`` adds those that are there for their effect: a check of values, a write to an argument. Such writes
+    are done together.
     """
     needed = {value for value in outputs if isinstance(value, Node)}
-    needed |= {node for node in module.graph.nodes if with_effects and node.op != "output" and node.is_impure()}
+    needed |= {node for node in module.graph.nodes if with_effects and _has_effect(node)}
     left = list(needed)
     while left:
         sources = set(left.pop().all_input_nodes) - needed
         needed |= sources
         left += sources
     graph, new = Graph(), dict[Node, Node]()
+    together = _copies_together(module) if with_effects else []
     for node in module.graph.nodes:
-        if node.op == "placeholder" or node in needed:
+        if node.op == "placeholder" or (node in needed and not any(node in group for group in together)):
             new[node] = graph.node_copy(node, new.__getitem__)
+    for group in together:
+        lists: Any = [[new[cast(Node, node.args[part])] for node in group] for part in range(2)]
+        graph.call_function(_aten._foreach_copy_.default, tuple(lists))
     graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
     return GraphModule(module, graph)
+
+
+def _copies_together(module: GraphModule) -> list[dict[Node, None]]:
+    """Copies of new values to arguments that can be one operation: on a GPU each would be a kernel of its own.
+
+    They are a graph's last operations. What copies from an argument is left where it is.
+    """
+    arguments = {node for node in module.graph.nodes if node.op == "placeholder"}
+    of_arguments = {memory for node in arguments for memory in _memories(node)}
+    groups: dict[Any, dict[Node, None]] = {}
+    written = Counter(memory for node in module.graph.nodes if _writes(node) for memory in _memories(node.args[0]))
+    for node in module.graph.nodes:
+        if not _writes(node) or node.users or len(node.args) != 2 or node.kwargs:
+            continue
+        target, source = (one.meta.get("val") if isinstance(one, Node) else None for one in node.args)
+        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
+            continue
+        form = target.shape, target.dtype, target.device
+        alike = form == (source.shape, source.dtype, source.device) and node.args[0] in arguments
+        if (
+            alike
+            and not _memories(node.args[1]) & of_arguments
+            and all(written[memory] == 1 for memory in _memories(node.args[0]))
+        ):
+            groups.setdefault(form[1:], {})[node] = None
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _writes(node: Node) -> bool:
+    return node.target is _aten.copy_.default
