@@ -179,3 +179,52 @@ def test_attention_has_a_plan_forward_and_backward() -> None:
     assert all(plan is not None and plan.in_graph for plan in plans)
     for one, other in zip(plain.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=0.05, atol=1e-3)
+
+
+def test_buffers_are_written_by_the_graph() -> None:
+    """Also where the forward pass runs as it is, because the kept tensors of the one before are still needed."""
+    plain, twin, fast = nets()
+    addresses = [buffer.data_ptr() for buffer in twin.buffers()]
+    for number in range(40):
+        versions = [buffer._version for buffer in twin.buffers()]
+        for call in (plain, fast):
+            if number % 3:
+                call(batch(number)).square().mean().backward()
+            else:
+                two_forwards_then_two_backwards(call)
+        assert all(buffer._version > before for buffer, before in zip(twin.buffers(), versions, strict=True))
+    assert_same(plain, twin)
+    assert addresses == [buffer.data_ptr() for buffer in twin.buffers()]
+    with torch.no_grad():
+        for net in (plain, twin):
+            net.eval()
+        torch.testing.assert_close(fast(batch(1)), plain(batch(1)), rtol=1e-4, atol=1e-5)
+    assert_same(plain, twin)
+
+
+def bindings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every binding of a graph to arguments from now on."""
+    made: list[Any] = []
+    bind = backend._PlannedGraph._bind
+
+    def noted(graph: Any, arguments: tuple[Any, ...]) -> Any:
+        made.append(bind(graph, arguments))
+        return made[-1]
+
+    monkeypatch.setattr(backend._PlannedGraph, "_bind", noted)
+    return made
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_graphs_are_bound_once_for_all_batches(monkeypatch: pytest.MonkeyPatch, fuse: bool) -> None:
+    made = bindings(monkeypatch)
+    torch.manual_seed(0)
+    net = Branchy().to(DEVICE)
+    fast = torch.compile(net, backend=mh.compile_backend, options={"fuse": fuse})
+    batches = [batch(number) for number in range(4)]
+    for number in range(20):
+        if number == 8:
+            before = len(made)
+        fast(batches[number % 4]).square().mean().backward()
+        net.zero_grad()
+    assert len(made) == before
