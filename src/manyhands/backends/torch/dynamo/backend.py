@@ -32,7 +32,6 @@ from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import Given, tensor_guards
 from manyhands.backends.torch.capture.trace import has_effects
-from manyhands.backends.torch.dynamo.attention_seeds import define_seeds
 from manyhands.backends.torch.run.cuda_graph import only_tried
 from manyhands.errors import EngineError
 
@@ -66,7 +65,7 @@ def compile_with(
     def forward(graph: GraphModule, _: Any) -> Function:
         known = compat.forward_graph()
         report(known)
-        return compat.make_boxed_function(_PlannedGraph(define_seeds(graph), make, places, known))
+        return compat.make_boxed_function(_PlannedGraph(graph, make, places, known))
 
     def backward(graph: GraphModule, _: Any) -> Function:
         return compat.make_boxed_function(_PlannedGraph(graph, make_backward or make, places, None))
