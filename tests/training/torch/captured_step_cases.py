@@ -56,7 +56,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda **_: object())
     monkeypatch.setattr(torch.cuda, "graph", refused)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: MODES[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", MODES.append)

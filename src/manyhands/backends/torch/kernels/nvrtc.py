@@ -147,7 +147,7 @@ def _loaded(file: str, device: torch.device, **definitions: str) -> Kernels:
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
     binary = _compile(source, file, options + [f"-D{name}={value}" for name, value in definitions.items()])
-    driver = _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver = cuda_driver()
     module = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure of a context
@@ -192,9 +192,14 @@ def _nvrtc() -> ctypes.CDLL:
 def driver_version() -> int:
     """The version of CUDA that the driver is made for, as 13000."""
     found = ctypes.c_int()
-    driver = _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver = cuda_driver()
     _check(driver, driver.cuDriverGetVersion(ctypes.byref(found)), "the driver does not report its version")
     return found.value
+
+
+def cuda_driver() -> ctypes.CDLL:
+    """CUDA's driver; :class:`CannotCompile` where it is not there."""
+    return _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _library(*names: str) -> ctypes.CDLL:

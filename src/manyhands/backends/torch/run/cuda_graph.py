@@ -7,6 +7,7 @@ caller. The graph does both itself where it can (:mod:`.graph_copies`); otherwis
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,12 +24,14 @@ from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
 from manyhands.backends.torch.run.graph_copies import Copies, can_be_copied, prepare
 from manyhands.backends.torch.run.graph_nodes import instantiate
+from manyhands.backends.torch.run.own_streams import own_streams, reserve_workspaces
 from manyhands.backends.torch.run.result_copies import allocator, copied, has_no_gaps
-from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing, streams_of
+from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
 from manyhands.errors import CannotCompile
 
 _LIKELY = 32  # calls in a row whose arguments are in the same places
 _LITTLE = 1 / 100  # of the device's memory: results may be there twice, if they take no more
+_MULTIPLIES = re.compile(r"mm|matmul|linear|dot|attention|lstm|gru|rnn|linalg|manyhands")  # operations that may
 _of_thread = threading.local()
 
 
@@ -76,7 +79,9 @@ class GraphRun:
         # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
         self._kept = [value.detach() for value in trace.constant_values()]
         self._changed = _written_constants(trace)
-        streams = streams_of(plan, devices)
+        streams = own_streams(self._device, len(plan.devices))
+        self._multiplying = [streams[lane] for lane in _multiplying_lanes(trace, plan)]
+        reserve_workspaces(self._multiplying, self._device, gradients=False)
         self._first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
         self._issue = generate(trace, plan, streams, static=True).build()
         self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
@@ -237,6 +242,7 @@ class GraphRun:
         if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):
             return
         with suppress(RuntimeError):  # nothing is lost: they are copied as before
+            reserve_workspaces(self._multiplying, self._device, gradients=False)
             self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._own.graph.pool())
             self._places = places
 
@@ -289,6 +295,14 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
         pinned = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor.detach())
     return tensor.detach().clone()
+
+
+def _multiplying_lanes(trace: Trace, plan: Plan) -> list[int]:
+    """The lanes that may call cuBLAS, which needs memory for each: 32 MB on a Hopper GPU."""
+    if len(plan.devices) == 1:
+        return [0]  # what is compiled as a whole does not tell
+    calls = zip(plan.lane_of, trace.steps, strict=True)
+    return sorted({lane for lane, step in calls if _MULTIPLIES.search(str(step.node.target))})
 
 
 def _written_inputs(trace: Trace) -> list[int]:

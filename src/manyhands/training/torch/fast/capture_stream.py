@@ -14,11 +14,13 @@ from contextlib import contextmanager
 
 import torch
 
+from manyhands.backends.torch.run.own_streams import own_streams
+
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """The stream that steps are captured on."""
-    return torch.cuda.Stream(device)
+    return own_streams(device, 1)[0]
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from torch.nn.modules.conv import _ConvNd
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.kernels import batch_norm
 from manyhands.backends.torch.run.graph_nodes import instantiate
+from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.errors import CannotCompile
 from manyhands.training.settings import Settings
@@ -280,8 +281,10 @@ class GraphStep:
         statistics = [buffer.clone() for buffer in eager.model.buffers()]
         before = eager.versions()
         self._watch.before()
+        reserve_workspaces([self._stream], eager.device)
         try:
-            self._work(sized)
+            with nullcontext() if self._beside is None else self._beside.on_one_stream():
+                self._work(sized)
         except Exception as error:
             if eager.versions() != before:
                 raise  # the update has begun: it cannot be made again
@@ -302,6 +305,7 @@ class GraphStep:
             except Exception as error:  # nothing was done yet: the step goes on with PyTorch's convolutions
                 self._convolutions = None
                 self._without("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
+        reserve_workspaces([self._stream], self._eager.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             with capturing(graph, self._eager.device, stream=self._stream):

@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
+from manyhands.backends.torch.run.own_streams import own_streams
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
@@ -61,14 +62,18 @@ class Lanes(Protocol):
 
 
 class StreamLanes:
-    """Lanes that are CUDA streams; the caller's own is the current one."""
+    """Lanes that are CUDA streams; the caller's own is the current one.
+
+    ``together``: all work goes to the caller's own stream. Then nothing has run on the side lanes before a capture, and
+    the workspaces that cuBLAS needs on them are memory of the captured graph.
+    """
 
     def __init__(self, device: torch.device, count: int, main: torch.cuda.Stream) -> None:
-        self._device = device
+        self._device, self.together = device, False
         taken = {main.cuda_stream}
         self._streams: list[torch.cuda.Stream] = []
-        while len(self._streams) < count:  # PyTorch hands out 32 streams in turns: the next may be one that is taken
-            stream = torch.cuda.Stream(device)
+        while len(self._streams) < count:  # they come in turns: the next may be one that is taken
+            (stream,) = own_streams(device, 1)
             if stream.cuda_stream not in taken:
                 taken.add(stream.cuda_stream)
                 self._streams.append(stream)
@@ -85,7 +90,8 @@ class StreamLanes:
         return torch.cuda.stream(self._stream(lane))
 
     def _stream(self, lane: int) -> torch.cuda.Stream:
-        return self._streams[lane - 1] if lane else torch.cuda.current_stream(self._device)
+        is_main = lane == _MAIN or self.together
+        return torch.cuda.current_stream(self._device) if is_main else self._streams[lane - 1]
 
 
 class SideLanes(TorchDispatchMode):

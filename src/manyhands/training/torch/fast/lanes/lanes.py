@@ -60,6 +60,19 @@ class Beside:
             self._of[size] = SideLanes(self._lanes, COUNT, device=self._device, **limits)
         return self._of[size]
 
+    @contextmanager
+    def on_one_stream(self) -> Iterator[None]:
+        """Within it the lanes of streams are one: for steps that warm up."""
+        lanes = self._lanes
+        if not isinstance(lanes, StreamLanes):
+            yield
+            return
+        lanes.together = True
+        try:
+            yield
+        finally:
+            lanes.together = False
+
     def mark(self) -> Any:
         """This point of the main lane."""
         return self._lanes.mark(0)
