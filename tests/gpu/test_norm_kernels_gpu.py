@@ -213,6 +213,10 @@ def test_a_gradient_that_is_a_sum(dtype: Any) -> None:
         sums = kernels.backward(one["gradient"], one["added"], x, mean, deviation, weight, bias, given, True, kept)
         plain = kernels.backward(both, None, x, mean, deviation, weight, bias, given, True, None)
         assert torch.equal(kept, aten.threshold_backward(both, result, 0))
+        again = torch.empty_like(kept)
+        halves = kernels.reduce_(again, one["gradient"], one["added"], x, mean, deviation, weight, bias, given)
+        for_x = kernels.input_gradient(again, x, mean, deviation, weight, *halves)
+        assert all(map(torch.equal, (again, for_x, *halves), (kept, *sums)))
         for ours, theirs in zip(sums, plain, strict=True):
             assert torch.equal(ours, theirs)
 

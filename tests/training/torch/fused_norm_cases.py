@@ -34,6 +34,13 @@ def residual(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(y)
 
 
+def convolution_in_the_shortcut(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Its backward comes before the normalisation's, and reads the same gradient, here a sum."""
+    y = net.other(net.second(functional.relu(net.norm(x))))
+    y = functional.relu(y + net.second(x))
+    return net.second(net.second(y) + y)
+
+
 def out_of_place(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(x + net.other(net.second(functional.relu(net.norm(x)))))
 
@@ -184,9 +191,9 @@ def for_its_statistics(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 WAYS = [
-    residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
-    twice_the_same, shortcut_changes, weight_changes, changes_past_autograd, gradient_of_another,
-    other_additions, added_twice, many_use_the_result, many_blocks,
+    residual, convolution_in_the_shortcut, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers,
+    view_of_it, norm_of_norm, twice_the_same, shortcut_changes, weight_changes, changes_past_autograd,
+    gradient_of_another, other_additions, added_twice, many_use_the_result, many_blocks,
     three_sides, made_again, other_numbers, held, gradient_of_gradient, frozen,
     reads_running_statistics, changes_running_statistics, for_its_statistics,
 ]  # fmt: skip

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fused_norm_cases import WAYS, Net, held, residual
+from fused_norm_cases import WAYS, Net, convolution_in_the_shortcut, held, residual
 from lanes_cases import NoLanes
 from torch import nn
 from torch.nn import functional
 
+from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.eager import SideLanes
@@ -77,6 +78,19 @@ def test_what_is_in_one_go() -> None:
         "of them of a sum": 0,
     }
     assert "1 with addition and ReLU" in norms.explain()
+
+
+def test_a_gradient_that_the_shortcut_reads_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of the normalisation's backward writes it, and the second half is all that is left."""
+    calls = []
+    for name in ("reduce_", "input_gradient"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
+    norms, apart = both(Net(convolution_in_the_shortcut).double())
+    assert apart < 1e-13
+    assert norms.counts["backward past the ReLU"] == 2
+    assert norms.counts["of them of a sum"] == 1
+    assert calls == ["reduce_", "input_gradient"] * 3
 
 
 def test_what_is_held_is_written() -> None:

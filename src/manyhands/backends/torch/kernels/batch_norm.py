@@ -10,6 +10,9 @@ be passed on is not written:
     batch_norm_apply_(y, x, ..., added, relu=True)       y = relu(normalised x + added)
     batch_norm_backward(gradient, more, x, ...)       -> gradients of x, weight and bias, past the ReLU, of a
                                                          gradient that is the sum of two, if there is more
+    batch_norm_reduce_(kept, gradient, more, x, ...)  -> the first half of it, gradients of weight and bias, where
+                                                         others need what the ReLU let through (kept) sooner
+    batch_norm_input_gradient(kept, x, ...)           -> the second half
 
 The one kernel forward gives what the two give, to the bit. All of its blocks have to run at the same time. Backward,
 two kernels are better: weight gradients run beside them, and a kernel that waits until it has the whole GPU takes as
@@ -62,10 +65,20 @@ _library.define(
     "batch_norm_backward(Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
     "Tensor? bias, Tensor? result, bool relu, Tensor(a!)? kept) -> (Tensor, Tensor, Tensor)"
 )
+_library.define(
+    "batch_norm_reduce_(Tensor(a!) kept, Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, "
+    "Tensor? weight, Tensor? bias, Tensor? result) -> (Tensor, Tensor)"
+)
+_library.define(
+    "batch_norm_input_gradient(Tensor gradient, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
+    "Tensor for_weight, Tensor for_bias) -> Tensor"
+)
 statistics = torch.ops.manyhands.batch_norm_statistics.default
 apply_ = torch.ops.manyhands.batch_norm_apply_.default
 forward_ = torch.ops.manyhands.batch_norm_forward_.default
 backward = torch.ops.manyhands.batch_norm_backward.default
+reduce_ = torch.ops.manyhands.batch_norm_reduce_.default
+input_gradient = torch.ops.manyhands.batch_norm_input_gradient.default
 
 
 def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> None:
@@ -298,23 +311,77 @@ def _backward_on_gpu(
     relu: bool,
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kernels, normal = _of(x), (mean, deviation, weight, bias)
-    rows, vectors, grid, block = _shape(x, "sums")
-    for_weight, for_bias = _per_channel(x), _per_channel(x)
-    partial, for_x = _partial(x, grid, block), torch.empty_like(x)
+    normal = (mean, deviation, weight, bias)
     mask = "all" if not relu else "again" if result is None else "result"
     if more is not None and kept is None:
         kept = torch.empty_like(x)
-    name = "_".join([mask] + ["keep"] * (kept is not None) + ["sum"] * (more is not None))
-    given = (gradient, more, x, result, kept, *normal, partial, for_weight, for_bias)
-    kernels.launch(f"reduce_{name}", grid, block, *given, _tickets(x.device), rows, vectors)
+    for_weight, for_bias = _reduced(gradient, more, x, normal, mask, result, kept)
     if kept is not None:
         gradient, result, mask = kept, None, "all"
-    rows, vectors, grid, block = _shape(x, "numbers")
-    made = (*normal, for_weight, for_bias)
-    given_again = (for_x, gradient, x, result, *made, rows, vectors)
-    kernels.launch(f"backward_{mask}", grid, block, *given_again, how=_early(kernels))
+    for_x = _input_gradient_of(gradient, x, normal, mask, result, (for_weight, for_bias), _early(_of(x)))
     return for_x, for_weight, for_bias
+
+
+def _reduced(
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    normal: tuple[torch.Tensor | None, ...],
+    mask: str,
+    result: torch.Tensor | None,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of weight and bias; ``kept`` gets what the ReLU let through."""
+    rows, vectors, grid, block = _shape(x, "sums")
+    for_weight, for_bias = _per_channel(x), _per_channel(x)
+    name = "_".join([mask] + ["keep"] * (kept is not None) + ["sum"] * (more is not None))
+    arguments = (gradient, more, x, result, kept, *normal, _partial(x, grid, block), for_weight, for_bias)
+    _of(x).launch(f"reduce_{name}", grid, block, *arguments, _tickets(x.device), rows, vectors)
+    return for_weight, for_bias
+
+
+def _input_gradient_of(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    normal: tuple[torch.Tensor | None, ...],
+    mask: str,
+    result: torch.Tensor | None,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    how: Launch,
+) -> torch.Tensor:
+    rows, vectors, grid, block = _shape(x, "numbers")
+    for_x = torch.empty_like(x)
+    arguments = (for_x, gradient, x, result, *normal, *sums, rows, vectors)
+    _of(x).launch(f"backward_{mask}", grid, block, *arguments, how=how)
+    return for_x
+
+
+def _reduce_on_gpu(
+    kept: torch.Tensor,
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = "again" if result is None else "result"
+    return _reduced(gradient, more, x, (mean, deviation, weight, bias), mask, result, kept)
+
+
+def _input_gradient_on_gpu(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    for_weight: torch.Tensor,
+    for_bias: torch.Tensor,
+) -> torch.Tensor:
+    normal = (mean, deviation, weight, None)
+    return _input_gradient_of(gradient, x, normal, "all", None, (for_weight, for_bias), Launch.AFTER)
 
 
 def channel_sums(x: torch.Tensor) -> torch.Tensor:
@@ -411,11 +478,40 @@ def _backward(
     return found
 
 
+def _reduce(
+    kept: torch.Tensor,
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, for_weight, for_bias = _backward(gradient, more, x, mean, deviation, weight, bias, result, True, kept)
+    return for_weight, for_bias
+
+
+def _input_gradient(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    for_weight: torch.Tensor,
+    for_bias: torch.Tensor,
+) -> torch.Tensor:
+    return _backward(gradient, None, x, mean, deviation, weight, None, None, False, None)[0]
+
+
 for _name, _here, _on_gpu in (
     ("batch_norm_statistics", _statistics, _statistics_on_gpu),
     ("batch_norm_apply_", _apply, _apply_on_gpu),
     ("batch_norm_forward_", _forward, _forward_on_gpu),
     ("batch_norm_backward", _backward, _backward_on_gpu),
+    ("batch_norm_reduce_", _reduce, _reduce_on_gpu),
+    ("batch_norm_input_gradient", _input_gradient, _input_gradient_on_gpu),
 ):
     _library.impl(_name, _here, "CPU")
     _library.impl(_name, _on_gpu, "CUDA")

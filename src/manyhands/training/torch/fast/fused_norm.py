@@ -13,7 +13,8 @@ memory decides:
 
 In the backward pass the ReLU, and the sum of two gradients that reach it, are put off the same way. Where the
 normalisation's backward takes them, one kernel does it all. If another operation reads that gradient too (the shortcut
-does), it is written when it is read; or, from the second step on, by the same kernel.
+does), the same kernel writes it, from the second step on. If the other operation comes first (a convolution in the
+shortcut), the first half of the normalisation's backward runs then, which writes it, and the second half later.
 
 Nothing has to be known of the model, and autograd's graph and what it saves do not change. A mode cannot see memory
 that is read past PyTorch, by a kernel that gets an address. So the first step fills unwritten memory with NaN, and if
@@ -28,6 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
@@ -63,6 +65,8 @@ class FusedNorms(TorchDispatchMode):
         self._untaken: list[Statistics] = []
         self._rectified: dict[int, Rectified] = {}
         self._shapes: set[torch.Size] = set()  # of the results of these ReLUs
+        # By the memory of a gradient that was written early: the mean of its normalisation, and the sums for that.
+        self._reduced: dict[int, tuple[StorageWeakRef, int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._gradients = 0
         self.counts = Counter[str]()
 
@@ -173,7 +177,10 @@ class FusedNorms(TorchDispatchMode):
         note = self._note(gradient)
         pending = note.pending if note is not None else None
         normal: Any = (x, batch_mean, deviation, weight)
-        if isinstance(pending, Gradient):
+        sums = self._sums_of(gradient, batch_mean) if pending is None else None
+        if sums is not None:
+            gradients = kernels.input_gradient(gradient, *normal, *sums), *sums
+        elif isinstance(pending, Gradient):
             rectified, written = self._rectified[memory_id(pending.result)], None
             wanted = pending.number in self._wanted_before
             if wanted or pending.more is not None:  # the same kernel writes the gradient, too
@@ -187,6 +194,8 @@ class FusedNorms(TorchDispatchMode):
         else:
             self._settle(gradient)
             gradients = kernels.backward(gradient, None, *normal, None, None, False, None)
+        for rectified in self._rectified.values():
+            rectified.over(batch_mean)
         return tuple(each if wanted else None for each, wanted in zip(gradients, mask, strict=True))
 
     # Notes
@@ -229,6 +238,8 @@ class FusedNorms(TorchDispatchMode):
             self._write([number for number, note in self._notes.items() if note.read() & changed])
             for rectified in self._rectified.values():
                 rectified.changes(changed)
+            for memory in changed:
+                self._reduced.pop(memory, None)
 
     def _write(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -237,9 +248,33 @@ class FusedNorms(TorchDispatchMode):
                 continue
             if isinstance(note.pending, Sum) and note.pending.first is None:  # in place: others read the old value
                 self._write([other for other, reader in self._notes.items() if number in reader.read()])
-            note.write()
-            if isinstance(note.pending, Gradient):
-                self._wanted.add(note.pending.number)
+            if not isinstance(note.pending, Gradient):
+                note.write()
+                continue
+            self._wanted.add(note.pending.number)
+            if not self._reduce(note, note.pending):
+                note.write()
+
+    @torch.no_grad()
+    def _reduce(self, note: Note, pending: Gradient) -> bool:
+        """Write a gradient by the first half of the backward of its normalisation; False where there is none."""
+        rectified = self._rectified.get(memory_id(pending.result))
+        kept = note.tensor()
+        if rectified is None or rectified.normal is None or kept is None:
+            return False
+        x, mean, deviation = rectified.normal
+        result = None if rectified.again(mean) else pending.result
+        parts = (x, mean, deviation, rectified.weight, rectified.bias, result)
+        sums = kernels.reduce_(kept, pending.gradient, pending.more, *parts)
+        self._reduced[memory_id(kept)] = StorageWeakRef(kept.untyped_storage()), memory_id(mean), sums
+        self.counts["backward past the ReLU"] += 1
+        self.counts["of them of a sum"] += pending.more is not None
+        return True
+
+    def _sums_of(self, gradient: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What :meth:`_reduce` has summed up for this backward."""
+        memory, its_mean, sums = self._reduced.get(memory_id(gradient), (None, 0, None))
+        return sums if memory is not None and not memory.expired() and its_mean == memory_id(mean) else None
 
     def explain(self) -> str:
         """Which operations were fused, in words."""

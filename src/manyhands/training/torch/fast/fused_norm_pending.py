@@ -108,12 +108,16 @@ class Note:
         where = tensor.storage_offset(), tensor.shape, tensor.stride()
         return self._kind["dtype"] is tensor.dtype and self._where == where
 
+    def tensor(self) -> torch.Tensor | None:
+        """The memory as a tensor, if one that could read it is still alive."""
+        storage = compat.storage_from_weak_pointer(self.memory.cdata)
+        return None if storage is None else torch.empty(0, **self._kind).set_(storage, *self._where)
+
     @torch.no_grad()  # autograd has recorded the operations already
     def write(self) -> None:
-        """Write the result, if a tensor that could read it is still alive."""
-        storage = compat.storage_from_weak_pointer(self.memory.cdata)
-        if storage is not None:
-            self.pending.write(torch.empty(0, **self._kind).set_(storage, *self._where))
+        """Write the result, where anybody could read it."""
+        if (tensor := self.tensor()) is not None:
+            self.pending.write(tensor)
 
     def read(self) -> set[int]:
         return {memory_id(tensor) for tensor in self.pending.read() if tensor is not None}
@@ -125,6 +129,10 @@ class Rectified:
     def __init__(self, result: torch.Tensor, norm: Norm) -> None:
         self.result = StorageWeakRef(result.untyped_storage())
         self.bias = norm.bias
+        self.weight = norm.weight
+        # Input, mean and deviation of the normalisation until its backward is over: autograd keeps them as long.
+        self.normal: tuple[torch.Tensor, ...] | None = (norm.x.detach(), norm.mean, norm.statistics.deviation)
+        self._taken = {memory_id(tensor) for tensor in (*self.normal, norm.weight) if tensor is not None}
         self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it identifies the call
         self._version = _version(norm.bias)
         self._read = {memory_id(tensor) for tensor in (result, *norm.read()) if tensor is not None}
@@ -133,6 +141,13 @@ class Rectified:
     def changes(self, changed: set[int]) -> None:
         """Memory was written to, perhaps past autograd (``bias.data``)."""
         self._unchanged = self._unchanged and not self._read & changed
+        if self._taken & changed:
+            self.normal = None
+
+    def over(self, mean: torch.Tensor) -> None:
+        """The backward of a normalisation is over; it may be this one's."""
+        if self._mean.cdata == memory_id(mean):
+            self.normal = None
 
     def again(self, mean: torch.Tensor) -> bool:
         """Whether the kernel can compute the sign again instead of reading the ReLU's result."""
