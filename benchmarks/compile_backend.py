@@ -111,8 +111,8 @@ def row(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], device
     torch.manual_seed(0)
     net = make()
     loops, first, losses = {}, {}, {}
+    torch._dynamo.reset()  # once: it would take away what the way before has compiled
     for way in ways:
-        torch._dynamo.reset()
         loop = loops[way] = Loop(net, WAYS[way], shape, device)
         first[way] = seconds(lambda loop=loop, way=way: losses.__setitem__(way, loop.steps(3)), device)
     for way in ways:
