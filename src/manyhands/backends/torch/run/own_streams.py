@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import cuda_driver
+from manyhands.backends.torch.run.streams import reset_generator
 from manyhands.errors import CannotCompile
 
 _MOST = 32  # streams of a device, as many as PyTorch has in its pool: each may have a workspace
@@ -59,14 +61,21 @@ def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.devic
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cuda", enabled=False),
+        suppress(RuntimeError),  # no memory, or products are refused (deterministic algorithms): then it is without
     ):
         x = torch.ones(16, 16, device=device, requires_grad=gradients)
         _multiply(x)  # cuBLAS begins, which cannot be captured
         if device not in _pools:
             _pools[device] = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        first, *others = streams
-        first.wait_stream(torch.cuda.current_stream(device))
+        _keepers[device] = _captured(x, streams, device)
+
+
+def _captured(x: torch.Tensor, streams: Sequence[torch.cuda.Stream], device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph with a product on each stream."""
+    graph = torch.cuda.CUDAGraph()
+    first, *others = streams
+    first.wait_stream(torch.cuda.current_stream(device))
+    try:
         with torch.cuda.stream(first):
             graph.capture_begin(pool=_pools[device], capture_error_mode="thread_local")
             try:
@@ -78,7 +87,10 @@ def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.devic
                     first.wait_stream(stream)
             finally:
                 graph.capture_end()
-        _keepers[device] = graph
+    except BaseException:
+        reset_generator(device)
+        raise
+    return graph
 
 
 def _multiply(x: torch.Tensor) -> None:
