@@ -1,7 +1,7 @@
 """CUDA streams that graphs are captured on: nobody else uses them, and nobody frees their cuBLAS workspaces.
 
-cuBLAS computes in a workspace, 32 MB on a Hopper GPU. PyTorch keeps one for each stream and thread, and a captured
-graph goes on writing to the workspaces of its streams. But ``torch.compile(mode="reduce-overhead")`` frees all
+cuBLAS and cuBLASLt compute in workspaces, 32 MB on a Hopper GPU. PyTorch keeps one for each stream and thread, and a
+captured graph goes on writing to the workspaces of its streams. But ``torch.compile(mode="reduce-overhead")`` frees all
 workspaces when it records a graph of its own. A graph that was captured before would then write to memory that belongs
 to somebody else by now, or to nobody.
 
@@ -94,8 +94,11 @@ def _captured(x: torch.Tensor, streams: Sequence[torch.cuda.Stream], device: tor
 
 
 def _multiply(x: torch.Tensor) -> None:
-    """A product here, and where ``x`` requires gradients, two more in the thread that computes them."""
-    product = x @ x
+    """Products here, and where ``x`` requires gradients, more in the thread that computes them.
+
+    Without a bias and with one: cuBLAS and cuBLASLt may have workspaces of their own.
+    """
+    product = torch.addmm(x[0], x, x @ x)
     if x.requires_grad:
         torch.autograd.grad(product.sum(), x)
 
