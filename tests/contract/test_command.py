@@ -46,5 +46,5 @@ def test_the_table_names_virtual_devices(framework: str, own: Any) -> None:
 def test_a_framework_that_cannot_answer_is_named(framework: str, own: Any) -> None:
     result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="rubbish")
     assert result.returncode == 0
-    assert f"{framework}: cannot be asked" in result.stdout
+    assert f"{framework}: does not start" in result.stdout
     assert "rubbish" in result.stdout

@@ -241,7 +241,7 @@ def test_out_of_memory_falls_back_to_plain_execution_and_says_so(on_lanes: Paral
     assert on_lanes(torch.ones(2), torch.ones(2)).tolist() == [6, 6]
     assert not ERRORS
     assert on_lanes.planned.run is not run
-    assert "ran out of memory: plain execution from then on" in on_lanes.explain()
+    assert "ran out of memory: plain execution is used instead" in on_lanes.explain()
     CALLS.clear()
     on_lanes(torch.ones(2), torch.ones(2))
     assert set(CALLS) == {threading.current_thread().name}

@@ -109,7 +109,7 @@ def test_the_end_is_evaluated_once(bench: Bench, limits: dict[str, Any]) -> None
         assert seen.count == evaluations
     first, again = results
     assert without_times(first.rows) == without_times(again.rows) == without_times(bench.fit(**how).rows)
-    assert any("at its end already" in note for note in again.notes)
+    assert any("had already finished" in note for note in again.notes)
     # In another folder its figures are not there, so they are computed.
     elsewhere = bench.fit(run=bench.new_run(), resume=run, callbacks=[seen := Evaluated()], **how)
     assert (seen.count, elsewhere.rows[-1]["val_loss"]) == (1, first.rows[-1]["val_loss"])
@@ -132,7 +132,7 @@ def test_time_ends_a_job_and_is_the_runs(bench: Bench) -> None:
     assert (first.steps, first.ended) == (1, "max_time")
     again = bench.fit(epochs=None, limits=limits, run=run, resume="auto")
     assert (again.steps, again.ended, again.rows) == (1, "max_time", first.rows)
-    assert any("at its end already" in note for note in again.notes)
+    assert any("had already finished" in note for note in again.notes)
     with pytest.raises(BadSettings, match="max_time alone does not say how many steps"):
         bench.fit(epochs=None, limits=limits, schedule=Recorded())
 

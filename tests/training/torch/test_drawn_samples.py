@@ -77,4 +77,4 @@ def test_a_generator_of_its_own_is_noted(generator: Any) -> None:
     dataset = Holding(16)
     dataset.transforms = [generator]  # type: ignore[assignment]
     _, result = fit(mlp(), dataset, max_epochs=1)
-    assert any("dataset.transforms[0] is a random generator of the dataset's own" in note for note in result.notes)
+    assert any("dataset.transforms[0] is a random generator of the dataset:" in note for note in result.notes)
