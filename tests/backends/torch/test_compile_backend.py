@@ -59,9 +59,9 @@ def test_a_run_is_told_where_its_tensors_lie() -> None:
     a, b, other = torch.rand(3), torch.rand(3), torch.rand(3)
     bound = dynamo._Bound(PLAN, (a, 2, b), [2])
     for first in (a, other, a):
-        given = bound.given((first, 2, b))
-        assert list(map(id, given)) == [id(first), id(b)]
-        assert given.places == (first.data_ptr(), b.data_ptr())
+        tensors = bound.tensors_of((first, 2, b))
+        assert list(map(id, tensors)) == [id(first), id(b)]
+        assert tensors.addresses == (first.data_ptr(), b.data_ptr())
 
 
 # Results that cannot be compared

@@ -12,14 +12,14 @@ at the first mismatch. For ``f(x, [w, 2])`` it reads
         if is_grad_enabled() != k9: return None
         ...
         if not check(v0, v3): return None
-        places = v0.data_ptr(), v3.data_ptr()
-        if places != seen[0]:
+        addresses = v0.data_ptr(), v3.data_ptr()
+        if addresses != seen[0]:
             if len({v0's storage, v3's storage}) != 2: return None
-            if not apart(places, (64, 64)): return None
-            seen[0] = places
-        given = Given((v0, v3))
-        given.places = places
-        return given
+            if not apart(addresses, (64, 64)): return None
+            seen[0] = addresses
+        tensors = AddressedTensors((v0, v3))
+        tensors.addresses = addresses
+        return tensors
 
 ``check`` is PyTorch's own, with which Dynamo guards its code: type, shape, strides, dtype, device and ``requires_grad``
 of all tensors at once. Tensors of the same shape and strides at the same addresses overlap as they did before.
@@ -47,11 +47,11 @@ from manyhands.generated import function
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
 
 
-class Given(list[torch.Tensor]):
+class AddressedTensors(list[torch.Tensor]):
     """The tensors of a call that was recognised, and their addresses, which a run may want to know, too."""
 
-    __slots__ = ("places",)
-    places: tuple[int, ...]
+    __slots__ = ("addresses",)
+    addresses: tuple[int, ...]
 
 
 _EXACT = (bool, int, str, bytes)  # equal values of these types are written alike
@@ -80,7 +80,12 @@ class _Writer:
         self._storages: list[str] = []
         self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
-        self._names: dict[str, Any] = {**call.MODE_NAMES, "Given": Given, "seen": [None], "apart": _apart}
+        self._names: dict[str, Any] = {
+            **call.MODE_NAMES,
+            "AddressedTensors": AddressedTensors,
+            "seen": [None],
+            "apart": _apart,
+        }
         if any(
             home(tensor).type == "cuda" for tensor in like.tensors
         ):  # then it need not be asked whether CUDA is there at all
@@ -152,11 +157,12 @@ class _Writer:
                 self._refuse_if(question)
             if self._call.shares_memory:  # then two may also be one
                 self._refuse_if(f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}")
-            self._lines.append(f"places = {', '.join(f'{name}.data_ptr()' for name in names)},")
+            self._lines.append(f"addresses = {', '.join(f'{name}.data_ptr()' for name in names)},")
             questions = [*self._fixed, *self._shared()]
             inner = [f"    if {question}: return None" for question in questions]
-            self._lines += ["if places != seen[0]:", *inner, "    seen[0] = places"]
-            self._lines += [f"given = Given(({', '.join(names)},))", "given.places = places", "return given"]
+            self._lines += ["if addresses != seen[0]:", *inner, "    seen[0] = addresses"]
+            self._lines += [f"tensors = AddressedTensors(({', '.join(names)},))", "tensors.addresses = addresses"]
+            self._lines.append("return tensors")
         else:
             self._lines.append("return []")
         body = "\n".join(f"        {line}" for line in self._lines)
@@ -177,13 +183,13 @@ class _Writer:
         if shares:
             return [f"{size} >= {len(self._storages)}"]
         lengths = self._name(tuple(end - start for start, end in map(shown_by, self._call.tensors)))
-        return [f"{size} != {len(self._storages)}", f"not apart(places, {lengths})"]
+        return [f"{size} != {len(self._storages)}", f"not apart(addresses, {lengths})"]
 
 
-def _apart(places: Sequence[int], lengths: Sequence[int]) -> bool:
+def _apart(addresses: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether pieces of memory, each with its place and its length, do not overlap."""
     behind = 0
-    for place, length in sorted(zip(places, lengths, strict=True)):
+    for place, length in sorted(zip(addresses, lengths, strict=True)):
         if length and place < behind:
             return False
         behind = max(behind, place + length)

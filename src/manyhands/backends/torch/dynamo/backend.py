@@ -30,7 +30,7 @@ from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backen
 
 from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.fast_match import Given, tensor_guards
+from manyhands.backends.torch.capture.fast_match import AddressedTensors, tensor_guards
 from manyhands.backends.torch.capture.trace import has_effects
 from manyhands.backends.torch.run.cuda_graph import only_tried
 from manyhands.errors import EngineError
@@ -173,7 +173,7 @@ class _PlannedGraph:
             return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
         # Kept results stay in the graph's memory: the backward pass reads them there.
         with only_tried() if self._kept else nullcontext():
-            results = list(cast(Sequence[Any], plan.run(bound.given(arguments), arguments, {})))
+            results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
         if not self._kept:
             return results
         for at in self._callers:
@@ -222,7 +222,7 @@ class _Bound:
         self._lie_there = compat.lie_at({number: arguments[number].data_ptr() for number in in_place})
         # For a run: where each tensor lies, and which of them may lie elsewhere at the next call.
         self._tensors = numbers
-        self._places = [arguments[number].data_ptr() for number in numbers]
+        self._addresses = [arguments[number].data_ptr() for number in numbers]
         fixed = {*in_place}
         self._moving = [(at, number) for at, number in enumerate(numbers) if number not in fixed]
 
@@ -235,14 +235,14 @@ class _Bound:
             return False
         return self._alike(*[arguments[number] for number in self._distinct]) and self._lie_there(arguments)
 
-    def given(self, arguments: tuple[Any, ...]) -> Given:
+    def tensors_of(self, arguments: tuple[Any, ...]) -> AddressedTensors:
         """The tensors for a run, of arguments that fit, and where they lie."""
-        given = Given(arguments if self._is_plain else [arguments[number] for number in self._tensors])
-        places = self._places.copy()
+        tensors = AddressedTensors(arguments if self._is_plain else [arguments[number] for number in self._tensors])
+        addresses = self._addresses.copy()
         for at, number in self._moving:
-            places[at] = arguments[number].data_ptr()
-        given.places = tuple(places)
-        return given
+            addresses[at] = arguments[number].data_ptr()
+        tensors.addresses = tuple(addresses)
+        return tensors
 
 
 def _plain(value: Any, *, in_place: bool = False) -> Any:

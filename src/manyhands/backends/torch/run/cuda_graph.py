@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.facts import results_share
-from manyhands.backends.torch.capture.fast_match import Given
+from manyhands.backends.torch.capture.fast_match import AddressedTensors
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
 from manyhands.backends.torch.run.graph_copies import Copies, can_be_copied, prepare
@@ -183,7 +183,8 @@ class GraphRun:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)
             self._stream = stream
-        places = inputs.places if type(inputs) is Given else tuple(tensor.data_ptr() for tensor in inputs)
+        known = type(inputs) is AddressedTensors
+        places = inputs.addresses if known else tuple(tensor.data_ptr() for tensor in inputs)  # type: ignore[attr-defined]
         if places == self._places:
             assert self._in_place is not None
             captured = self._in_place
