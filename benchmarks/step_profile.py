@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -84,6 +84,20 @@ def busy_of(spans: list[tuple[float, float]]) -> float:
     return busy
 
 
+def middle_step(names: list[str], steps: int) -> tuple[int, int]:
+    """Where a step in the middle begins and ends, by the first kernel that is there once in each step.
+
+    >>> middle_step(["begin", "a", "b", "b", "a", "b", "b", "a", "b", "b"], 3)
+    (4, 7)
+    """
+    counts = Counter(names)
+    mark = next((name for name in names if counts[name] == steps), None)
+    if mark is None or steps < 2:
+        return 0, len(names)
+    places = [place for place, name in enumerate(names) if name == mark]
+    return places[steps // 2], (*places, len(names))[steps // 2 + 1]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeline", help="a file for one step, kernel by kernel")
@@ -101,7 +115,7 @@ def main() -> int:
     steps, whole = profiled.steps, max(end for _, end in spans) - min(begin for begin, _ in spans)
     print(training.header(options, problem, data).split("; n = ")[0])
     print(
-        f"a step of {whole / steps:.0f} us: {len(events) / steps:.0f} kernels, "
+        f"a step of {whole / steps:.0f} us: {len(events) / steps:.0f} kernels and copies, "
         f"{sum(end - begin for begin, end in spans) / steps:.0f} us together, busy for {busy_of(spans) / steps:.0f} us"
     )
     sums: dict[str, list[float]] = defaultdict(list)
@@ -110,11 +124,11 @@ def main() -> int:
     for kind, times in sorted(sums.items(), key=lambda item: -sum(item[1])):
         print(f"{kind:<30} {sum(times) / steps:8.1f} us {len(times) / steps:6.1f} kernels")
     if flags.timeline:
-        ordered = sorted(zip(spans, events, strict=True), key=lambda pair: pair[0])
-        first = len(ordered) // steps * (steps // 2)
+        ordered = sorted(zip(spans, [event.name for event in events], strict=True))
+        begin_of_step, end_of_step = middle_step([name for _, name in ordered], steps)
         with open(flags.timeline, "w") as file:
-            for (begin, end), event in ordered[first : first + len(ordered) // steps]:
-                file.write(f"{begin - ordered[first][0][0]:10.1f} {end - begin:8.1f} {event.name}\n")
+            for (begin, end), name in ordered[begin_of_step:end_of_step]:
+                file.write(f"{begin - ordered[begin_of_step][0][0]:10.1f} {end - begin:8.1f} {name}\n")
     return 0
 
 

@@ -36,7 +36,8 @@ def test_the_same_bytes(element_bytes: int, size: int, offset: int) -> None:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with capturing(graph, GPU):
         memset(found[offset : offset + size], value, element_bytes)
-    assert graph_nodes.instantiate(graph, GPU) == 1
+    is_left_alone = offset and size > 1 << 16  # the kernel is quick where memory begins at a multiple of 16 bytes
+    assert graph_nodes.instantiate(graph, GPU) == (0 if is_left_alone else 1)
     graph.replay()
     assert torch.equal(found, expected)
 

@@ -65,6 +65,24 @@ def test_beside_a_graph_of_torch_compile() -> None:
         torch.testing.assert_close(one, other, rtol=0.05, atol=2.0)
 
 
+def test_streams_that_are_current_are_reserved_too() -> None:
+    """As a training step reserves its own: its workspace stays where it is when all are freed."""
+    (stream,) = own_streams.own_streams(DEVICE, 1)
+    x, w = arguments()
+    with torch.cuda.stream(stream):
+        own_streams.reserve_workspaces([stream], DEVICE)
+        expected = products(x, w)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = products(x, w)
+    others = take_workspaces_away()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, found, expected))
+    assert all(bool((other == 7).all()) for other in others)
+
+
 def test_streams_are_different_and_come_in_turns() -> None:
     streams = own_streams.own_streams(DEVICE, 32)
     assert len({stream.cuda_stream for stream in streams}) == 32
@@ -74,14 +92,12 @@ def test_streams_are_different_and_come_in_turns() -> None:
 
 
 def test_a_captured_training_step_survives_too() -> None:
-    images = torch.randn(512, 1, 28, 28)
+    images = torch.randn(512, 16384)  # long rows: their sums are split, and added up in a workspace
     labels = torch.randint(10, (512,))
 
     def losses(disturb: bool) -> list[float]:
         torch.manual_seed(0)
-        net = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(784, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
-        )
+        net = torch.nn.Sequential(torch.nn.Linear(16384, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
         others: list[Any] = []
 
         class Disturbs(mh.Callback):

@@ -93,6 +93,18 @@ def test_a_gradient_that_the_shortcut_reads_first(monkeypatch: pytest.MonkeyPatc
     assert calls == ["reduce_", "input_gradient"] * 3
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_frozen_layers_keep_no_inputs(frozen: bool) -> None:
+    """They have no backward that would take them, and autograd does not keep them either."""
+    net, norms = Net(residual).double().to(memory_format=torch.channels_last), FusedNorms()
+    net.requires_grad_(not frozen)
+    norms.begin(poison=False)
+    with norms:
+        net(X.to(memory_format=torch.channels_last))
+    assert len(norms._rectified) == 2
+    assert all((rectified.normal is None) == frozen for rectified in norms._rectified.values())
+
+
 def test_what_is_held_is_written() -> None:
     net, norms = Net(held).double(), FusedNorms()
     x = X.to(memory_format=torch.channels_last)

@@ -61,7 +61,7 @@ class ForwardGraph:
     """What aot_autograd knows of the forward graph that it compiles."""
 
     fixed: frozenset[int]  # arguments that are parameters and buffers: they lie where they lay
-    written_back: int  # the first results: PyTorch copies each into an argument at once; what the graph writes is none
+    written_back: int  # the first results, which PyTorch copies into arguments; not those that the graph writes itself
     results: int  # these and the caller's; the ones behind them are kept for the backward pass
     written: frozenset[int]  # arguments that the function writes to
 

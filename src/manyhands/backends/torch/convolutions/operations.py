@@ -6,6 +6,7 @@ one name by another, and a dispatch mode (:class:`ChosenConvolutions`) does the 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -99,10 +100,14 @@ def _convolution_backward(
 
 def _can_sum(gradient: torch.Tensor) -> bool:
     """Whether our kernel gives the gradient of a bias."""
-    if gradient.device.type != "cuda" or gradient.dtype not in HALVES or not batch_norm.fits(gradient):
-        return False
+    on_gpu = gradient.device.type == "cuda" and gradient.dtype in HALVES
+    return on_gpu and batch_norm.fits(gradient) and _has_kernels(gradient.device, gradient.dtype)
+
+
+@functools.cache
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     try:
-        batch_norm.ready(gradient.device, (gradient.dtype,))
+        batch_norm.ready(device, (dtype,))
     except CannotCompile:
         return False
     return True

@@ -31,7 +31,8 @@ from manyhands.errors import CannotCompile
 
 _LIKELY = 32  # calls in a row whose arguments are in the same places
 _LITTLE = 1 / 100  # of the device's memory: results may be there twice, if they take no more
-_MULTIPLIES = re.compile(r"mm|matmul|linear|dot|attention|lstm|gru|rnn|linalg|manyhands")  # operations that may
+# Operations that may call cuBLAS.
+_MULTIPLIES = re.compile(r"mm|mv|matmul|linear|dot|attention|transformer|lstm|gru|rnn|linalg|solve|cholesky|manyhands")
 _of_thread = threading.local()
 
 

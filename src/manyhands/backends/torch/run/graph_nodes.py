@@ -21,6 +21,8 @@ from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
 from manyhands.errors import CannotCompile
 
 KERNEL, MEMSET = 0, 2  # types of nodes
+_ALLOCATIONS = (10, 11)  # of memory, and its release: nodes of such a graph cannot be removed
+_LONG = 1 << 16  # bytes
 _THREADS = 128
 _MOST_BLOCKS = 1024
 _NEEDED = (  # of CUDA's driver, to replace a node
@@ -99,6 +101,8 @@ def _replace_memsets(graph: int, kernels: Kernels) -> int:
     driver = kernels.driver
     if not all(hasattr(driver, name) for name in _NEEDED):
         return 0
+    if any(True for kind in _ALLOCATIONS for _ in nodes_of(driver, graph, kind)):
+        return 0
     return sum(_replace_memset(driver, graph, node, kernels) for node in list(nodes_of(driver, graph, MEMSET)))
 
 
@@ -111,6 +115,8 @@ def _replace_memset(driver: ctypes.CDLL, graph: int, node: int, kernels: Kernels
     if memset.height != 1 or before is None or after is None:
         return False
     size, pattern = memset.width * memset.element_bytes, _pattern(memset.value, memset.element_bytes)
+    if size > _LONG and memset.target % 16:  # the kernel would write it byte by byte
+        return False
     values = ctypes.c_uint64(memset.target), ctypes.c_uint(pattern), ctypes.c_longlong(size)
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     blocks = min(max(1, -(-size // (16 * _THREADS))), _MOST_BLOCKS)

@@ -1,12 +1,13 @@
-"""CUDA streams that graphs are captured on: nobody else uses them, and nobody frees their cuBLAS workspaces.
+"""CUDA streams that graphs are captured on, whose cuBLAS workspaces nobody else frees.
 
 cuBLAS and cuBLASLt compute in workspaces, 32 MB on a Hopper GPU. PyTorch keeps one for each stream and thread, and a
 captured graph goes on writing to the workspaces of its streams. But ``torch.compile(mode="reduce-overhead")`` frees all
 workspaces when it records a graph of its own. A graph that was captured before would then write to memory that belongs
 to somebody else by now, or to nobody.
 
-So graphs are captured on streams of our own, and their workspaces are allocated during the capture of a small graph,
-which is never replayed (:func:`reserve_workspaces`). Whatever is freed there stays with that graph's memory pool.
+So graphs are captured on streams of our own, which PyTorch gives to nobody. Their workspaces are allocated during the
+capture of a small graph, which is never replayed (:func:`reserve_workspaces`). When they are freed, they stay in that
+graph's memory pool, which nobody else allocates from.
 """
 
 from __future__ import annotations
@@ -28,63 +29,80 @@ _NON_BLOCKING = 1  # such a stream does not wait for the default stream
 _lock = threading.Lock()
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: dict[torch.device, int] = {}
-_pools: dict[torch.device, Any] = {}
-_keepers: dict[torch.device, torch.cuda.CUDAGraph] = {}  # the graph that keeps the pool of workspaces
+
+
+class _Reserve:
+    """The memory pool of reserved workspaces, and the graph that keeps it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pools: dict[torch.device, Any] = {}
+        self.keepers: dict[torch.device, torch.cuda.CUDAGraph] = {}
+
+
+# Two: who reserves with gradients waits for the thread that computes them, and that thread may reserve for itself.
+_reserves = {False: _Reserve(), True: _Reserve()}
 
 
 def own_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     """So many streams of the device, all different where there are enough; they come in turns."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return [torch.cuda.Stream(device) for _ in range(count)]
+        return [new_stream(device) for _ in range(count)]
     device = _numbered(device)
     with _lock:
         streams = _streams.setdefault(device, [])
         first = _taken.get(device, 0)
         _taken[device] = first + count
         while len(streams) < min(first + count, _MOST):
-            streams.append(_created(device))
+            streams.append(new_stream(device))
         return [streams[number % _MOST] for number in range(first, first + count)]
 
 
 def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.device, *, gradients: bool = True) -> None:
-    """Allocate the workspaces of this thread for streams, where they stay, before anything else runs on the streams.
+    """Allocate this thread's workspaces for some streams in the pool that stays.
 
-    And again before a capture, as somebody may have freed them. ``gradients``: also those of the thread that runs
-    backward passes.
+    Call it before anything runs on the streams, and again before each capture, as the workspaces may have been freed.
+    ``gradients``: also those of the thread that runs backward passes.
     """
     if device.type != "cuda" or torch.version.cuda is None or not streams:
         return
-    device = _numbered(device)
+    device, reserve = _numbered(device), _reserves[gradients]
     with (
-        _lock,
+        reserve.lock,
         torch.cuda.device(device),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cuda", enabled=False),
-        suppress(RuntimeError),  # no memory, or products are refused (deterministic algorithms): then it is without
+        suppress(RuntimeError),  # no memory, or no products (deterministic algorithms): nothing is reserved
     ):
-        x = torch.ones(16, 16, device=device, requires_grad=gradients)
-        _multiply(x)  # cuBLAS begins, which cannot be captured
-        if device not in _pools:
-            _pools[device] = torch.cuda.graph_pool_handle()
-        _keepers[device] = _captured(x, streams, device)
+        # cuBLAS starts here, which cannot be captured; on the default stream, which is none of these.
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            x = torch.ones(16, 16, device=device, requires_grad=gradients)
+            _multiply(x)
+        torch.cuda.synchronize(device)  # a capture resets the random numbers' counters, which a replay may be reading
+        pool = reserve.pools.pop(device, None) or torch.cuda.graph_pool_handle()
+        reserve.keepers[device] = _captured(x, streams, pool, device)
+        reserve.pools[device] = pool  # not after an error: PyTorch may still take it for a pool of a capture
 
 
-def _captured(x: torch.Tensor, streams: Sequence[torch.cuda.Stream], device: torch.device) -> torch.cuda.CUDAGraph:
-    """A graph with a product on each stream."""
+def _captured(
+    x: torch.Tensor, streams: Sequence[torch.cuda.Stream], pool: Any, device: torch.device
+) -> torch.cuda.CUDAGraph:
+    """A graph with products on each stream."""
     graph = torch.cuda.CUDAGraph()
     first, *others = streams
-    first.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.stream(first):
-            graph.capture_begin(pool=_pools[device], capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 _multiply(x)
                 for stream in others:
                     stream.wait_stream(first)
-                    with torch.cuda.stream(stream):
-                        _multiply(x)
-                    first.wait_stream(stream)
+                    try:
+                        with torch.cuda.stream(stream):
+                            _multiply(x)
+                    finally:
+                        first.wait_stream(stream)
             finally:
                 graph.capture_end()
     except BaseException:
@@ -103,8 +121,10 @@ def _multiply(x: torch.Tensor) -> None:
         torch.autograd.grad(product.sum(), x)
 
 
-def _created(device: torch.device) -> torch.cuda.Stream:
-    """A new stream; one of PyTorch's pool where CUDA's driver cannot be asked."""
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has; one of PyTorch's pool where CUDA's driver cannot be asked."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return torch.cuda.Stream(device)
     try:
         driver = cuda_driver()
     except CannotCompile:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 
 import torch
 
-from manyhands.backends.torch.run.own_streams import own_streams
+from manyhands.backends.torch.run.own_streams import new_stream
 
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """The stream that steps are captured on."""
-    return own_streams(device, 1)[0]
+    return new_stream(device)
 
 
 @contextmanager

@@ -347,9 +347,11 @@ class GraphStep:
         # Metrics are a dozen kernels for a few numbers: they run beside the update, unless that writes to them too.
         beside = None if as_written or sized.warm < 0 or eager.scale is not None else self._beside
         before_update = None if beside is None else beside.mark()
+        gradients = [parameter.grad for parameter in eager.parameters]  # their memory is not the metrics' meanwhile
         eager.update([loss.detach()], self._progress.step)
         with nullcontext() if beside is None else beside.from_mark(before_update):
             eager.metrics.add(loss, right, size, self._progress.step)
+        del gradients
         self._progress.advance(size)
 
     def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:

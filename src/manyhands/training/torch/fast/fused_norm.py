@@ -172,6 +172,8 @@ class FusedNorms(TorchDispatchMode):
     ) -> Any:
         batch_mean, deviation, training, _, mask = rest
         self._settle((x, weight, batch_mean, deviation))
+        for rectified in self._rectified.values():
+            rectified.over(batch_mean)
         if not training or not kernels.fits(x, weight, batch_mean, deviation) or not _alike(gradient, x):
             return NotImplemented
         note = self._note(gradient)
@@ -194,8 +196,6 @@ class FusedNorms(TorchDispatchMode):
         else:
             self._settle(gradient)
             gradients = kernels.backward(gradient, None, *normal, None, None, False, None)
-        for rectified in self._rectified.values():
-            rectified.over(batch_mean)
         return tuple(each if wanted else None for each, wanted in zip(gradients, mask, strict=True))
 
     # Notes

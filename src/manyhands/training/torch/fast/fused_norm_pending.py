@@ -59,6 +59,11 @@ class Norm:
     def read(self) -> list[torch.Tensor | None]:
         return [self.x, self.mean, self.statistics.deviation, self.weight, self.bias, self.added]
 
+    def has_backward(self) -> bool:
+        """Whether autograd has recorded it: a frozen layer without a gradient to hand on has no backward."""
+        parts = (self.x, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+
 
 @dataclass
 class Sum:
@@ -130,9 +135,11 @@ class Rectified:
         self.result = StorageWeakRef(result.untyped_storage())
         self.bias = norm.bias
         self.weight = norm.weight
-        # Input, mean and deviation of the normalisation until its backward is over: autograd keeps them as long.
-        self.normal: tuple[torch.Tensor, ...] | None = (norm.x.detach(), norm.mean, norm.statistics.deviation)
-        self._taken = {memory_id(tensor) for tensor in (*self.normal, norm.weight) if tensor is not None}
+        # Input, mean and deviation of the normalisation until its backward is over: autograd keeps them as long, where
+        # there will be a backward.
+        parts = norm.x.detach(), norm.mean, norm.statistics.deviation
+        self.normal: tuple[torch.Tensor, ...] | None = parts if norm.has_backward() else None
+        self._taken = {memory_id(tensor) for tensor in (*parts, norm.weight) if tensor is not None}
         self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it identifies the call
         self._version = _version(norm.bias)
         self._read = {memory_id(tensor) for tensor in (result, *norm.read()) if tensor is not None}
