@@ -32,12 +32,12 @@ _taken: dict[torch.device, int] = {}
 
 
 class _Reserve:
-    """The memory pool of reserved workspaces, and the graph that keeps it."""
+    """The memory pool of reserved workspaces of each device, and the graph that keeps each pool."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pools: dict[torch.device, Any] = {}
-        self.keepers: dict[torch.device, torch.cuda.CUDAGraph] = {}
+        self.keepers: dict[Any, torch.cuda.CUDAGraph] = {}
 
 
 # Two: who reserves with gradients waits for the thread that computes them, and that thread may reserve for itself.
@@ -81,7 +81,7 @@ def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.devic
             _multiply(x)
         torch.cuda.synchronize(device)  # a capture resets the random numbers' counters, which a replay may be reading
         pool = reserve.pools.pop(device, None) or torch.cuda.graph_pool_handle()
-        reserve.keepers[device] = _captured(x, streams, pool, device)
+        reserve.keepers[pool] = _captured(x, streams, pool, device)
         reserve.pools[device] = pool  # not after an error: PyTorch may still take it for a pool of a capture
 
 
