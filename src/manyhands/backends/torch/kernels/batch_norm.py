@@ -19,7 +19,7 @@ two kernels are better: weight gradients run beside them, and a kernel that wait
 much from them as it wins. So the second begins early, while the first one ends.
 
 They are for numbers that lie channel by channel on an NVIDIA GPU (:func:`fits`). Elsewhere the same operations are made
-of PyTorch's, slowly: that is what tests compare with, and what lets them run without a GPU.
+of PyTorch's (:mod:`.batch_norm_reference`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from manyhands.backends.torch.kernels import batch_norm_reference as reference
 from manyhands.backends.torch.kernels.nvrtc import Kernels, Launch, compiled
 from manyhands.errors import CannotCompile
 
-_aten = torch.ops.aten
 _FILE = "batch_norm.cu"
 _NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "Float"}
 _VECTOR = 16  # bytes that a thread reads at once
@@ -396,122 +396,13 @@ def channel_sums(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-# Made of PyTorch's operations
-
-
-def _statistics(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_variance: torch.Tensor | None,
-    momentum: float,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _, mean, deviation = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
-    return mean, deviation
-
-
-def _apply(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    added: torch.Tensor | None,
-    relu: bool,
-) -> None:
-    shape = (1, -1, *[1] * (x.dim() - 2))
-    value = (x.to(mean.dtype) - mean.view(shape)) * deviation.view(shape)
-    value = value * weight.view(shape) if weight is not None else value
-    value = value + bias.view(shape) if bias is not None else value
-    value = value.to(x.dtype)
-    value = value + added if added is not None else value
-    y.copy_(value.relu() if relu else value)
-
-
-def _forward(
-    y: torch.Tensor | None,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_variance: torch.Tensor | None,
-    momentum: float,
-    epsilon: float,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    added: torch.Tensor | None,
-    relu: bool,
-) -> None:
-    for memory, taken in zip(
-        (mean, deviation), _statistics(x, running_mean, running_variance, momentum, epsilon), strict=True
-    ):
-        memory.copy_(taken)
-    if y is not None:
-        _apply(y, x, mean, deviation, weight, bias, added, relu)
-
-
-def _backward(
-    gradient: torch.Tensor,
-    more: torch.Tensor | None,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    result: torch.Tensor | None,
-    relu: bool,
-    kept: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradient = gradient + more if more is not None else gradient
-    if relu:
-        if result is None:
-            result = torch.empty_like(x)
-            _apply(result, x, mean, deviation, weight, bias, None, relu=False)
-        gradient = _aten.threshold_backward(gradient, result, 0)
-    if kept is not None:
-        kept.copy_(gradient)
-    weight = weight if weight is not None else torch.ones_like(mean)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_batch_norm_backward(
-        gradient, x, weight, None, None, mean, deviation, True, 0.0, [True, True, True]
-    )
-    return found
-
-
-def _reduce(
-    kept: torch.Tensor,
-    gradient: torch.Tensor,
-    more: torch.Tensor | None,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    result: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _, for_weight, for_bias = _backward(gradient, more, x, mean, deviation, weight, bias, result, True, kept)
-    return for_weight, for_bias
-
-
-def _input_gradient(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor | None,
-    for_weight: torch.Tensor,
-    for_bias: torch.Tensor,
-) -> torch.Tensor:
-    return _backward(gradient, None, x, mean, deviation, weight, None, None, False, None)[0]
-
-
 for _name, _here, _on_gpu in (
-    ("batch_norm_statistics", _statistics, _statistics_on_gpu),
-    ("batch_norm_apply_", _apply, _apply_on_gpu),
-    ("batch_norm_forward_", _forward, _forward_on_gpu),
-    ("batch_norm_backward", _backward, _backward_on_gpu),
-    ("batch_norm_reduce_", _reduce, _reduce_on_gpu),
-    ("batch_norm_input_gradient", _input_gradient, _input_gradient_on_gpu),
+    ("batch_norm_statistics", reference.statistics, _statistics_on_gpu),
+    ("batch_norm_apply_", reference.apply, _apply_on_gpu),
+    ("batch_norm_forward_", reference.forward, _forward_on_gpu),
+    ("batch_norm_backward", reference.backward, _backward_on_gpu),
+    ("batch_norm_reduce_", reference.reduce, _reduce_on_gpu),
+    ("batch_norm_input_gradient", reference.input_gradient, _input_gradient_on_gpu),
 ):
     _library.impl(_name, _here, "CPU")
     _library.impl(_name, _on_gpu, "CUDA")

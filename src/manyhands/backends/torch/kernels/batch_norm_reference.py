@@ -1,0 +1,116 @@
+"""The operations of :mod:`.batch_norm` made of PyTorch's, slowly: for CPUs, and for tests to compare with.
+
+Each has the parameters of the operation that it implements.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def statistics(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, mean, deviation = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
+    return mean, deviation
+
+
+def apply(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    added: torch.Tensor | None,
+    relu: bool,
+) -> None:
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    value = (x.to(mean.dtype) - mean.view(shape)) * deviation.view(shape)
+    value = value * weight.view(shape) if weight is not None else value
+    value = value + bias.view(shape) if bias is not None else value
+    value = value.to(x.dtype)
+    value = value + added if added is not None else value
+    y.copy_(value.relu() if relu else value)
+
+
+def forward(
+    y: torch.Tensor | None,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    added: torch.Tensor | None,
+    relu: bool,
+) -> None:
+    for memory, taken in zip(
+        (mean, deviation), statistics(x, running_mean, running_variance, momentum, epsilon), strict=True
+    ):
+        memory.copy_(taken)
+    if y is not None:
+        apply(y, x, mean, deviation, weight, bias, added, relu)
+
+
+def backward(
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor | None,
+    relu: bool,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient = gradient + more if more is not None else gradient
+    if relu:
+        if result is None:
+            result = torch.empty_like(x)
+            apply(result, x, mean, deviation, weight, bias, None, relu=False)
+        gradient = _aten.threshold_backward(gradient, result, 0)
+    if kept is not None:
+        kept.copy_(gradient)
+    weight = weight if weight is not None else torch.ones_like(mean)
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_batch_norm_backward(
+        gradient, x, weight, None, None, mean, deviation, True, 0.0, [True, True, True]
+    )
+    return found
+
+
+def reduce(
+    kept: torch.Tensor,
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, for_weight, for_bias = backward(gradient, more, x, mean, deviation, weight, bias, result, True, kept)
+    return for_weight, for_bias
+
+
+def input_gradient(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    for_weight: torch.Tensor,
+    for_bias: torch.Tensor,
+) -> torch.Tensor:
+    return backward(gradient, None, x, mean, deviation, weight, None, None, False, None)[0]
