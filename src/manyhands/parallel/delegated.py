@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, overload
 
 from manyhands.backends import planning
 from manyhands.backends.runtime import Call, Run, Runtime, Traced, call_of, compared
-from manyhands.code_names import is_foreign, why_unwatched
 from manyhands.errors import CannotTrace, EngineError, NotYet, first_line
 from manyhands.parallel.explain import advice
 from manyhands.parallel.interface import P, ParallelFunction, R
@@ -36,6 +35,7 @@ from manyhands.parallel.plan import Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
 from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Means, Way, close
+from manyhands.python_code.names import is_foreign, why_unwatched
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.graph import Graph, graph

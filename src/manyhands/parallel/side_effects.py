@@ -22,9 +22,9 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import ClassVar
 
-from manyhands.code_names import is_foreign
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import CannotTrace
+from manyhands.python_code.names import is_foreign
 
 _WATCHED: tuple[tuple[object, str, str], ...] = (
     (builtins, "print", "prints"),

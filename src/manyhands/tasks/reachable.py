@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Set
 from typing import TYPE_CHECKING, NamedTuple, Never, TypeAlias, cast
 
 from manyhands.addresses import span_of_array, span_of_buffer
-from manyhands.code_names import function_behind, is_foreign, slots_of, words_of
+from manyhands.python_code.names import function_behind, is_foreign, slots_of, words_of
 from manyhands.tasks import containers
 from manyhands.tasks.node import Future, Job
 

@@ -42,7 +42,7 @@ from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.result_copies import has_no_gaps
 from manyhands.backends.torch.virtual import VirtualTensor, home, no_hooks, only_hooks, only_known_functions
 from manyhands.errors import CannotTrace, MustRunAsWritten
-from manyhands.generated import function
+from manyhands.python_code.generated import function
 
 
 @dataclass(frozen=True)

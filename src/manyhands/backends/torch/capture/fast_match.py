@@ -42,7 +42,7 @@ from manyhands.backends.torch.capture.call import Call
 from manyhands.backends.torch.capture.refusals import BY_VALUE
 from manyhands.backends.torch.compat import TensorGuards
 from manyhands.backends.torch.virtual import home
-from manyhands.generated import function
+from manyhands.python_code.generated import function
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
 

@@ -34,7 +34,7 @@ from manyhands.backends.torch.capture.results import UsedUp, used_up
 from manyhands.backends.torch.capture.watch import Watch
 from manyhands.backends.torch.compat import tree_flatten, tree_unflatten
 from manyhands.errors import CannotTrace
-from manyhands.generated import function
+from manyhands.python_code.generated import function
 from manyhands.schedule.task import Kind, Task
 
 _aten = torch.ops.aten

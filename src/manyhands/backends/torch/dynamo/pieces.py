@@ -40,7 +40,7 @@ from manyhands.backends.torch.capture.reasons import break_of, is_users
 from manyhands.backends.torch.dynamo.backend import compile_with
 from manyhands.backends.torch.dynamo.backward_as_written import can_be_gone_through
 from manyhands.errors import first_line
-from manyhands.generated import function as generated
+from manyhands.python_code.generated import function as generated
 
 _CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep

@@ -21,7 +21,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.guards.known_layers import KnownLayers
 from manyhands.errors import CannotGuard, first_line
-from manyhands.generated import function as generated
+from manyhands.python_code.generated import function as generated
 
 Check = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 

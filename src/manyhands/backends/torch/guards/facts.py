@@ -24,7 +24,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.guards.dict_versions import DictVersions, has_version
-from manyhands.generated import function
+from manyhands.python_code.generated import function
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _NOTHING = object()

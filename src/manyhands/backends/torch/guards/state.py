@@ -27,8 +27,16 @@ from torch.nn.parameter import is_lazy
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
 from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_installed, is_odd
 from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
-from manyhands.code_names import function_behind, making, members, modules_named, slots_of, why_unwatched, words_of
 from manyhands.errors import CannotTrace, NotYet
+from manyhands.python_code.names import (
+    function_behind,
+    making,
+    members,
+    modules_named,
+    slots_of,
+    why_unwatched,
+    words_of,
+)
 
 # Words of a function that looks values up by other names, which its code does not tell.
 _BY_OTHER_NAMES = ("globals", "environ", "getenv")

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import into_memory, native
-from manyhands.generated import function
+from manyhands.python_code.generated import function
 from manyhands.schedule.clocks import Clocks
 from manyhands.schedule.lanes import Schedule
 

@@ -42,7 +42,7 @@ from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text
 from manyhands.backends.torch.run.reuse_memory import Reuse
 from manyhands.backends.torch.run.thread_pool import Pool, closed_lock, pool
-from manyhands.generated import functions
+from manyhands.python_code.generated import functions
 from manyhands.schedule.task import Task
 
 _Lane = Callable[[Sequence[Any], Sequence[Any], Sequence[threading.Lock], Sequence[Any]], Any]
