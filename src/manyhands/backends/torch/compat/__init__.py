@@ -58,6 +58,7 @@ from manyhands.backends.torch.compat.dynamo import (
     stack_of,
 )
 from manyhands.backends.torch.compat.fake_tensors import RememberingFakeMode, graph_module, lazy_graph_modules
+from manyhands.backends.torch.compat.tensor_places import addresses_are, equal_addresses
 
 # Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.
 set_grad_enabled = torch._C._set_grad_enabled
@@ -84,26 +85,15 @@ cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-# Whether many tensors lie where they did, in one call, as Inductor asks before it replays a CUDA graph. None in a build
-# without CUDA.
-_addresses_are: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-
-
-def addresses_are(tensors: list[torch.Tensor], addresses: list[int]) -> Callable[[], bool]:
-    """What tells whether tensors lie at these addresses."""
-    if _addresses_are is None:
-        return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
-    return functools.partial(_addresses_are, tensors, addresses, [*range(len(tensors))])
-
 
 def lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
     """What tells of arguments whether the tensors with these numbers lie at these addresses."""
     if not places:
         return lambda arguments: True
-    if _addresses_are is None:
+    if equal_addresses is None:
         return lambda arguments: all(arguments[number].data_ptr() == place for number, place in places.items())
     numbers, addresses = [*places], [places.get(number, 0) for number in range(max(places) + 1)]
-    return lambda arguments: bool(_addresses_are(list(arguments), addresses, numbers))
+    return lambda arguments: bool(equal_addresses(list(arguments), addresses, numbers))
 
 
 # It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.

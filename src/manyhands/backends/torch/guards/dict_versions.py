@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.backends.torch.compat.memory_words import reader
+
 _VERSION = 24  # bytes from an object's address: behind its reference count, its type and the number of entries
-_WORD = 8
 
 
 def has_version(value: object) -> bool:
@@ -37,8 +38,7 @@ class DictVersions:
         if not dicts or not _can_be_read():
             self.now: Callable[[], bytes] = bytes
             return
-        memory, places = _memory([id(one) + _VERSION for one in dicts])
-        self.now = lambda: memory[places].tobytes()  # what they are; nothing where they cannot be read
+        self.now = reader([id(one) + _VERSION for one in dicts])  # nothing where they cannot be read
 
     def changed(self, before: bytes, now: bytes) -> Sequence[int]:
         """The numbers of the dicts that changed between two answers of :meth:`now`; all, where it cannot be known."""
@@ -46,21 +46,6 @@ class DictVersions:
             return range(len(self._dicts))
         differs = np.frombuffer(before, np.uint64) != np.frombuffer(now, np.uint64)
         return np.flatnonzero(differs).tolist()
-
-
-def _memory(addresses: Sequence[int]) -> tuple[Any, Any]:
-    """An array over all memory between these addresses, and where in it they are. Nothing else is to be read."""
-    first = min(addresses)
-
-    class Memory:
-        __array_interface__ = {  # noqa: RUF012
-            "shape": ((max(addresses) - first) // _WORD + 1,),
-            "typestr": "=u8",
-            "data": (first, True),
-            "version": 3,
-        }
-
-    return np.asarray(Memory()), (np.array(addresses, np.int64) - first) // _WORD
 
 
 @functools.cache
@@ -71,7 +56,7 @@ def _can_be_read() -> bool:
     kinds: list[dict[Any, Any]] = [{}, OrderedDict(), defaultdict(int)]
     for changing in kinds:
         staying = {0: 0}
-        memory, places = _memory([id(one) + _VERSION for one in (changing, staying)])
+        read = reader([id(one) + _VERSION for one in (changing, staying)])
         changes: list[Callable[[dict[Any, Any]], Any]] = [
             lambda one: one.__setitem__("a", 1),
             lambda one: one.__setitem__("a", 2),
@@ -81,12 +66,16 @@ def _can_be_read() -> bool:
             lambda one: one.__delitem__("a"),
             lambda one: one.clear(),
         ]
-        seen = [tuple(memory[places])]
+        seen = [_words(read())]
         for change in changes:
-            if tuple(memory[places]) != seen[-1]:
+            if _words(read()) != seen[-1]:
                 return False
             change(changing)
-            seen.append(tuple(memory[places]))
+            seen.append(_words(read()))
         if len({version for version, _ in seen}) < len(seen) or len({version for _, version in seen}) > 1:
             return False
     return True
+
+
+def _words(read: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(read, np.uint64).tolist())

@@ -1,0 +1,32 @@
+"""Words of memory that are read at once, as one array of NumPy: the fields of thousands of objects in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_WORD = 8
+
+
+def reader(addresses: Sequence[int]) -> Callable[[], bytes]:
+    """Reads the words at these addresses, multiples of eight. The caller has to know that there is memory."""
+    first = min(addresses)
+
+    class Memory:
+        """All memory between the addresses; nothing else of it is read."""
+
+        __array_interface__ = {  # noqa: RUF012
+            "shape": ((max(addresses) - first) // _WORD + 1,),
+            "typestr": "=u8",
+            "data": (first, True),
+            "version": 3,
+        }
+
+    memory, places = np.asarray(Memory()), (np.array(addresses, np.int64) - first) // _WORD
+    return lambda: memory[places].tobytes()
+
+
+def as_bytes(words: Sequence[int]) -> bytes:
+    """What :func:`reader` gives for these words."""
+    return np.array(words, np.uint64).tobytes()

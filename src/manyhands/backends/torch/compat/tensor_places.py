@@ -1,0 +1,177 @@
+"""Whether many tensors lie where they did, asked before every replay of a plan.
+
+PyTorch has a function for it, which Inductor asks before it replays a CUDA graph. It turns lists into vectors at each
+call, and a net of 150 convolutions has 500 tensors. So the words that say where a tensor lies are read from memory:
+
+    Python object  ->  TensorImpl  ->  StorageImpl  ->  data
+                       storage_offset
+
+``p.data = ...`` changes the second arrow, ``swap_tensors`` the first, resizing the last. An arrow is followed only if
+all arrows before it are as they were: then the object that it leads to is alive.
+
+Where in an object each word is differs between releases, so it is found out with a few tensors, and tried: each of
+these changes has to be noticed. Where that fails, PyTorch's function is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+
+from manyhands.backends.torch.compat.memory_words import as_bytes, reader
+
+_WORD = 8
+_IMPL_WORDS = 24  # a TensorImpl has 192 bytes, which PyTorch asserts when it is built
+_STORAGE_WORDS = 8  # a StorageImpl has more
+
+# As Inductor asks before it replays a CUDA graph. None in a build without CUDA.
+equal_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def addresses_are(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Callable[[], bool]:
+    """What tells whether tensors lie at these addresses."""
+    tensors, addresses = list(tensors), list(addresses)
+    slowly = _asked_one_by_one(tensors, addresses)
+    layout = _layout()
+    if layout is None or not tensors or not all(type(tensor) in _PLAIN for tensor in tensors) or not slowly():
+        return slowly
+    return _Words(tensors, layout).are_unchanged
+
+
+def _asked_one_by_one(tensors: list[torch.Tensor], addresses: list[int]) -> Callable[[], bool]:
+    if equal_addresses is None:
+        return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
+    return functools.partial(equal_addresses, tensors, addresses, [*range(len(tensors))])
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may compute where they lie
+
+
+class _Layout(NamedTuple):
+    """At which byte of an object each word is."""
+
+    impl: int  # in the Python object
+    storage: int  # in the TensorImpl
+    offset: int  # in the TensorImpl, in elements
+    data: int  # in the StorageImpl
+
+
+class _Words:
+    """The words that say where tensors lie, as they were when this was made."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout) -> None:
+        self._tensors = tensors  # keeps the Python objects, and they keep what they point to
+        impls = [tensor._cdata for tensor in tensors]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        self._impls = reader([id(tensor) + layout.impl for tensor in tensors])
+        self._fields = reader([impl + at for impl in impls for at in (layout.storage, layout.offset)])
+        self._data = reader([storage + layout.data for storage in storages])
+        self._known = self._impls(), self._fields(), self._data()
+
+    def are_unchanged(self) -> bool:
+        impls, fields, data = self._known
+        return self._impls() == impls and self._fields() == fields and self._data() == data
+
+    def lead_to(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they are the words that PyTorch's own functions give."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        fields = [
+            word
+            for tensor, storage in zip(tensors, storages, strict=True)
+            for word in (storage._cdata, int(tensor.storage_offset()))
+        ]
+        return self._known == (
+            as_bytes([tensor._cdata for tensor in tensors]),
+            as_bytes(fields),
+            as_bytes([storage.data_ptr() for storage in storages]),
+        )
+
+
+@functools.cache
+def _layout() -> _Layout | None:
+    """Where the words are; None where they cannot be found, or do not tell of every change."""
+    with torch.inference_mode(False), no_dispatch_modes():  # which would have other tensors made than are asked for
+        try:
+            layout = _found_layout()
+            is_reliable = layout is not None and all(_is_noticed(change, layout) for change in _CHANGES)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None
+    return layout if is_reliable else None
+
+
+def _found_layout() -> _Layout | None:
+    probes = _probes()
+    storages = [tensor.untyped_storage() for tensor in probes]
+    impls = [tensor._cdata for tensor in probes]
+    storage_impls = [storage._cdata for storage in storages]
+    impl = _place_of(impls, [id(tensor) for tensor in probes], torch.Tensor.__basicsize__ // _WORD)
+    storage = _place_of(storage_impls, impls, _IMPL_WORDS)
+    offset = _place_of([int(tensor.storage_offset()) for tensor in probes], impls, _IMPL_WORDS)
+    data = _place_of([storage.data_ptr() for storage in storages], storage_impls, _STORAGE_WORDS)
+    if impl is None or storage is None or offset is None or data is None:
+        return None
+    layout = _Layout(impl, storage, offset, data)
+    return layout if _Words(probes, layout).lead_to(probes) else None
+
+
+def _probes() -> list[torch.Tensor]:
+    """Tensors with odd offsets, and one whose memory is another object's: there the data are not what is freed."""
+    borrowed = torch.frombuffer(bytearray(2000), dtype=torch.uint8)
+    return [torch.empty(20000, device="cpu")[12345:], torch.empty(30000, device="cpu")[23457:23460], borrowed[1234:]]
+
+
+def _place_of(words: Sequence[int], objects: Sequence[int], count: int) -> int | None:
+    """At which byte all of these objects have their word; None where that is not one place."""
+    places = [
+        number * _WORD
+        for number in range(count)
+        if all(
+            ctypes.c_uint64.from_address(start + number * _WORD).value == word
+            for start, word in zip(objects, words, strict=True)
+        )
+    ]
+    return places[0] if len(places) == 1 else None
+
+
+def _is_noticed(change: Callable[[torch.Tensor], object], layout: _Layout) -> bool:
+    changing, staying = _eight_zeros(), _eight_zeros()
+    words = _Words([changing, staying], layout)
+    before = words.are_unchanged()
+    held = change(changing)  # what it returns lives on: its memory is not given again
+    noticed = before and not words.are_unchanged() and _Words([staying], layout).are_unchanged()
+    del held
+    return noticed
+
+
+def _eight_zeros() -> torch.Tensor:
+    return torch.zeros(8, device="cpu")
+
+
+def _replace(tensor: torch.Tensor) -> object:
+    before = tensor.untyped_storage()
+    tensor.data = _eight_zeros()
+    return before
+
+
+def _move_on(tensor: torch.Tensor) -> object:
+    tensor.data = tensor.data[1:]
+    return None
+
+
+def _resize(tensor: torch.Tensor) -> object:
+    tensor.untyped_storage().resize_(1 << 16)
+    return None
+
+
+def _swap(tensor: torch.Tensor) -> object:
+    other = _eight_zeros()
+    torch.utils.swap_tensors(tensor, other)
+    return other
+
+
+_CHANGES = (_replace, _move_on, _resize, _swap)
