@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands import torch as mh
 from manyhands.backends.planning import GraphPlan
@@ -62,6 +63,67 @@ def test_a_run_is_told_where_its_tensors_lie() -> None:
         tensors = bound.tensors_of((first, 2, b))
         assert list(map(id, tensors)) == [id(first), id(b)]
         assert tensors.addresses == (first.data_ptr(), b.data_ptr())
+
+
+# When graphs are planned
+
+
+def planned_graphs(model: Callable[..., Any], x: torch.Tensor, is_final: list[bool] | None = None) -> list[list[str]]:
+    """Which graphs are planned in each of four steps; ``is_final``: whether plans of the forward graph are."""
+    steps: list[list[str]] = []
+
+    def plan(name: str) -> Any:
+        def make(function: Any, reuse: bool) -> Any:
+            def planner(arguments: tuple[Any, ...]) -> GraphPlan:
+                steps[-1].append(name)
+                final = name == "backward" or not is_final or is_final.pop(0)
+
+                def run(tensors: Any, arguments: tuple[Any, ...], keywords: Any) -> Any:
+                    return function(*arguments)
+
+                return GraphPlan(run, in_graph=False, is_final=final)
+
+            return planner
+
+        return make
+
+    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
+        return dynamo.compile_with(module, inputs, plan("forward"), plan("backward"))
+
+    fast = torch.compile(model, backend=backend)
+    for _ in range(4):
+        steps.append([])
+        fast(x).sum().backward()
+    return steps
+
+
+def test_the_backward_graph_is_planned_once_and_after_the_forward_graph() -> None:
+    """The first call of a forward graph is PyTorch's to watch: what it keeps lies elsewhere from the second on."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    assert planned_graphs(net, torch.rand(8, 4)) == [[], ["forward", "backward"], [], []]
+
+
+def test_the_backward_graph_waits_for_a_plan_that_stays() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    steps = planned_graphs(net, torch.rand(8, 4), is_final=[False, True])
+    assert steps == [[], ["forward"], ["forward", "backward"], []]
+
+
+def test_the_backward_graph_of_a_forward_graph_without_work_is_planned() -> None:
+    """There is no plan to wait for."""
+    x, planned = torch.rand(4), list[str]()
+
+    def make(function: Any, reuse: bool) -> Any:
+        return lambda arguments: planned.append("planned")
+
+    def graph(function: Callable[..., Any]) -> Any:
+        return make_fx(function)(x)
+
+    places = dynamo._Places()
+    dynamo._PlannedGraph(graph(lambda x: [x]), make, places, None)(x)
+    backward = dynamo._PlannedGraph(graph(lambda x: [x.sin()]), make, places, None, is_backward=True)
+    torch.testing.assert_close(backward(x), [x.sin()])
+    assert planned == ["planned"]
 
 
 # Results that cannot be compared

@@ -68,7 +68,8 @@ def compile_with(
         return compat.make_boxed_function(_PlannedGraph(graph, make, places, known))
 
     def backward(graph: GraphModule, _: Any) -> Function:
-        return compat.make_boxed_function(_PlannedGraph(graph, make_backward or make, places, None))
+        planned = _PlannedGraph(graph, make_backward or make, places, None, is_backward=True)
+        return compat.make_boxed_function(planned)
 
     compiled = compat.aot_autograd(
         fw_compiler=forward,
@@ -107,6 +108,7 @@ class _Places:
     def __init__(self) -> None:
         self.fixed: set[int] = set()  # of parameters and buffers, as the forward graph last saw them
         self.kept: set[int] = set()  # of the forward graph's results that the backward graph reads
+        self.are_known = False  # whether the forward graph has been planned
 
     def __contains__(self, place: int) -> bool:
         return place in self.fixed or place in self.kept
@@ -115,10 +117,20 @@ class _Places:
 class _PlannedGraph:
     """A graph whose own results are planned, and whose other results are handed on.
 
-    ``places`` are known to the forward and the backward graph of a model.
+    ``places`` are known to the forward and the backward graph of a model. A backward graph runs as it is until the
+    forward graph has a plan: PyTorch lets nothing be planned in its first call, and a plan of the backward graph for
+    what that call kept would be for tensors that lie elsewhere from then on.
     """
 
-    def __init__(self, module: GraphModule, make: Make, places: _Places, forward: compat.ForwardGraph | None) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        make: Make,
+        places: _Places,
+        forward: compat.ForwardGraph | None,
+        *,
+        is_backward: bool = False,
+    ) -> None:
         nodes = module.graph.nodes
         outputs: Any = next(node for node in nodes if node.op == "output").args[0]
         arguments = [node for node in nodes if node.op == "placeholder"]
@@ -133,6 +145,9 @@ class _PlannedGraph:
         self._rest = _part(module, [outputs[number] for number in self._others])
         self._count = len(outputs)
         self._is_nothing_planned = not self._own and not any(map(_has_effect, nodes))
+        self._is_backward = is_backward
+        if not is_backward:
+            places.are_known = self._is_nothing_planned
         function = _part(module, [outputs[number] for number in self._own], with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
         kept_from = len(outputs) if forward is None else forward.results
@@ -148,6 +163,8 @@ class _PlannedGraph:
     def __call__(self, *arguments: Any) -> Any:
         # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
         if self._is_nothing_planned or compat.count_dispatch_modes():
+            return self._whole(*arguments)
+        if self._is_backward and not self._places.are_known:
             return self._whole(*arguments)
         with self._alone:
             if self._holder is not None and self._holder() is not None:
@@ -197,6 +214,7 @@ class _PlannedGraph:
         plan = self._plan(tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments)))
         bound = _Bound(plan, arguments, sorted(fixed))
         if plan is None or plan.is_final:
+            self._places.are_known = True
             self._bound = [bound, *self._bound[: _RECENT - 1]]
         return bound
 
