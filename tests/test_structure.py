@@ -28,7 +28,7 @@ LAYERS = [
     ["parallel"],
     ["training"],
     ["audit"],
-    ["door", *FRAMEWORKS],
+    ["door", "door_names", *FRAMEWORKS],
     ["lab"],
     ["cli"],
     ["__main__"],
@@ -141,9 +141,16 @@ def _bound(door: str) -> tuple[set[str], set[str]]:
                 if isinstance(inner, ast.AnnAssign):
                     for_types.add(inner.target.id)
                 elif isinstance(inner, ast.ImportFrom):
-                    # `import x as x`: a type checker lets a program import it from here.
-                    for_types |= {alias.asname for alias in inner.names if alias.asname == alias.name}
+                    for_types |= _offered(inner)
     return at_once, for_types
+
+
+def _offered(node: ast.ImportFrom) -> set[str]:
+    """The names that a type checker lets a program import from here: `import x as x`, or all of the doors' list."""
+    if node.module == "manyhands.door_names":
+        shared = ast.parse((PACKAGE / "door_names.py").read_text()).body
+        return {name for inner in shared if isinstance(inner, ast.ImportFrom) for name in _offered(inner)}
+    return {alias.asname for alias in node.names if alias.asname == alias.name}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -163,7 +170,8 @@ def test_every_name_of_a_door_stands_where_the_list_says(framework: str) -> None
     """Type checkers and programs get it from the same module."""
     imported = {
         alias.name: node.module
-        for node in ast.walk(ast.parse((PACKAGE / f"{framework}.py").read_text()))
+        for file in ("door_names.py", f"{framework}.py")
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }

@@ -2,8 +2,9 @@
 
 A door binds the verbs of placement when it is imported. Everything else (training, ``parallel``, tasks) is loaded when
 it is first asked for, so that a program which only moves tensors does not wait for a trainer. A type checker does not
-follow a module's ``__getattr__``: for it each door imports the same names once more under ``TYPE_CHECKING``, and
-``tests/test_structure.py`` compares them with this list.
+follow a module's ``__getattr__``: for it each door imports the same names once more under ``TYPE_CHECKING``
+(:mod:`manyhands.door_names` has those that are the same objects in all), and ``tests/test_structure.py`` compares them
+with this list.
 """
 
 from __future__ import annotations

@@ -44,30 +44,9 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
-    from manyhands.audit.guard import assert_no_stalls as assert_no_stalls
-    from manyhands.audit.guard import guard as guard
+    from manyhands.door_names import *  # noqa: F403
     from manyhands.parallel.delegated import Offer as _Offer
     from manyhands.parallel.delegated import Parallel as Parallel
-    from manyhands.tasks.scope import Future as Future
-    from manyhands.tasks.scope import task as task
-    from manyhands.training.book.vocabulary import Accumulator as Accumulator
-    from manyhands.training.book.vocabulary import Animator as Animator
-    from manyhands.training.book.vocabulary import Benchmark as Benchmark
-    from manyhands.training.book.vocabulary import HyperParameters as HyperParameters
-    from manyhands.training.book.vocabulary import Timer as Timer
-    from manyhands.training.book.vocabulary import add_to_class as add_to_class
-    from manyhands.training.callbacks.best_checkpoint import BestCheckpoint as BestCheckpoint
-    from manyhands.training.callbacks.callback import Callback as Callback
-    from manyhands.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
-    from manyhands.training.callbacks.ema import EMA as EMA
-    from manyhands.training.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
-    from manyhands.training.callbacks.loggers.csv_logger import CSVLogger as CSVLogger
-    from manyhands.training.callbacks.loggers.logger import Logger as Logger
-    from manyhands.training.callbacks.loggers.mlflow_logger import MLflowLogger as MLflowLogger
-    from manyhands.training.callbacks.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
-    from manyhands.training.callbacks.loggers.wandb_logger import WandbLogger as WandbLogger
-    from manyhands.training.callbacks.progress import Progress as Progress
-    from manyhands.training.commands.recipes import one_cycle as one_cycle
     from manyhands.training.jax.book.accuracy import accuracy as accuracy
     from manyhands.training.jax.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
     from manyhands.training.jax.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
@@ -82,16 +61,6 @@ if TYPE_CHECKING:
     from manyhands.training.jax.predict import predict as predict
     from manyhands.training.jax.trainer import Trainer as Trainer
     from manyhands.training.jax.trainer import train as train
-    from manyhands.training.limits.stop_signals import Stopped as Stopped
-    from manyhands.training.loss.loss_sum import LossSum as LossSum
-    from manyhands.training.options import Checkpoints as Checkpoints
-    from manyhands.training.options import Limits as Limits
-    from manyhands.training.options import Step as Step
-    from manyhands.training.options import Workers as Workers
-    from manyhands.training.result import Result as Result
-    from manyhands.training.schedules import PerEpoch as PerEpoch
-    from manyhands.training.schedules import PerStep as PerStep
-    from manyhands.training.schedules import by_step as by_step
 
     parallel: _Offer
 else:
