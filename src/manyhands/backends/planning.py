@@ -319,8 +319,11 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     def can_be_repeated(self, trace: TraceT, error: BaseException) -> bool: ...
 
-    def can_run_ahead(self, trace: TraceT) -> bool:
-        """Whether a run harms nobody if its results are thrown away: it writes to nothing, draws and checks nothing."""
+    def runs_ahead(self, trace: TraceT) -> Callable[[], bool] | None:
+        """What tells whether a run can be started before it is known whether its results are wanted.
+
+        None where it never can: it writes to something, draws random numbers or checks values.
+        """
 
     def random_devices(self, trace: TraceT) -> list[str]: ...
 

@@ -98,18 +98,20 @@ class Parallel(ParallelFunction[P, R]):
                 return self.function(*arguments, **keywords)
         for planned in self._recent:
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
-            if tensors is None or not planned.holds():
+            if tensors is None:
                 continue
-            # Dynamo's guards take tens of microseconds: where a run harms nobody, the device works meanwhile.
+            # Guards take tens of microseconds: where a run harms nobody, the device works meanwhile.
             result = NOT_STARTED if planned.ahead is None else planned.ahead(tensors)
-            if planned.guards is None or planned.guards(arguments, keywords):
-                self._last = planned
-                planned.used = True
-                if result is NOT_STARTED:
-                    if planned.run == self._plainly:
-                        self._call_directly(planned, arguments, keywords)
-                    result = planned.run(tensors, arguments, keywords)
-                return result  # type: ignore[return-value]
+            if not planned.is_valid_for(arguments, keywords):
+                planned.was_refused(started=result is not NOT_STARTED)
+                continue
+            self._last = planned
+            planned.used = True
+            if result is NOT_STARTED:
+                if planned.run == self._plainly:
+                    self._call_directly(planned, arguments, keywords)
+                result = planned.run(tensors, arguments, keywords)
+            return result  # type: ignore[return-value]
         call = self.backend.call(arguments, keywords)
         self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
         if not planned.retry:
@@ -293,8 +295,10 @@ class Parallel(ParallelFunction[P, R]):
             planned.notes.append(f"guarded by manyhands: Dynamo cannot trace it ({error})")
         if planned.guards is None or AS_WRITTEN not in planned.seconds:
             return
-        if planned.way.means is Means.GRAPH and self.backend.can_run_ahead(trace):
-            planned.ahead = planned.starts.get(planned.run)
+        reads_its_tensors = self.backend.runs_ahead(trace) if planned.way.means is Means.GRAPH else None
+        if reads_its_tensors is not None:
+            start = planned.starts[planned.run]
+            planned.ahead = lambda tensors: start(tensors) if reads_its_tensors() else NOT_STARTED
         self._is_lost_to_guards(planned, lambda: planned.is_valid_for(arguments, keywords))
 
     def _is_lost_to_guards(self, planned: Planned, check: Callable[[], bool]) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from manyhands.parallel.pieces import Pieces
 
 NOT_STARTED = object()
+_IN_VAIN = 3  # runs that were started and thrown away, after which guards are asked first
 
 
 @dataclass
@@ -48,10 +49,17 @@ class Planned(Guarded):
     # Starts a run before it is known whether it is wanted, as it leaves nothing but results; ``NOT_STARTED``
     # where it cannot. Guards are then asked while the device works.
     ahead: Callable[[Sequence[object]], object] | None = None
+    in_vain: int = 0  # runs that were started so, and refused by the guards
     # Of each run that was tried what starts it so.
     starts: dict[Run, Callable[[Sequence[object]], object]] = field(default_factory=dict)
     # Recognises a call like the one that was planned, and gives its tensors.
     fits: Callable[[tuple[object, ...], dict[str, object]], list[object] | None] | None = None
+
+    def was_refused(self, *, started: bool) -> None:
+        """Its guards have refused a call; ``started``: for which a run had been started."""
+        self.in_vain += started
+        if self.in_vain >= _IN_VAIN:
+            self.ahead = None
 
     @property
     def how(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from manyhands.backends.exactness import Verdict
-from manyhands.backends.torch import virtual
+from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture.call import Call, call, trace, with_varied_numbers
 from manyhands.backends.torch.capture.facts import (
@@ -173,18 +173,22 @@ def can_be_repeated(trace: Trace, error: BaseException) -> bool:
     return getattr(error, "nothing_was_done", False) or not written_memories(trace)
 
 
-def can_run_ahead(trace: Trace) -> bool:
-    """Whether a run harms nobody if its results are thrown away.
+def runs_ahead(trace: Trace) -> Callable[[], bool] | None:
+    """What tells that the tensors from outside are where a run reads them; None where a run may harm somebody.
 
-    What takes whole numbers may take them for places in a tensor, and end the process where a tensor that has been
-    replaced was larger than the one that the run knows.
+    A graph knows addresses, and memory that was resized may have been given back to CUDA. What takes whole numbers may
+    take them for places in a tensor, and end the process where a tensor that has been replaced was larger than the one
+    that the run knows.
     """
     if written_memories(trace) or trace.gradients or random_devices(trace):
-        return False
+        return None
     on_gpu = all(step.task.device.startswith("gpu") and step.task.kind == "compute" for step in trace.steps)
     sources = [node.meta.get("val") for step in trace.steps for node in step.node.all_input_nodes]
     whole = any(isinstance(source, torch.Tensor) and not _is_fraction(source) for source in sources)
-    return on_gpu and not whole and not any(is_check(step.node) for step in trace.steps)
+    if not on_gpu or whole or any(is_check(step.node) for step in trace.steps):
+        return None
+    tensors = trace.constant_values()
+    return compat.addresses_are(tensors, [tensor.data_ptr() for tensor in tensors])
 
 
 def _is_fraction(tensor: torch.Tensor) -> bool:
