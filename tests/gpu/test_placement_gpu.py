@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -95,7 +96,7 @@ def test_a_pinned_source_may_be_written_to_after_result() -> None:
 def test_the_host_does_not_wait_where_nobody_can_write(kind: str) -> None:
     x = torch.full((LARGE,), 2.0)
     x = x.pin_memory() if kind == "kept" else x
-    start = backend.start_move_of_kept if kind == "kept" else backend.start_move
+    start = functools.partial(backend.start_move, kept=kind == "kept")
     device = mh.gpu(0)
     for _ in range(2):  # the first time page-locked memory is taken, and that waits
         torch.cuda.synchronize()
@@ -165,7 +166,7 @@ def test_asynchronous_moves_make_no_host_wait() -> None:
     mh.to(on_gpu, "cpu", wait=False).result()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        arrivals = [backend.start_move_of_kept(pinned, mh.gpu(0)).result(), mh.to(on_gpu, "cpu", wait=False)]
+        arrivals = [backend.start_move(pinned, mh.gpu(0), kept=True).result(), mh.to(on_gpu, "cpu", wait=False)]
         assert mh.to(on_gpu, mh.gpu(0)) is on_gpu
     finally:
         torch.cuda.set_sync_debug_mode("default")

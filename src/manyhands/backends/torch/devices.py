@@ -152,15 +152,20 @@ def copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, copy=True)
 
 
-def start_move(tensor: torch.Tensor, device: torch.device) -> Arrival[torch.Tensor]:
-    """Where the source is page-locked host memory of the caller's, ``result()`` waits until it has been read."""
-    return _start_move(tensor, device, kept=False)
+def start_move(tensor: torch.Tensor, device: torch.device, *, kept: bool = False) -> Arrival[torch.Tensor]:
+    """Where the source is page-locked host memory of the caller's, ``result()`` waits until it has been read.
 
-
-def start_move_of_kept(tensor: torch.Tensor, device: torch.device) -> Arrival[torch.Tensor]:
-    """The same where the caller promises that nobody writes to the source any more: on the way to a GPU the host
-    then never waits."""
-    return _start_move(tensor, device, kept=True)
+    ``kept``: nobody writes to the source any more, so on the way to a GPU the host never waits.
+    """
+    device = _numbered(device)
+    # Sparse and nested tensors are several pieces of memory, for which PyTorch has no page-locked form.
+    in_pieces = tensor.layout != torch.strided or tensor.is_nested
+    if in_pieces or virtual.stands_in() or tensor.device.type == device.type == "cpu":
+        moved = move(tensor, device)
+        return Arrival(lambda: moved, lambda: True)
+    if device.type == "cpu":
+        return _start_to_host(tensor)
+    return _start_to_gpu(tensor, device, kept=kept)
 
 
 def rows(tensor: torch.Tensor) -> int | None:
@@ -223,18 +228,6 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 # How asynchronous moves stay safe: a stream of their own, so that they run beside the computation; the
 # allocator is told of every tensor that a second stream uses; page-locked memory on the host side; an event
 # that `result()` waits for; and a source that was written to meanwhile is an error.
-
-
-def _start_move(tensor: torch.Tensor, device: torch.device, *, kept: bool) -> Arrival[torch.Tensor]:
-    device = _numbered(device)
-    # Sparse and nested tensors are several pieces of memory, for which PyTorch has no page-locked form.
-    in_pieces = tensor.layout != torch.strided or tensor.is_nested
-    if in_pieces or virtual.stands_in() or tensor.device.type == device.type == "cpu":
-        moved = move(tensor, device)
-        return Arrival(lambda: moved, lambda: True)
-    if device.type == "cpu":
-        return _start_to_host(tensor)
-    return _start_to_gpu(tensor, device, kept=kept)
 
 
 def _start_to_host(tensor: torch.Tensor) -> Arrival[torch.Tensor]:
