@@ -143,9 +143,6 @@ class Parallel(ParallelFunction[P, R]):
         self._last = planned
         self._plans.keep(call.signature, planned)
 
-    def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        return self.plain(*arguments, **keywords)
-
     def _must_be_watched(self, call: Call, reached: Reached) -> None:
         """Everything that is no tensor takes part in a trace as it is: a change of it has to be noticed."""
         for value in call.others:

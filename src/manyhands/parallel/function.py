@@ -315,9 +315,6 @@ class Parallel(ParallelFunction[P, R]):
         planned.guards = planned.ahead = None
         return True
 
-    def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        return self.plain(*arguments, **keywords)
-
     def _choose(
         self, call: Call, trace: Trace, device: object | None, progress: Progress, then: str = "trials"
     ) -> Planned:

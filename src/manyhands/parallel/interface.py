@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, ParamSpec, TypeVar
 
@@ -90,6 +90,10 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
         in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
         """
+
+    def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        """The function as it is written, called as plans are."""
+        return self.plain(*arguments, **keywords)
 
     def _can_measure(self) -> bool:
         return True
