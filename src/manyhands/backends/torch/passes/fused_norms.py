@@ -1,7 +1,6 @@
 """BatchNorm in training, fused with the addition and the ReLU that follow it, forward and backward.
 
-PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels that read the whole layer, and as three more backward.
-Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need one and two:
+Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need one forward and two backward:
 
     y = native_batch_norm(x, ...)            mean, deviation, r = empty
     z = add(y, shortcut)

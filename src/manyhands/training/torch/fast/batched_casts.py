@@ -1,7 +1,7 @@
 """Casts of weights, and counts of batches, in one kernel each.
 
-A forward pass under autocast casts each weight when its layer comes, and each BatchNorm counts its batches: in
-ResNet-18 nearly forty kernels with hardly anything to do. A dispatch mode batches all casts, and all counts:
+What the pass :mod:`manyhands.backends.torch.passes.small_together` does to a trace, done by a dispatch mode to a step
+as it runs:
 
     step n        cast w1 ... cast w2 ... cast w3          (remembered)
     step n + 1    cast w1, w2, w3 at once, when w1's turn comes; w2 and w3 are ready

@@ -1,15 +1,8 @@
 """Redundant biases: those of layers whose output goes into a BatchNorm, and nowhere else.
 
-A BatchNorm in training subtracts the mean of the batch, and with it a bias that was added to all samples. With
-x = (1, 3) and a bias of 10::
-
-    x          mean  2    x - mean         = (-1, 1)
-    x + 10     mean 12    x + 10 - mean    = (-1, 1)      the same; only the running mean moves by momentum * 10 more
-
-So the gradient of such a bias is zero but for rounding, and adding it and summing its gradient are two useless passes
-over the layer's output: a fifth of a step of ResNet-18. The fast step leaves them out: the layer runs without its bias,
-the running mean gets its share of it after the backward pass, and the bias a gradient of zeros, so that weight decay,
-momentum and checkpoints do not change.
+The pass :mod:`manyhands.backends.torch.passes.redundant_biases` says why they can be left out, by an example. Here a
+step is not traced: the layer runs without its bias, the running mean gets its share of it after the backward pass, and
+the bias a gradient of zeros.
 
 Names and order of layers prove nothing: a model may use an output twice. So one step is watched (:class:`Search`), and
 a bias is redundant if three conditions hold in it:
