@@ -276,6 +276,59 @@ def tuned(problem: Problem, wrap: Callable[[nn.Module], nn.Module] = as_it_is) -
     return eager(problem, bf16=quick, channels_last=laid, fused=True, benchmark=True, wrap=wrap)
 
 
+def compiled(problem: Problem) -> Outcome:
+    """The same loop with the model compiled, and its graphs captured by the compiler."""
+    return tuned(problem, lambda net: torch.compile(net, mode="reduce-overhead"))  # type: ignore[return-value]
+
+
+def graphed(problem: Problem, wrap: Callable[[nn.Module], nn.Module] = as_it_is) -> Outcome:
+    """The same loop with forward, backward and update in one CUDA graph, as PyTorch's documentation has it.
+
+    The last batch of an epoch is shorter, and runs without the graph.
+    """
+    device = problem.device
+    net = problem.net().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    wrapped = wrap(net)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=problem.lr, fused=True)
+    images, labels = problem.images.to(device), problem.labels.long().to(device)
+    total = torch.zeros((), device=device)
+
+    def step(model: nn.Module, part: torch.Tensor) -> None:
+        X, y = as_images(images[part]).contiguous(memory_format=torch.channels_last), labels[part]
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = cross_entropy(model(X), y)
+        loss.backward()
+        optimizer.step()
+        total.add_(loss.detach() * len(part))
+
+    watch, losses, graph = Stopwatch(device), [], None
+    place = torch.arange(problem.batch_size, device=device)
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    torch.cuda.set_stream(stream)  # warm-up and capture are on one that is not the default
+    for _ in range(problem.epochs):
+        watch.start()
+        total.zero_()
+        for number, part in enumerate(torch.randperm(len(images), device=device).split(problem.batch_size)):
+            if len(part) < problem.batch_size or (graph is None and number < 3):  # three steps warm it up
+                step(net if len(part) < problem.batch_size else wrapped, part)
+                continue
+            place.copy_(part)
+            if graph is None:
+                torch.cuda.synchronize(device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):  # computes nothing yet
+                    step(wrapped, place)
+            graph.replay()
+        watch.stop()
+        losses.append(float(total) / len(images))
+    torch.cuda.set_stream(torch.cuda.default_stream(device))
+    torch.backends.cudnn.benchmark = before
+    return Outcome(net, watch.seconds, losses)
+
+
 def ddp(problem: Problem) -> Outcome:
     """The same loop in ``DistributedDataParallel``, a world of one: what memory its buckets of gradients take."""
     on_gpu = problem.device.type == "cuda"
@@ -314,6 +367,9 @@ PEERS: dict[str, Callable[[Problem], Outcome]] = {
     "accelerate": lambda problem: accelerate(problem, "no"),
     "accelerate-bf16": lambda problem: accelerate(problem, "bf16"),
     "eager": tuned,
+    "compiled": compiled,
+    "graph": graphed,
+    "graph-compiled": lambda problem: graphed(problem, torch.compile),  # type: ignore[arg-type]
     "ddp": ddp,
 }
 
@@ -323,6 +379,8 @@ def why_not(row: str, problem: Problem) -> str | None:
     package = row.split("-")[0]
     if package in ("lightning", "accelerate") and importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
+    if package == "graph" and problem.device.type != "cuda":
+        return "a CUDA graph needs a GPU"
     if row.endswith("-bf16") and not problem.bf16_is_quick:
         return "this processor has no units for bf16, and emulates it many times slower"
     return None
