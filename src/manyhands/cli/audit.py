@@ -220,8 +220,7 @@ def _signals_go_on() -> Iterator[list[subprocess.Popen[bytes]]]:
             if number != signal.SIGINT or not sys.stdin.isatty():
                 child.send_signal(number)
 
-    kinds = [kind for kind in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)) if kind is not None]
-    before = {kind: signal.signal(kind, forward) for kind in kinds}
+    before = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield children
     finally:

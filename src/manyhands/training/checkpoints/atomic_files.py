@@ -36,8 +36,6 @@ def replace(path: Path, data: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Return when the names in a folder are on the disk."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -137,8 +137,8 @@ def _host() -> str:
 
 
 def _is_dead(pid: int, host: str) -> bool:
-    """Whether the process is known to be gone; unknown (another machine, not POSIX) is no."""
-    if host != _host() or os.name != "posix":
+    """Whether the process is known to be gone; unknown (another machine) is no."""
+    if host != _host():
         return False
     try:
         os.kill(pid, 0)

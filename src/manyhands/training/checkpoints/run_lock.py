@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import platform
 import weakref
 from pathlib import Path
 
 from manyhands.errors import RunInUse
-
-try:
-    import fcntl
-except ImportError:  # not POSIX
-    fcntl = None  # type: ignore[assignment]
 
 NAME = "job.lock"
 _HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
@@ -32,9 +28,6 @@ class RunLock:
         self.path = folder / NAME
         self.note: str | None = None
         self._descriptor: int | None = None
-        if fcntl is None:
-            self.note = _unlocked(folder, "this system has no flock")
-            return
         while self._descriptor is None and self.note is None:
             self._try(folder)
         _held.add(self)
@@ -66,7 +59,8 @@ class RunLock:
                 ) from None
             with contextlib.suppress(OSError):
                 self.path.unlink()
-            self.note = _unlocked(folder, error.strerror or str(error))
+            why = error.strerror or str(error)
+            self.note = f"{folder} could not be locked ({why}): make sure that no other job trains in it"
             return
         self._descriptor = descriptor
 
@@ -74,10 +68,6 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _unlocked(folder: Path, why: str) -> str:
-    return f"{folder} could not be locked ({why}): make sure that no other job trains in it"
 
 
 def _is_file_of(descriptor: int, path: Path) -> bool:
@@ -96,5 +86,4 @@ def _forget_all() -> None:
 
 
 # A forked child (a data loader's worker) would hold the lock with its parent, and keep it when the parent is killed.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -74,7 +74,7 @@ def noted() -> Iterator[Requests]:
     before: dict[Any, Any] = {}
     outer, _current = _current, Requests()
     try:
-        for number in (getattr(signal, name) for name in NAMES if hasattr(signal, name)):
+        for number in (getattr(signal, name) for name in NAMES):
             if signal.getsignal(number) in _OF_PYTHON:
                 before[number] = signal.signal(number, _current.handle)
         yield _current
