@@ -30,7 +30,6 @@ class Event:
     begin: float  # of time.perf_counter
     seconds: float
     nbytes: int = 0
-    predicted: bool = False  # on a virtual device, which does not wait
     framework: str = "torch"
 
     @property
@@ -116,18 +115,10 @@ class Waiting:
     What waits inside (``print`` reads every number) is part of it. ``nbytes`` may be set until the end.
     """
 
-    __slots__ = ("begin", "call", "framework", "kind", "nbytes", "predicted", "sinks", "site")
+    __slots__ = ("begin", "call", "framework", "kind", "nbytes", "sinks", "site")
 
-    def __init__(
-        self,
-        kind: Kind,
-        call: str,
-        nbytes: int = 0,
-        *,
-        predicted: bool = False,
-        framework: str = "torch",
-    ) -> None:
-        self.kind, self.call, self.nbytes, self.predicted, self.framework = kind, call, nbytes, predicted, framework
+    def __init__(self, kind: Kind, call: str, nbytes: int, framework: str = "torch") -> None:
+        self.kind, self.call, self.nbytes, self.framework = kind, call, nbytes, framework
         self.sinks = sinks()
         self.site = sites.current(3) if self.sinks else None
         self.begin = 0.0
@@ -147,8 +138,6 @@ class Waiting:
         seconds = time.perf_counter() - self.begin
         _inside.a_wait = False
         if self.site is not None:
-            event = Event(
-                self.kind, self.call, self.site, self.begin, seconds, self.nbytes, self.predicted, self.framework
-            )
+            event = Event(self.kind, self.call, self.site, self.begin, seconds, self.nbytes, self.framework)
             for sink in self.sinks:
                 sink.after(event)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from manyhands.audit.kinds import Kind
-from manyhands.backends.torch import virtual
 from manyhands.backends.torch.compat import FakeTensor
 from manyhands.backends.torch.virtual import VirtualTensor
 
@@ -21,7 +20,6 @@ class Wait(NamedTuple):
 
     kind: Kind
     nbytes: int
-    predicted: bool
 
 
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], "Wait | None"]
@@ -52,18 +50,12 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return torch.cuda.is_available() and tensor.is_pinned()
 
 
-def _predicted() -> bool:
-    """Whether virtual devices stand in for GPUs."""
-    return virtual.count() > 0
-
-
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _about(kind: Kind, tensor: torch.Tensor, nbytes: int | None = None) -> Wait:
-    size = _size(tensor) if nbytes is None else nbytes
-    return Wait(kind, size, isinstance(tensor, VirtualTensor))
+    return Wait(kind, _size(tensor) if nbytes is None else nbytes)
 
 
 def of_first(kind: Kind) -> Rule:
@@ -131,8 +123,8 @@ def moved(tensor: torch.Tensor, target: object, non_blocking: bool) -> Wait | No
 
 def _to_device(tensor: torch.Tensor, non_blocking: bool) -> Wait | None:
     if not is_pinned(tensor):
-        return Wait(Kind.TO_DEVICE, _size(tensor), _predicted())
-    return None if non_blocking else Wait(Kind.BLOCKING, _size(tensor), _predicted())
+        return Wait(Kind.TO_DEVICE, _size(tensor))
+    return None if non_blocking else Wait(Kind.BLOCKING, _size(tensor))
 
 
 def copy_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
@@ -219,16 +211,16 @@ def data_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
     if not is_device(device) or on_device(data):
         return None
     if isinstance(data, torch.Tensor):
-        return Wait(Kind.TO_DEVICE, _size(data), _predicted())
+        return Wait(Kind.TO_DEVICE, _size(data))
     is_array = type(data).__module__ == "numpy"
     nbytes = int(getattr(data, "nbytes", 0)) if is_array else 8 * _length(data)
-    return Wait(Kind.TO_DEVICE if is_array else Kind.DATA, nbytes, _predicted())
+    return Wait(Kind.TO_DEVICE if is_array else Kind.DATA, nbytes)
 
 
 def new_tensor_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
     device = kwargs.get("device")
     if on_device(args[0]) if device is None else is_device(device):
-        return Wait(Kind.DATA, 8 * _length(args[1]), isinstance(args[0], VirtualTensor))
+        return Wait(Kind.DATA, 8 * _length(args[1]))
     return None
 
 

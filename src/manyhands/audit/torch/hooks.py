@@ -76,7 +76,7 @@ def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
             wait = None
         if wait is None:
             return original(*args, **kwargs)
-        with watch.Waiting(wait.kind, call, wait.nbytes, predicted=wait.predicted):
+        with watch.Waiting(wait.kind, call, wait.nbytes):
             return original(*args, **kwargs)
 
     functools.update_wrapper(waits, original)
@@ -90,7 +90,7 @@ def _wrap_synchronizing() -> None:
     """The calls that wait for everything, also those of virtual devices that stand in for GPUs."""
 
     def always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.Wait | None:
-        return calls.Wait(Kind.SYNCHRONIZE, 0, virtual.count() > 0) if torch.cuda.is_available() else None
+        return calls.Wait(Kind.SYNCHRONIZE, 0) if torch.cuda.is_available() else None
 
     accelerator: Any = torch.accelerator
     owners: list[tuple[Any, str]] = [(torch.cuda, "torch.cuda"), (accelerator, "torch.accelerator")]
@@ -114,7 +114,7 @@ def _wrap_collectives() -> None:
         return calls.of_any(Kind.COLLECTIVE)(_flat(args), kwargs)
 
     def barrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.Wait | None:
-        return None if kwargs.get("async_op") else calls.Wait(Kind.COLLECTIVE, 0, False)
+        return None if kwargs.get("async_op") else calls.Wait(Kind.COLLECTIVE, 0)
 
     for name in calls.COLLECTIVES:
         if hasattr(distributed, name):
