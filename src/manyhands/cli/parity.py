@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags, script
@@ -47,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     from manyhands.training.commands import recipes as _recipes
 
     recipes = _recipes.of(options.framework)
-    recipes.on_cpu(options.devices)
+    mh: Any = importlib.import_module(f"manyhands.{options.framework}")
+    mh.Trainer(1, devices=f"cpu:{options.devices}")  # makes the devices, before anything else is computed
     model, data, loss = _what(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     comparisons = parity.compare(

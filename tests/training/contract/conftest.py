@@ -12,11 +12,10 @@ from manyhands.training.commands import recipes
 
 
 @pytest.fixture(scope="session")
-def own_recipes(framework: str) -> Any:
+def own_recipes(framework: str, mh: Any) -> Any:
     """The framework's recipes, with devices made of the CPU before it starts."""
-    found = recipes.of(framework)
-    found.on_cpu(MOST)
-    return found
+    mh.Trainer(1, devices=f"cpu:{MOST}")
+    return recipes.of(framework)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class Bench:
 
     def on(self, count: int) -> dict[str, Any]:
         """The trainer's options for so many devices."""
-        return self.recipes.on_cpu(count)
+        return {"devices": f"cpu:{count}"}
 
     def data(self, samples: int = 64, tested: int = 23, batch_size: int = 16, label: int | None = None) -> Any:
         """Real images. By default all batches are whole: a short one at the end is one more program to compile.

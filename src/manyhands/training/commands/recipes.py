@@ -31,9 +31,6 @@ class Recipes(Protocol):
     def data(self, data: FashionMnist, batch_size: int | None) -> tuple[Any, Any]:
         """The training and the test part, as ``Trainer.fit`` takes them."""
 
-    def on_cpu(self, count: int) -> dict[str, Any]:
-        """The trainer's options for this many devices made of the CPU. Comes before anything else is computed."""
-
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
 

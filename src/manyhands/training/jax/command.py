@@ -17,9 +17,7 @@ import optax
 from flax import nnx
 from numpy.typing import NDArray
 
-from manyhands.backends.jax import devices as backend
 from manyhands.training.checkpoints import tensors
-from manyhands.training.choices import devices as device_choice
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Arrays
@@ -42,10 +40,6 @@ def nesterov(rate: float) -> optax.GradientTransformation:
 data, arrays = datasets.of, recipes.arrays
 
 
-def on_cpu(count: int) -> dict[str, Any]:
-    return device_choice.on_virtual_devices(backend, count)
-
-
 def from_first(make: Callable[[], Any]) -> Any:
     world.check()
     first_value = json.dumps(make()).encode() if jax.process_index() == 0 else b""
@@ -64,7 +58,7 @@ def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict
         skeleton.put_into(net, jax.tree.map(lambda leaf: jnp.asarray(nudged(leaf, way.nudge)), skeleton.numbers(net)))
         # An optimizer with a memory, so that differences of early steps would show.
         trainer = Trainer(
-            way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **options
+            way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, devices=f"cpu:{way.devices}", **options
         )
         trainer.fit(net, part)
         return {name: np.array(tensor) for name, tensor in _tensors(net).items()}

@@ -9,9 +9,7 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from manyhands.backends.mxnet import devices as backend
 from manyhands.training.checkpoints import tensors
-from manyhands.training.choices import devices as device_choice
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Arrays
@@ -41,10 +39,6 @@ def nesterov(rate: float) -> Any:
 data, arrays = datasets.of, recipes.arrays
 
 
-def on_cpu(count: int) -> dict[str, Any]:
-    return device_choice.on_virtual_devices(backend, count)
-
-
 def from_first(make: Callable[[], Any]) -> Any:
     """There is one process: a launcher's several are refused, before they make folders."""
     checks.refuse_launcher()
@@ -57,14 +51,14 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
         checks.make_parameters(model, data, 0)
     part = Arrays(data.spread(way.samples).arrays, data.prepare, data.native, way.batch_size)
     step = Step(shares=way.shares, batch_stats="global")
-    options: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
+    options: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss, "devices": f"cpu:{way.devices}"}
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
         before = tensors.pack(state.model_tensors(model))
         first = {name: nudged(tensor, way.nudge) for name, tensor in state.model_tensors(model).items()}
         try:
             state.restore_model(model, tensors.pack(first))
-            Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **options).fit(model, part)
+            Trainer(way.epochs, optimizer=momentum, quiet=True, **options).fit(model, part)
             return state.model_tensors(model)
         finally:
             state.restore_model(model, before)

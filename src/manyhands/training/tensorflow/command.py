@@ -7,10 +7,8 @@ from typing import Any
 
 import keras
 
-from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
-from manyhands.training.choices import devices as device_choice
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Array, Arrays
@@ -33,18 +31,14 @@ def model(name: str, seed: int) -> Any:
 nesterov, data, arrays, from_first = Nesterov, datasets.of, recipes.arrays, world.from_first
 
 
-def on_cpu(count: int) -> dict[str, Any]:
-    return device_choice.on_virtual_devices(backend, count)
-
-
 def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
     part = data.spread(way.samples)
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
     net.set_weights([nudged(weight, way.nudge) for weight in net.get_weights()])
     step = Step(shares=way.shares, batch_stats="global")
-    options: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
+    options: dict[str, Any] = {"step": step, "loss": loss, "devices": f"cpu:{way.devices}"}
     momentum = keras.optimizers.SGD(0.02, momentum=0.9)  # has a memory, so that differences of early steps show
-    Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **options).fit(net, part)
+    Trainer(way.epochs, optimizer=momentum, batch_size=way.batch_size, quiet=True, **options).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))
 
 

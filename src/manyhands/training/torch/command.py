@@ -13,7 +13,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.order import spread
-from manyhands.training.options import Step, Workers
+from manyhands.training.options import Step
 from manyhands.training.torch.book import datasets
 from manyhands.training.torch.book.models import MODELS, initialise
 from manyhands.training.torch.data.sources import Arrays, source
@@ -45,11 +45,6 @@ data = datasets.of
 from_first = world.from_first
 
 
-def on_cpu(count: int) -> dict[str, Any]:
-    """Each is a process of its own."""
-    return {"devices": ["cpu"], "workers": Workers(per_device=count)}
-
-
 def arrays(data: Any) -> Arrays:
     arrays = source(data)
     if not isinstance(arrays, Arrays):
@@ -66,7 +61,7 @@ def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) ->
     part = Arrays(tuple(t[numbers.to(t.device)] for t in data.tensors), data.prepare, way.batch_size)
     step = Step(shares=way.shares, batch_stats="global")
     how: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
-    trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, **on_cpu(way.devices), **how)
+    trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, devices=f"cpu:{way.devices}", **how)
     trainer.fit(net, part)
     return {name: tensor.numpy() for name, tensor in net.state_dict().items()}
 
