@@ -16,9 +16,9 @@ _SMALL = 20e-6  # seconds; handing over a task costs about as much
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """As its author knows it: a partial by the function inside, a module by its class."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    """As its author knows it: what a partial or a decorator wraps, a module by its class."""
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
     return getattr(function, "__name__", type(function).__name__)
 
 
