@@ -116,6 +116,8 @@ class GraphPlan:
     run: Run
     in_graph: bool  # a CUDA graph: results lie in its memory if they may be overwritten
     is_final: bool  # False: to be planned again at the next call
+    # After how many calls it pays to look for a better plan, and what does so; None: there is nothing left to try.
+    later: tuple[int, Planner] | None = None
 
 
 # Plans a captured graph for arguments; None: it runs without a plan.

@@ -63,6 +63,7 @@ class Parallel(ParallelFunction[P, R]):
     compiles_whole: bool | None = None  # with ``compile``; None: where there is a GPU, whose graph then holds all of it
     shows_progress = True  # on stderr, when planning takes longer than a second
     has_guards = False  # whether the caller has seen to it that a plan is valid, as Dynamo does for its graphs
+    compiles_regions_later = False  # with ``compile``: when enough calls were made to win it back, not at the first
 
     def __init__(
         self,
@@ -158,13 +159,26 @@ class Parallel(ParallelFunction[P, R]):
         def plan(arguments: tuple[object, ...]) -> GraphPlan | None:
             before = self._last
             planned = self.plan_for(arguments)
-            if planned is not before and _log.isEnabledFor(logging.DEBUG):  # nobody has the graph to ask it
-                _log.debug("%s", self.explain())
-            if planned.way == AS_WRITTEN and not planned.retry:
-                return None
-            return GraphPlan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.retry)
+            return self._graph_plan(planned, is_new=planned is not before)
 
         return plan
+
+    def _graph_plan(self, planned: Planned, *, is_new: bool = True) -> GraphPlan | None:
+        if is_new and _log.isEnabledFor(logging.DEBUG):  # nobody has the graph to ask it
+            _log.debug("%s", self.explain())
+        if planned.way == AS_WRITTEN and not planned.retry:
+            return None
+        later = None
+        if planned.regions_after is not None:
+            later = planned.regions_after, functools.partial(self._with_regions, planned)
+        return GraphPlan(planned.run, planned.way.means is Means.GRAPH, not planned.retry, later)
+
+    def _with_regions(self, planned: Planned, arguments: tuple[object, ...]) -> GraphPlan | None:
+        """The better plan, after compiled regions were tried with the arguments of a later call."""
+        assert planned.with_regions is not None
+        self._last = planned.with_regions(self.backend.call(arguments, {}))
+        self._plans.replace(planned, self._last)
+        return self._graph_plan(self._last)
 
     def _in_pieces(self) -> Captured:
         """The function captured in pieces, each graph of which is planned like a function."""
@@ -269,10 +283,12 @@ class Parallel(ParallelFunction[P, R]):
                         planned,
                         self.backend,
                         trace,
-                        lambda fused: self._choose(call, fused, device, progress, then="compiling"),
-                        lambda plan: self.backend.seconds(lambda: plan.run(*call.run_arguments), device, put_back),
+                        *self._trials(call, device, progress, put_back),
                         whole=device is not None if self.compiles_whole is None else self.compiles_whole,
+                        later=self.compiles_regions_later,
                     )
+                    if planned.regions_after is not None:
+                        planned.with_regions = functools.partial(self._compile_regions, planned, trace, device)
         except Exception as error:  # whatever fails while plans are tried: plain execution is there
             without_memory = self.backend.is_out_of_memory(error)
             why = "out of memory while planning" if without_memory else "it could not be planned"
@@ -282,6 +298,32 @@ class Parallel(ParallelFunction[P, R]):
             progress.enters("guards")
             self._add_guards(planned, call, trace)
         return planned
+
+    def _trials(
+        self, call: Call, device: object | None, progress: Progress, put_back: Callable[[], None]
+    ) -> tuple[Callable[[Trace], Planned], Callable[[Planned], float]]:
+        """What plans a compiled trace, and what times a plan, with the arguments of a call."""
+        return (
+            lambda fused: self._choose(call, fused, device, progress, then="compiling"),
+            lambda plan: self.backend.seconds(lambda: plan.run(*call.run_arguments), device, put_back),
+        )
+
+    def _compile_regions(self, planned: Planned, trace: Trace, device: object | None, call: Call) -> Planned:
+        """The better of this plan and of plans with compiled regions."""
+        planned.regions_after = planned.with_regions = None
+        with Progress(explain.name_of(self.function), shown=self.shows_progress) as progress:
+            progress.enters("compiling")
+            try:
+                with self.backend.untouched(trace, call.tensors) as put_back:
+                    better = choose_compiled.with_regions(
+                        planned, self.backend, trace, *self._trials(call, device, progress, put_back)
+                    )
+            except Exception as error:  # whatever fails: the plan is there
+                planned.notes.append(f"compiled regions: not used: {first_line(error)}")
+                better = planned
+        better.holds, better.changed = trace.holds, trace.changed
+        better.planning = f"{planned.planning}, later in {progress.summary()}"
+        return better
 
     def _add_guards(self, planned: Planned, call: Call, trace: Trace) -> None:
         """Let Dynamo guard what the code looks at, if it can follow it; what guards cost has to be won first."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from manyhands.backends.planning import Run
+from manyhands.backends.planning import Call, Run
 from manyhands.parallel.costs import Costed
 from manyhands.parallel.plan_cache import Guarded
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
@@ -38,6 +38,9 @@ class Planned(Guarded):
     planning: str = ""  # how long planning took, in words
     retry: bool = False  # plan again at the next call
     cannot_be_one: bool = False  # it cannot be captured as one graph, but perhaps in pieces
+    regions_after: int | None = None  # calls after which it pays to compile regions; None: they are not waited for
+    # Tries compiled regions with the arguments of a call, and gives the better plan.
+    with_regions: Callable[[Call], Planned] | None = None
     costed: Costed | None = None
     footprint: Footprint | None = None
     peaks: Peaks | None = None

@@ -93,6 +93,11 @@ class Plans(Generic[Plan]):
             f"{f' (now: {changed})' if changed else ''}. Pass that as an argument, or keep it the same object"
         )
 
+    def replace(self, plan: Plan, other: Plan) -> None:
+        """Another plan for the calls of one."""
+        for variants in self._kept.values():
+            variants[:] = [other if variant is plan else variant for variant in variants]
+
     def keep(self, signature: Hashable, plan: Plan) -> None:
         variants = self._kept.setdefault(signature, [])
         variants.append(plan)

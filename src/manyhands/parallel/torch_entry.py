@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict, overload
 
+from manyhands.backends.planning import Planner
 from manyhands.backends.torch import planning, tasks
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
@@ -114,17 +115,19 @@ def parallel(
 def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **settings: object) -> Callable[..., object]:
     """``torch.compile(model, backend="manyhands")``: forward and backward graphs, each planned over lanes.
 
-    Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are. How each graph is
-    run, and why it is not faster, is logged: ``logging.basicConfig()``, then
+    On a GPU each graph is compiled as a whole first; runs of small operations are compiled, for lanes to run them side
+    by side, once a program has made so many calls that this can be won back. ``options={"fuse": False}`` compiles
+    nothing. How each graph is run, and why it is not faster, is logged: ``logging.basicConfig()``, then
     ``logging.getLogger("manyhands").setLevel(logging.DEBUG)``, before the model is called.
     """
     fuse = dynamo.options_from(settings).get("fuse", True)
-    return dynamo.compile_with(
-        module,
-        inputs,
-        lambda function, reuse: Parallel(function, planning, compile=fuse, reuse_outputs=reuse).planner(),
-        writes_in_graph=True,
-    )
+
+    def make(function: Callable[..., object], reuse: bool) -> Planner:
+        graph = Parallel(function, planning, compile=fuse, reuse_outputs=reuse)
+        graph.compiles_regions_later = True  # a job's first step shall not wait for what its last one wins back
+        return graph.planner()
+
+    return dynamo.compile_with(module, inputs, make, writes_in_graph=True)
 
 
 dynamo.register(compile_backend, only_if_loaded=True)

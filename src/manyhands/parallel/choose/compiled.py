@@ -5,18 +5,23 @@
 operations are small, and loses where a library's kernel beats the compiler's. So both are measured: the best plan of
 each kind is timed in turns with the best one so far, so that a moment in which the machine is busy affects both.
 Compiling takes long: once the whole function is compiled, and its tasks depend on each other so that lanes have nothing
-to gain, runs of small operations are not compiled, too.
+to gain, runs of small operations are not compiled, too. Who calls often may have them compiled later: when what lanes
+could have saved in all calls so far is as much as compiling takes. So a program never spends more on it than it could
+have won, and its first call takes as long as compiling the whole function once.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import AS_WRITTEN, Way
+from manyhands.parallel.way import AS_WRITTEN, Means, Way
+from manyhands.schedule.graph import Graph
 from manyhands.schedule.timing import in_turns
 
 _WHOLE = "whole graph"
@@ -31,21 +36,49 @@ def better(
     seconds_of: Callable[[Planned], float],
     *,
     whole: bool = False,
+    later: bool = False,
 ) -> Planned:
     """The best of what was planned and of plans of the same with compiled code; its report covers all of them.
 
     ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned. ``whole``: the function is
-    compiled as a whole, too.
+    compiled as a whole, too. ``later``: regions may be left to :func:`with_regions`, after ``regions_after`` calls.
     """
     measured = None if planned.schedule is None else planned.schedule.graph
     can_overlap = measured is None or measured.work() > _SIDE_BY_SIDE * measured.critical_path()
-    compiled = False
+    compiled, start = False, time.perf_counter()
     if whole:
         compiled, planned = _better_of(planned, backend.fuse_whole, trace, choose, seconds_of, _WHOLE)
     if compiled and not can_overlap:
         planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
         return planned
+    if compiled and later and measured is not None and planned.way.means is Means.GRAPH:
+        _wait_for_calls(planned, measured, time.perf_counter() - start)
+        return planned
+    return with_regions(planned, backend, trace, choose, seconds_of)
+
+
+def with_regions(
+    planned: Planned,
+    backend: Planning[TraceT, CallT, DevicesT, PlanT],
+    trace: TraceT,
+    choose: Callable[[TraceT], Planned],
+    seconds_of: Callable[[Planned], float],
+) -> Planned:
+    """The better of what was planned and of plans with compiled regions."""
     return _better_of(planned, backend.fuse, trace, choose, seconds_of, "")[1]
+
+
+def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
+    """Set the number of calls in which lanes could have saved as many seconds as compiling the whole function took.
+
+    At best they take the share of the time that the longest chain has of the work.
+    """
+    gain = planned.seconds[planned.way] * (1 - measured.critical_path() / measured.work())
+    planned.regions_after = math.ceil(seconds / gain)
+    planned.notes.append(
+        f"compiled regions are tried after {planned.regions_after} calls: compiling takes about {seconds:.0f} s, "
+        f"and lanes would save at most {gain * 1e6:.0f} us a call"
+    )
 
 
 def _better_of(

@@ -17,6 +17,7 @@ runs as it is.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -170,6 +171,8 @@ class _PlannedGraph:
             if self._holder is not None and self._holder() is not None:
                 return self._whole(*arguments)
             bound = next((known for known in self._bound if known.fits(arguments)), None) or self._bind(arguments)
+            if bound.is_due():
+                bound = self._bind(arguments, instead_of=bound)
             if bound.plan is None:
                 return self._whole(*arguments)
             planned_results = self._own_results(bound, bound.plan, arguments)
@@ -203,19 +206,20 @@ class _PlannedGraph:
         self._holder = weakref.ref(results[first])
         return results
 
-    def _bind(self, arguments: tuple[Any, ...]) -> _Bound:
-        """Plan the graph for these arguments."""
+    def _bind(self, arguments: tuple[Any, ...], instead_of: _Bound | None = None) -> _Bound:
+        """Plan the graph for these arguments; ``instead_of``: look for a better plan than this one has."""
         tensors = {number: value for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
         if self._fixed:
             self._places.fixed = {
                 _place(tensors[number]) for number in self._fixed & tensors.keys() if tensors[number].is_cuda
             }
         fixed = {number for number, value in tensors.items() if value.is_cuda and _place(value) in self._places}
-        plan = self._plan(tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments)))
+        planner = (None if instead_of is None else instead_of.planner) or self._plan
+        plan = planner(tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments)))
         bound = _Bound(plan, arguments, sorted(fixed))
         if plan is None or plan.is_final:
             self._places.are_known = True
-            self._bound = [bound, *self._bound[: _RECENT - 1]]
+            self._bound = [bound, *[other for other in self._bound if other is not instead_of][: _RECENT - 1]]
         return bound
 
 
@@ -228,6 +232,10 @@ class _Bound:
 
     def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
         self.plan = plan
+        # Another thread may call at the same time: a count gives each number once.
+        self._calls = itertools.count(1)
+        later = None if plan is None else plan.later
+        self._due, self.planner = later or (0, None)
         self.kept: set[int] = set()  # the memories of kept results, once they are there
         self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
         first: dict[int, int] = {}
@@ -243,6 +251,10 @@ class _Bound:
         self._addresses = [arguments[number].data_ptr() for number in numbers]
         fixed = {*in_place}
         self._moving = [(at, number) for at, number in enumerate(numbers) if number not in fixed]
+
+    def is_due(self) -> bool:
+        """Whether with this call it pays to look for a better plan; to be asked once a call."""
+        return self._due > 0 and next(self._calls) == self._due
 
     def fits(self, arguments: tuple[Any, ...]) -> bool:
         if self._is_plain:
