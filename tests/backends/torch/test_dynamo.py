@@ -246,7 +246,7 @@ def test_results_that_are_handed_on_take_only_the_operations_that_they_need() ->
     counted: list[str] = []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        own = dynamo._PlannedGraph(graph, lambda function, reuse: lambda arguments: None, set(), None)
+        own = dynamo._PlannedGraph(graph, lambda function, reuse: lambda arguments: None, dynamo._Places(), None)
         counted.extend(str(node.target) for node in own._rest.graph.nodes if node.op == "call_function")
         return torch._functorch._aot_autograd.utils.make_boxed_func(graph)
 
