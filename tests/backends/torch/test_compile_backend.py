@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -54,6 +55,18 @@ def test_only_what_is_read_in_place_has_to_lie_where_it_lay() -> None:
     assert bound.fits((torch.rand(3), b))
     assert bound.fits((a, b.detach()))
     assert not bound.fits((a, b.clone()))
+
+
+def test_tensors_that_a_cuda_graph_holds_are_known_by_their_addresses() -> None:
+    """Nothing else can lie there while the graph is there. A plan that holds nothing has their forms checked, too."""
+    a, b = torch.rand(3), torch.rand(3)
+    for in_graph in (True, False):
+        bound = dynamo._Bound(dataclasses.replace(PLAN, in_graph=in_graph), (a, b), [1])
+        assert bound.fits((torch.rand(3), b))
+        assert not bound.fits((torch.rand(4), b))
+        assert not bound.fits((a, b.clone()))
+        assert bound.fits((a, b.view(3, 1))) is in_graph
+    assert dynamo._Bound(dataclasses.replace(PLAN, in_graph=True), (b,), [0]).fits((b,))
 
 
 def test_a_run_is_told_where_its_tensors_lie() -> None:

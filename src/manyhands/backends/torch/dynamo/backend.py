@@ -18,6 +18,7 @@ runs as it is.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
 from collections import Counter
@@ -140,11 +141,17 @@ class _PlannedGraph:
         self._own = [number for number, value in enumerate(outputs) if _is_own(value, of_arguments)]
         number_of = {node: number for number, node in enumerate(arguments)}
         # Which argument each of the other results is; those that are none have to be made of them.
-        self._same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
-        left = {*range(len(outputs))} - {*self._own} - {number for number, _ in self._same}
+        same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
+        left = {*range(len(outputs))} - {*self._own} - {number for number, _ in same}
         self._others = sorted(number for number in left if not _is_nothing(outputs[number]))
         self._rest = _part(module, [outputs[number] for number in self._others])
-        self._count = len(outputs)
+        # Of nothing, all arguments and the planned results: which of these each result is.
+        sources = [0] * len(outputs)
+        for at, number in enumerate(self._own):
+            sources[number] = 1 + len(arguments) + at
+        for number, argument in same:
+            sources[number] = 1 + argument
+        self._pick = _picker(sources)
         self._is_nothing_planned = not self._own and not any(map(_has_effect, nodes))
         self._is_backward = is_backward
         if not is_backward:
@@ -170,17 +177,17 @@ class _PlannedGraph:
         with self._alone:
             if self._holder is not None and self._holder() is not None:
                 return self._whole(*arguments)
-            bound = next((known for known in self._bound if known.fits(arguments)), None) or self._bind(arguments)
+            for bound in self._bound:
+                if bound.fits(arguments):
+                    break
+            else:
+                bound = self._bind(arguments)
             if bound.is_due():
                 bound = self._bind(arguments, instead_of=bound)
             if bound.plan is None:
                 return self._whole(*arguments)
             planned_results = self._own_results(bound, bound.plan, arguments)
-        results: list[Any] = [None] * self._count
-        for number, value in zip(self._own, planned_results, strict=True):
-            results[number] = value
-        for number, argument in self._same:
-            results[number] = arguments[argument]
+        results = list(self._pick((None, *arguments, *planned_results)))
         if self._others:
             for number, value in zip(self._others, self._rest(*arguments), strict=True):
                 results[number] = value
@@ -228,6 +235,7 @@ class _Bound:
 
     Dynamo's guards have seen to shapes and types of the function's arguments already, and to PyTorch's modes; but a
     graph may be for several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads where they lay.
+    Of these only the address is asked: the graph holds their memory, so that no other tensor can come to lie there.
     """
 
     def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
@@ -235,16 +243,20 @@ class _Bound:
         # Another thread may call at the same time: a count gives each number once.
         self._calls = itertools.count(1)
         later = None if plan is None else plan.later
-        self._due, self.planner = later or (0, None)
+        self._due: int = 0 if later is None else later[0]
+        self.planner: Planner | None = None if later is None else later[1]
         self.kept: set[int] = set()  # the memories of kept results, once they are there
         self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
         first: dict[int, int] = {}
         numbers = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
         # A result that the forward pass keeps twice is one tensor, and PyTorch's guards want each only once.
         self._again = [(n, at) for n in numbers if (at := first.setdefault(id(arguments[n]), n)) != n]
-        self._distinct = list(first.values())
-        self._is_plain = len(self._distinct) == len(arguments)
-        self._alike = tensor_guards([arguments[number] for number in self._distinct])
+        self._is_plain = len(first) == len(arguments)
+        held = {*in_place} if plan is not None and plan.in_graph else set[int]()
+        asked = [number for number in first.values() if number not in held]
+        self._asked = _picker(asked)
+        guards: Callable[..., bool] = tensor_guards([arguments[number] for number in asked]) if asked else lambda: True
+        self._alike = guards
         self._lie_there = compat.lie_at({number: arguments[number].data_ptr() for number in in_place})
         # For a run: where each tensor lies, and which of them may lie elsewhere at the next call.
         self._tensors = numbers
@@ -257,13 +269,12 @@ class _Bound:
         return self._due > 0 and next(self._calls) == self._due
 
     def fits(self, arguments: tuple[Any, ...]) -> bool:
-        if self._is_plain:
-            return self._alike(*arguments) and self._lie_there(arguments)
-        if any(arguments[number] != value for number, value in self._others):
-            return False
-        if any(arguments[number] is not arguments[first] for number, first in self._again):
-            return False
-        return self._alike(*[arguments[number] for number in self._distinct]) and self._lie_there(arguments)
+        if not self._is_plain:
+            if any(arguments[number] != value for number, value in self._others):
+                return False
+            if any(arguments[number] is not arguments[first] for number, first in self._again):
+                return False
+        return self._alike(*self._asked(arguments)) and self._lie_there(arguments)
 
     def tensors_of(self, arguments: tuple[Any, ...]) -> AddressedTensors:
         """The tensors for a run, of arguments that fit, and where they lie."""
@@ -282,6 +293,13 @@ def _plain(value: Any, *, in_place: bool = False) -> Any:
     if in_place or type(value) is torch.nn.Parameter:
         return torch.nn.Parameter(value.detach(), requires_grad=False)
     return value.detach() if value.requires_grad else value
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What picks the values with these numbers."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda values: [values[number] for number in numbers]
 
 
 def _place(tensor: torch.Tensor) -> int:
