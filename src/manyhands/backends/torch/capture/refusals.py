@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +17,9 @@ from torch import nn
 from manyhands import tree
 from manyhands.backends.torch.capture.trace import Trace, is_check
 from manyhands.backends.torch.compat import tree_leaves
-from manyhands.backends.torch.guards.kinds import is_installed
 from manyhands.backends.torch.virtual import VirtualTensor
 from manyhands.errors import CannotTrace, MustRunAsWritten
+from manyhands.python_code.names import is_foreign
 
 _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
 BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -44,7 +43,7 @@ def _is_of_the_user(kind: type) -> bool:
     base = kind
     while base.__flags__ & _IN_PYTHON and base.__base__ is not None:
         base = base.__base__
-    return base is object and not is_installed(sys.modules.get(kind.__module__))
+    return base is object and not is_foreign(kind)
 
 
 def must_be_done(result: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from manyhands.errors import CannotTrace
 
-_KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
 _MANY = 100_000  # numbers of an array that are compared before every call
 
 
@@ -31,15 +29,6 @@ def content_of(value: Any) -> Callable[[Any], Any] | None:
             )
         return numpy.ndarray.tobytes  # type: ignore[no-any-return]
     return None
-
-
-def is_installed(module: types.ModuleType | None) -> bool:
-    """Whether a module is Python's own or of a package, which nobody changes."""
-    if module is None:
-        return False
-    file = str(getattr(module, "__file__", None) or "")
-    root = module.__name__.partition(".")[0]
-    return root in _KNOWN or "site-packages" in file or "dist-packages" in file
 
 
 def is_foreign(value: Any) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
-from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_installed, is_odd
+from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_odd
 from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
 from manyhands.python_code.names import (
@@ -37,6 +37,7 @@ from manyhands.python_code.names import (
     why_unwatched,
     words_of,
 )
+from manyhands.python_code.names import is_foreign as is_installed
 
 # Words of a function that looks values up by other names, which its code does not tell.
 _BY_OTHER_NAMES = ("globals", "environ", "getenv")
