@@ -23,10 +23,14 @@ def span_of(value: Any) -> Span | None:
     return Span(start, start + size) if start and size else None
 
 
+def reach(tensor: torch.Tensor) -> int:
+    """How many numbers lie in memory from a tensor's first one to its last one, which may have gaps between them."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def shown_by(tensor: torch.Tensor) -> Span:
     """From a tensor's first number to behind its last one."""
     start = tensor.data_ptr()
-    if not tensor.numel():
-        return Span(start, start)
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Span(start, start + (reach + 1) * tensor.element_size())
+    return Span(start, start + reach(tensor) * tensor.element_size())

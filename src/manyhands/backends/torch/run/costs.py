@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.addresses import reach
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
@@ -185,8 +186,7 @@ def _made_up(value: Any) -> Any:
         return value
     meta = value.meta["val"]
     # Filled before it gets its strides: an expanded tensor cannot be written to.
-    count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
-    count = max(count, 0) if meta.numel() else 0
+    count = reach(meta)
     if not meta.is_floating_point():
         return torch.zeros(count, dtype=meta.dtype, device=meta.device).as_strided(meta.shape, meta.stride())
     numbers = torch.empty(count, dtype=meta.dtype, device=meta.device)

@@ -29,7 +29,7 @@ from torch.fx import Interpreter, Node
 from manyhands.addresses import joined
 from manyhands.backends.exactness import Distance, Verdict, judge
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.addresses import reach, span_of
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
 from manyhands.backends.torch.compat import tree_leaves, tree_map
 from manyhands.backends.torch.run.float64_attention import attention, is_attention
@@ -194,20 +194,16 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
         if len({tensor.dtype for tensor in group}) > 1:
             raise CannotBeExact("two tensors of different dtypes share memory")
         low = 0 if whole else min(tensor.storage_offset() for tensor in group)
-        high = first.untyped_storage().nbytes() // first.element_size() if whole else max(map(_end, group))
+        high = (
+            first.untyped_storage().nbytes() // first.element_size()
+            if whole
+            else max(tensor.storage_offset() + reach(tensor) for tensor in group)
+        )
         flat = first.detach().as_strided((high - low,), (1,), low)
         base = flat.to(_WIDE[first.is_complex()] if _is_number(first) else first.dtype, copy=True)
         for tensor in group:
             copies[id(tensor)] = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - low)
     return copies
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The first place in its memory behind a tensor."""
-    if not tensor.numel():
-        return int(tensor.storage_offset())
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + reach + 1)
 
 
 # Distances
