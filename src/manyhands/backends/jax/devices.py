@@ -189,7 +189,7 @@ def copy(tensor: jax.Array, device: jax.Device) -> jax.Array:
 
 def start_move(tensor: jax.Array, device: jax.Device) -> Arrival[jax.Array]:
     arriving = move(tensor, device)
-    return Arrival(lambda: arriving, _raw(arriving).is_ready)
+    return Arrival(lambda: arriving, without_key(arriving).is_ready)
 
 
 def rows(tensor: jax.Array) -> int | None:
@@ -315,8 +315,8 @@ def _refuse_tracer(tensor: jax.Array) -> None:
         )
 
 
-def _raw(tensor: jax.Array) -> jax.Array:
-    """The numbers behind an array of random keys, which does not itself tell whether it is ready."""
+def without_key(tensor: jax.Array) -> jax.Array:
+    """The numbers behind an array of random keys, which neither tells whether it is ready nor becomes NumPy's."""
     return jax.random.key_data(tensor) if jnp.issubdtype(tensor.dtype, jax.dtypes.prng_key) else tensor
 
 

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from manyhands import machine, tree
 from manyhands.addresses import Held
+from manyhands.backends.jax import devices as adapter
 from manyhands.backends.jax import tasks as tasks
 from manyhands.backends.jax.graph import Graph
 from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, Tracer, taken_apart
@@ -92,9 +92,7 @@ def as_before(values: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]
 
 
 def numbers(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return None
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    return np.asarray(adapter.without_key(leaf)) if isinstance(leaf, jax.Array) else None
 
 
 def kind(leaf: Any) -> Any:

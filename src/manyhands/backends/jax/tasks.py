@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from manyhands.backends.jax import devices as adapter
 from manyhands.backends.runtime import PLAIN_VALUES, difference
 
 memory_of = id  # an array never changes, so none needs to be known by its memory
@@ -110,15 +111,9 @@ class Value:
         if not isinstance(self._value, _ARRAYS) or not isinstance(other._value, _ARRAYS):
             same_kind = type(self._value) is type(other._value) and isinstance(self._value, (*PLAIN_VALUES, tuple))
             return bool(same_kind and self._value == other._value)
-        return difference(*(jax.random.key_data(one) if _is_key(one) else one for one in (self._value, other._value)))[
-            0
-        ]
+        return difference(*(adapter.without_key(one) for one in (self._value, other._value)))[0]
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _is_key(array: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
