@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import weakref
 from collections import UserDict, deque
@@ -275,3 +277,30 @@ def test_what_others_compiled_before_does_not_disturb_a_capture(monkeypatch: pyt
     assert [torch.equal(fast(X), X * 2) for _ in range(3)] == [True] * 3
     assert list(queue) == [1, 2, 1, 1, 1]
     assert "Dynamo failed" not in fast.explain()
+
+
+_GUARDED = """
+import sys
+import torch
+from torch import nn
+from manyhands.backends.torch import planning
+
+net = nn.Linear(3, 3)
+
+def step(x):
+    net.zero_grad()
+    loss = net(x).sum()
+    loss.backward()
+    return loss.detach()
+
+arguments = (torch.ones(2, 3),)
+trace = planning.trace(step, planning.call(arguments, {}))
+assert planning.guards(step, arguments, {}, trace)(arguments, {})
+unwanted = {"torch._functorch.aot_autograd", "torch._inductor.codecache", "networkx"}
+print(sorted(unwanted & set(sys.modules)))
+"""
+
+
+def test_guards_do_not_import_what_compiles_graphs() -> None:
+    done = subprocess.run([sys.executable, "-c", _GUARDED], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

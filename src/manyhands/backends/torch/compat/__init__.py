@@ -45,10 +45,7 @@ from manyhands.backends.torch.compat.dynamo import (
     aot_autograd,
     captured_code,
     compile_in_pieces,
-    compile_whole,
     custom_graph_pass,
-    dynamo_check,
-    dynamo_enabled,
     forward_graph,
     inductor_compile,
     is_dynamo_loaded,
@@ -58,6 +55,7 @@ from manyhands.backends.torch.compat.dynamo import (
     stack_of,
 )
 from manyhands.backends.torch.compat.fake_tensors import RememberingFakeMode, graph_module, lazy_graph_modules
+from manyhands.backends.torch.compat.guards_by_dynamo import compile_whole, dynamo_check, dynamo_enabled
 from manyhands.backends.torch.compat.tensor_places import addresses_are, equal_addresses
 
 # Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.

@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.backends.torch.replacements import Replacements
@@ -85,56 +84,8 @@ def forward_graph() -> ForwardGraph | None:
     return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward, written)
 
 
-# How Dynamo captures a function for the sake of its guards: with the backward pass inside, and recurrent layers.
-_FOR_GUARDS = {
-    "disable": False,
-    "suppress_errors": False,
-    "trace_autograd_ops": True,
-    "allow_rnn": True,
-    "skip_nnmodule_hook_guards": False,
-    "side_effect_replay_policy": "silent",  # otherwise every gradient that is left behind is described with its stack
-}
-
-_UPDATES = ("step", "zero_grad")
-_EMPTY_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-class Layers(Protocol):
-    """Modules that need not be looked at by Dynamo, or not as closely."""
-
-    def are_hooks_watched(self, module: torch.nn.Module) -> bool:
-        """Whether somebody else notices when a module gets a hook."""
-
-    def stand_in(self, module: torch.nn.Module, fake: torch.Tensor) -> Callable[..., Any] | None:
-        """What gives a fake result of the module, called with a fake tensor; None where Dynamo has to follow it."""
-
-
 @contextmanager
-def dynamo_enabled(layers: Layers) -> Iterator[None]:
-    """Dynamo captures here, also where the user has switched it off: a function is not to be run instead.
-
-    What it warns of is for users of torch.compile. Nor does it write down for people what it guards.
-    """
-    import torch._dynamo
-    from torch._dynamo.convert_frame import compile_lock
-
-    settings = {name: value for name, value in _FOR_GUARDS.items() if hasattr(torch._dynamo.config, name)}
-    patch = torch._dynamo.config.patch(settings)
-    with torch.compiler.set_stance("default"), patch, warnings.catch_warnings(), compile_lock:
-        warnings.simplefilter("ignore")
-        with _opaque_optimizers(), _constants_without_source(), _known_layers(layers), _without_words():
-            yield
-
-
-@contextmanager
-def _replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
+def replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
     """Have others in the places of Dynamo's own attributes; a name that this PyTorch does not have is left out.
 
     Whoever does this holds Dynamo's ``compile_lock``.
@@ -149,86 +100,7 @@ def _replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
         replacements.undo()
 
 
-def _opaque_optimizers() -> AbstractContextManager[None]:
-    """Dynamo takes an optimizer's update for a call that does nothing, and goes on behind it.
-
-    Where it follows an update it breaks the graph, and sets ``capturable`` of the user's optimizer.
-    """
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.misc import LambdaVariable
-    from torch._dynamo.variables.optimizer import OptimizerVariable
-
-    kind: Any = OptimizerVariable
-    getting, calling = kind.var_getattr, kind.call_method
-
-    def var_getattr(optimizer: Any, translator: Any, name: str) -> Any:
-        if name in _UPDATES:
-            return LambdaVariable(lambda *_, **__: ConstantVariable.create(None))
-        return getting(optimizer, translator, name)
-
-    def call_method(optimizer: Any, translator: Any, name: str, *arguments: Any) -> Any:
-        if name in _UPDATES:
-            return ConstantVariable.create(None)
-        return calling(optimizer, translator, name, *arguments)
-
-    return _replaced((kind, "var_getattr", var_getattr), (kind, "call_method", call_method))
-
-
-def _known_layers(layers: Layers) -> AbstractContextManager[None]:
-    """Dynamo does not follow a layer that has a stand-in, nor guard hooks that are watched."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.variables import ConstDictVariable, TensorVariable
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-    kind: Any = UnspecializedNNModuleVariable
-    calling, getting = kind.call_function, kind.var_getattr
-
-    def call_function(layer: Any, translator: Any, arguments: Any, keywords: Any) -> Any:
-        if len(arguments) == 1 and not keywords and layer.source is not None and _is_as_it_was(layer, translator):
-            tensor = arguments[0].realize() if hasattr(arguments[0], "realize") else arguments[0]
-            fake = tensor.as_proxy().node.meta.get("example_value") if type(tensor) is TensorVariable else None
-            stand_in = layers.stand_in(layer.value, fake) if type(fake) is FakeTensor else None
-            if stand_in is not None:
-                install_guard(layer.source.make_guard(GuardBuilder.ID_MATCH))
-                proxy = translator.output.create_proxy("call_function", stand_in, (tensor.as_proxy(),), {})
-                return wrap_fx_proxy(translator, proxy)
-        return calling(layer, translator, arguments, keywords)
-
-    def var_getattr(layer: Any, translator: Any, name: str) -> Any:
-        watched = name in _EMPTY_HOOKS and layers.are_hooks_watched(layer.value) and not getattr(layer.value, name)
-        if watched and not translator.output.side_effects.has_pending_mutation_of_attr(layer, name):
-            return ConstDictVariable({})
-        return getting(layer, translator, name)
-
-    return _replaced((kind, "call_function", call_function), (kind, "var_getattr", var_getattr))
-
-
-def _is_as_it_was(layer: Any, translator: Any) -> bool:
-    """Whether the captured code has neither changed a module nor looked into it so far."""
-    effects, module = translator.output.side_effects, layer.value
-    looked_into = any(vars(module)[name] in effects for name in ("_parameters", "_buffers", "_modules"))
-    return not looked_into and not effects.has_pending_mutation(layer)
-
-
-def _without_words() -> AbstractContextManager[None]:
-    """Keep Dynamo from describing and timing its guards, and from naming functions, for logs that nobody reads here.
-
-    To time guards it empties the processor's caches first, which takes longer than capturing a small function.
-    """
-    from torch._dynamo import guards, symbolic_convert
-
-    def no_words(parts: Any, *_: Any, **__: Any) -> list[str]:
-        return parts if isinstance(parts, list) else [parts]
-
-    return _replaced(
-        (guards, "get_verbose_code_parts", no_words),
-        (guards, "profile_guard_manager", lambda *_: 0.0),
-        (symbolic_convert, "get_funcname", lambda *_: None),
-    )
-
-
-def _constants_without_source() -> AbstractContextManager[None]:
+def constants_without_source() -> AbstractContextManager[None]:
     """Keep Dynamo from marking the None (True, False) that all its captures share with the place where one was read.
 
     PyTorch 2.12 and 2.13 do so for ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any
@@ -251,20 +123,7 @@ def _constants_without_source() -> AbstractContextManager[None]:
 
     for constant_variable in shared:
         constant_variable.source = None  # somebody else's capture may have left it
-    return _replaced((kind, "var_getattr", var_getattr))
-
-
-def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo capture a function as one graph, for these shapes; an error where it cannot."""
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-
-
-def dynamo_check(function: Any) -> Callable[[dict[str, Any]], bool] | None:
-    """What Dynamo asks of a captured function's variables before it uses what it has captured."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    entries = _debug_get_cache_entry_list(function.__code__)
-    return entries[0].guard_manager.check if len(entries) == 1 else None
+    return replaced((kind, "var_getattr", var_getattr))
 
 
 # How Dynamo captures a function in pieces. Numbers and shapes are fixed: a plan is for these. What it would do in
@@ -305,7 +164,7 @@ class _Frames:
             settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
             try:
                 patch = config.patch(settings)
-                with convert_frame.compile_lock, patch, _quiet(), _constants_without_source(), self._listening():
+                with convert_frame.compile_lock, patch, _quiet(), constants_without_source(), self._listening():
                     result = self._convert(frame, *arguments)
                 if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
                     return result
@@ -333,7 +192,7 @@ class _Frames:
                 self._broken(exc)
             before(translator, code_options, reason, exc)
 
-        return _replaced((owner, "log_graph_break", log_graph_break))
+        return replaced((owner, "log_graph_break", log_graph_break))
 
 
 @contextmanager
