@@ -376,6 +376,8 @@ class Parallel(ParallelFunction[P, R]):
             choose_cpu.choose(best, backend, call, trace, measured, limit, replaying)
         else:
             choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying)
+        # Who holds a run holds the memory of its CUDA graph.
+        best.starts = {run: start for run, start in best.starts.items() if run is best.run}
         best.advice = explain.advice(measured, backend.cost_keys(trace), functools.partial(backend.batch_hint, trace))
 
         def timed() -> Sequence[tuple[float, float]]:

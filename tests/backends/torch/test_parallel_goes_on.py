@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
 from manyhands.backends.torch import planning
+from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.function import Parallel
 
 pytestmark = pytest.mark.skipif(
@@ -35,3 +40,22 @@ def test_a_function_is_not_tried_beyond_its_data(compile: bool) -> None:
         assert torch.equal(ours.position, theirs.position)
     with pytest.raises(IndexError, match="out of range"):
         fast()
+
+
+def test_runs_that_lost_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may hold the memory of a CUDA graph."""
+    runs: list[weakref.ref[Any]] = []
+    made = planning.thread_run
+
+    def noted(*arguments: Any) -> Any:
+        run = made(*arguments)
+        runs.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(planning, "thread_run", noted)
+    monkeypatch.setattr(choose_cpu, "_CLEARLY", 0.0)  # plain execution is kept
+    fast = Parallel(lambda x: (x @ x).sin() + (x @ x.T).cos(), planning)
+    fast(torch.rand(8, 8))
+    gc.collect()
+    assert runs
+    assert [run() for run in runs] == [None] * len(runs)
