@@ -165,7 +165,8 @@ def test_regions_are_compiled_with_the_arguments_of_a_later_call(monkeypatch: py
     for number in range(6):
         x = torch.rand(4, 4)
         torch.testing.assert_close(fast(x), (x @ x).sin())
-        assert seen == [True] * (number >= 3)  # the first call is PyTorch's
+        assert not seen or number >= 2
+    assert seen == [True]
     plans = [plan for plans in made[0]._plans._kept.values() for plan in plans]
     assert [plan.way.lanes for plan in plans] == ["regions"]
     assert plans[0].holds()
