@@ -35,41 +35,37 @@ def add(commands: Any) -> None:
         f"code is the program's; {WAITS_TOO_LONG} if it is 0 and --fail-over is exceeded. A comment "
         "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md says what is seen.",
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--warmup", type=flags.whole_number(0), default=5, metavar="N", help="leave out the first N steps; default: 5"
     )
-    parser.add_argument(
-        "--steps", type=flags.whole_number(1), metavar="N", help="stop after N counted steps; default: run to the end"
-    )
-    parser.add_argument(
+    option("--steps", **flags.COUNT, help="stop after N counted steps; default: run to the end")
+    option(
         "--as-if-gpu",
         action="store_true",
         help="predict without a GPU: a virtual device stands in for one; default: audit the GPU that is there",
     )
-    parser.add_argument(
+    option(
         "--profile",
-        type=Path,
-        metavar="FILE",
+        **flags.FILE,
         help="what `manyhands devices --measure --json` printed, for --as-if-gpu; default: an H200's",
     )
-    parser.add_argument(
+    option(
         "--prove",
         action="store_true",
         help="run the program again, at most 50 steps of it, as it is and with the findings cured: compare the results "
         "and measure the gain; default: estimate the gain",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (docs/audit.md); default: no file")
-    parser.add_argument("--sarif", type=Path, metavar="FILE", help="write code-scanning annotations; default: no file")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at; default: no file")
-    parser.add_argument(
+    option("--json", **flags.FILE, help="write the report (docs/audit.md); default: no file")
+    option("--sarif", **flags.FILE, help="write code-scanning annotations; default: no file")
+    option("--html", **flags.FILE, help="write a page to look at; default: no file")
+    option(
         "--fail-over",
         type=_percent,
         metavar="P%",
         help=f"exit with {WAITS_TOO_LONG} if removing the findings gains more than P%% of a step; default: never",
     )
-    parser.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="report only what a former --json does not have; default: all"
-    )
+    option("--baseline", **flags.FILE, help="report only what a former --json does not have; default: all")
     parser.set_defaults(run_command=run, program=[])
 
 

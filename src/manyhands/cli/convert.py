@@ -17,18 +17,17 @@ def add(commands: Any) -> None:
         description="Makes a new run with the same weights in the other framework's form. It can be loaded there "
         "(mh.load_model(RUN)) and trained on (manyhands train --resume RUN). No framework needs to be installed.",
     )
-    parser.add_argument("run", type=flags.folder, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework that the new run is for")
-    parser.add_argument(
-        "--out", type=flags.folder, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("run", type=flags.folder, metavar="RUN", help="the folder of a run")
+    option("--to", required=True, choices=FRAMEWORKS, help="the framework that the new run is for")
+    option("--out", type=flags.folder, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN")
+    option(
         "--names",
         type=Path,
         metavar="TABLE",
         help="a JSON table of names, for a model of your own: docs/training.md (default: the tables of mh's models)",
     )
-    parser.add_argument(
+    option(
         "--like",
         type=flags.folder,
         metavar="RUN",

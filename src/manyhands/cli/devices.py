@@ -33,11 +33,10 @@ def add(commands: Any) -> None:
         help="every device with its name, memory and load, and with --measure its real speed",
         description="Every device of every installed framework. No GPU, no driver, no framework: still an answer.",
     )
-    parser.add_argument("--measure", action="store_true", help="measure copy bandwidth and matmul rate; default: no")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON (docs/devices-json.md describes it); default: a table"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("--measure", action="store_true", help="measure copy bandwidth and matmul rate; default: no")
+    option("--json", action="store_true", help="print JSON (docs/devices-json.md describes it); default: a table")
+    option(
         "--framework",
         action="append",
         choices=FRAMEWORKS,

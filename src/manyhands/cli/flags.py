@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from manyhands.device import FRAMEWORKS
 
+MODELS = ("resnet18", "lenet", "small-resnet", "mlp")  # of training.commands.recipes, which would import NumPy
 # Where a flag has another name than the library's option.
 _FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
 LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
@@ -115,6 +116,11 @@ def whole_number(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+# Of an option that takes a number of things, and of one that takes a file.
+COUNT: dict[str, Any] = {"type": whole_number(1), "metavar": "N"}
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
 
 def folder(text: str) -> Path:

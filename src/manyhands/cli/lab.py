@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.cli import flags
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, FrameworkMissing, ManyhandsError
 
@@ -38,17 +39,18 @@ def add(commands: Any) -> None:
         "and are marked. Exit code: 0; 1 if an experiment failed; 2 for bad input; 130 after Ctrl-C, which keeps what "
         "is finished.",
     )
-    running.add_argument("names", nargs="+", metavar="NAME", help="experiments by name, or all")
-    running.add_argument(
+    option = running.add_argument
+    option("names", nargs="+", metavar="NAME", help="experiments by name, or all")
+    option(
         "--framework",
         action="append",
         choices=FRAMEWORKS,
         help="may be given several times; default: the first that is installed",
     )
-    running.add_argument("--quick", action="store_true", help="small sizes, few rounds; default: no")
-    running.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page; default: see --out")
-    running.add_argument("--json", type=Path, metavar="FILE", help="write the raw trials; default: see --out")
-    running.add_argument(
+    option("--quick", action="store_true", help="small sizes, few rounds; default: no")
+    option("--html", **flags.FILE, help="write the report as one page; default: see --out")
+    option("--json", **flags.FILE, help="write the raw trials; default: see --out")
+    option(
         "--out",
         type=Path,
         metavar="DIR",

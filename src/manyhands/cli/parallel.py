@@ -20,19 +20,18 @@ def add(commands: Any) -> None:
         description="Plans script.py:function for the arguments that inputs() of the same script gives (a tuple, or a "
         "dict of arguments by name; none: no arguments), runs it, and prints what was chosen and why.",
     )
-    parser.add_argument("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, as script.py:step")
-    flags.add_framework(parser.add_argument, "that the function is written in")
-    parser.add_argument("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
-    parser.add_argument(
+    option = parser.add_argument
+    option("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, as script.py:step")
+    flags.add_framework(option, "that the function is written in")
+    option("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
+    option(
         "--timeline",
-        type=Path,
-        metavar="FILE",
+        **flags.FILE,
         help="write when what ran: a trace (.json) or a picture (.png, .svg); default: no file",
     )
-    parser.add_argument(
+    option(
         "--devices",
-        type=flags.whole_number(1),
-        metavar="N",
+        **flags.COUNT,
         help="also say what it would take on this many devices (simulated); default: no forecast",
     )
     parser.set_defaults(run_command=run)

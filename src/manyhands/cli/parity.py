@@ -20,26 +20,21 @@ def add(commands: Any) -> None:
         description="Compares weights after 50 steps in float64 (limit 1e-12) and after 5 in float32 (limit 1e-5). "
         "Beyond that limit a net with kinks passes if N devices are no further from float64 than one is.",
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "model",
         metavar="MODEL_OR_SCRIPT",
         help="resnet18, lenet, small-resnet, mlp, or script.py:function, which gives (model, (X, y)) or (.., .., loss)",
     )
-    flags.add_framework(parser.add_argument, "that the model is written in")
-    parser.add_argument(
+    flags.add_framework(option, "that the model is written in")
+    option(
         "--devices",
         type=flags.whole_number(2),
         default=2,
         metavar="N",
         help="devices made of the CPU, to compare with one; default: 2",
     )
-    parser.add_argument(
-        "--batch-size",
-        type=flags.whole_number(1),
-        default=16,
-        metavar="N",
-        help="samples of one step over all devices together; default: 16",
-    )
+    option("--batch-size", **flags.COUNT, default=16, help="samples of one step over all devices together; default: 16")
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
 

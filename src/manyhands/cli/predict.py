@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags, script
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from manyhands.predict.link import Link
     from manyhands.predict.prediction import Prediction
 
-_MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 _DEVICES = ",".join(map(str, DEVICES))
 
 
@@ -36,12 +34,13 @@ def add(commands: Any) -> None:
         metavar="SCRIPT:MAKE",
         help="a file and a function in it that gives (model, (X, y)) or (model, (X, y), loss)",
     )
-    option("--model", choices=_MODELS, help="one of manyhands train, on noise; default: resnet18 on a GPU, else lenet")
+    option(
+        "--model", choices=flags.MODELS, help="one of manyhands train, on noise; default: resnet18 on a GPU, else lenet"
+    )
     flags.add_framework(option)
     option(
         "--batch-size",
-        type=flags.whole_number(1),
-        metavar="N",
+        **flags.COUNT,
         help="samples of a step, over all devices together; default: the script's, else 256 on a GPU and 128 on a CPU",
     )
     option(
@@ -56,12 +55,7 @@ def add(commands: Any) -> None:
         help="nvlink, pcie, ethernet-100g, pcie+ethernet-25g, measured (between the devices here), or a JSON file; "
         "default: pcie",
     )
-    option(
-        "--per-node",
-        type=flags.whole_number(1),
-        metavar="N",
-        help="devices in one machine; default: what is usual for the link",
-    )
+    option("--per-node", **flags.COUNT, help="devices in one machine; default: what is usual for the link")
     option(
         "--precision",
         choices=["auto", "fp32", "bf16", "fp64"],
@@ -69,9 +63,9 @@ def add(commands: Any) -> None:
         help="what layers compute in; default: auto, as manyhands train",
     )
     option("--optimizer", metavar="NAME", help="by its name, as adamw; default: sgd, or the model's own")
-    option("--profile", type=Path, metavar="FILE", help="predict from a stored profile; default: measure here")
-    option("--save-profile", type=Path, metavar="FILE", help="store what was measured; default: no file")
-    option("--plot", type=Path, metavar="FILE", help="draw it as .png or .svg; default: no file")
+    option("--profile", **flags.FILE, help="predict from a stored profile; default: measure here")
+    option("--save-profile", **flags.FILE, help="store what was measured; default: no file")
+    option("--plot", **flags.FILE, help="draw it as .png or .svg; default: no file")
     option("--json", action="store_true", help="print JSON (docs/predict.md describes it); default: tables")
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 

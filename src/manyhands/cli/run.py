@@ -21,14 +21,10 @@ def add(commands: Any) -> None:
         description="Runs a script as 'python script.py' would, with virtual devices in the place of its GPUs: "
         "x.cuda(1), device='cuda:1', torch.cuda and nn.DataParallel mean them (docs/virtual-devices.md).",
     )
-    parser.add_argument(
-        "--devices",
-        type=flags.whole_number(1),
-        metavar="N",
-        help=f"how many there are; default: {VIRTUAL_DEVICES} in the environment, or 2",
-    )
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a file, as train.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
+    option = parser.add_argument
+    option("--devices", **flags.COUNT, help=f"how many there are; default: {VIRTUAL_DEVICES} in the environment, or 2")
+    option("script", type=Path, metavar="SCRIPT", help="a file, as train.py")
+    option("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
     parser.set_defaults(run_command=run)
 
 

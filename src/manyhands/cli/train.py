@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from manyhands.training.data.fashion_mnist import FashionMnist
     from manyhands.training.result import Result
 
-_MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 # How a run is trained. A resumed run keeps all of these unless they are given anew.
 _ALWAYS: dict[str, Any] = {
     "devices": "all",
@@ -77,7 +76,7 @@ def add(commands: Any) -> None:
 def _add_what(group: Any) -> None:
     option = group.add_argument
     option("--framework", choices=FRAMEWORKS, help="default: the resumed run's, else the first that is installed")
-    option("--model", choices=_MODELS, help="default: resnet18 on a GPU, else lenet")
+    option("--model", choices=flags.MODELS, help="default: resnet18 on a GPU, else lenet")
     option(
         "--devices",
         help="as devices= in Python: gpu (all of them), 2 (GPUs, else made of the CPU), gpu:0,gpu:1, cpu, cpu:2 (two "
@@ -92,17 +91,15 @@ def _add_what(group: Any) -> None:
 
 
 def _add_how(group: Any) -> None:
-    option, whole = group.add_argument, flags.whole_number
+    option = group.add_argument
     option(
         "--epochs",
-        type=whole(1),
-        metavar="N",
+        **flags.COUNT,
         help=f"times through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
     )
     option(
         "--batch-size",
-        type=whole(1),
-        metavar="N",
+        **flags.COUNT,
         help="samples per step, over all devices together; default: 256 on a GPU, else 128",
     )
     option("--lr", type=flags.rate, metavar="RATE", help="the cycle's highest learning rate; default: 0.1, CPU 0.05")
@@ -111,7 +108,8 @@ def _add_how(group: Any) -> None:
         choices=["auto", "fp32", "bf16", "fp16", "fp64"],
         help="what layers compute in; default: auto, which is bf16 where the hardware is made for it, else fp32",
     )
-    option("--seed", type=whole(0), metavar="N", help="of the weights and the order of samples; default: 0")
+    seed = flags.whole_number(0)
+    option("--seed", type=seed, metavar="N", help="of the weights and the order of samples; default: 0")
     option("--quiet", action="store_true", help="no progress display; default: show it")
 
 
@@ -120,12 +118,9 @@ def _add_step(group: Any) -> None:
     option, yes_or_no = group.add_argument, argparse.BooleanOptionalAction
     option("--shares", help="each device's part of a batch: 0.7,0.3 or measured; default: equal parts")
     option(
-        "--accumulate",
-        type=flags.whole_number(1),
-        metavar="N",
-        help="gradient accumulation: micro-batches per step on each device; default: 1",
+        "--accumulate", **flags.COUNT, help="gradient accumulation: micro-batches per step on each device; default: 1"
     )
-    option("--micro-batch-size", type=flags.whole_number(1), metavar="N", help="or by their size; default: no limit")
+    option("--micro-batch-size", **flags.COUNT, help="or by their size; default: no limit")
     option(
         "--batch-stats",
         choices=["per_device", "global"],
@@ -143,17 +138,17 @@ def _add_step(group: Any) -> None:
 
 def _add_limits(group: Any) -> None:
     """The options of :class:`manyhands.training.options.Limits`."""
-    option, whole = group.add_argument, flags.whole_number
-    option("--max-steps", type=whole(1), metavar="N", help="end after this many steps of the run; default: no limit")
+    option = group.add_argument
+    option("--max-steps", **flags.COUNT, help="end after this many steps of the run; default: no limit")
     option("--max-time", metavar="TIME", help="end after this training time of the run: 2h, 1h30m, 90s; default: none")
-    option("--limit-batches", type=whole(1), metavar="N", help="training batches of an epoch; default: all")
-    option("--limit-val-batches", type=whole(1), metavar="N", help="batches of an evaluation; default: all")
+    option("--limit-batches", **flags.COUNT, help="training batches of an epoch; default: all")
+    option("--limit-val-batches", **flags.COUNT, help="batches of an evaluation; default: all")
     option("--evaluate-every", metavar="N_UNIT", help="'500 steps' or '2 epochs'; default: every epoch")
-    option("--overfit-batches", type=whole(1), metavar="N", help="train on the same N batches always; default: off")
+    option("--overfit-batches", **flags.COUNT, help="train on the same N batches always; default: off")
 
 
 def _add_checkpoints(group: Any) -> None:
-    option, whole = group.add_argument, flags.whole_number
+    option = group.add_argument
     option(
         "--run",
         type=flags.folder,
@@ -169,20 +164,21 @@ def _add_checkpoints(group: Any) -> None:
     )
     option(
         "--checkpoint-every",
-        type=whole(1),
+        type=flags.whole_number(1),
         metavar="STEPS",
         help="steps between checkpoints; default: one at the end of every epoch",
     )
-    option("--keep-checkpoints", type=whole(1), metavar="N", help="how many of the newest to keep; default: 3")
+    option("--keep-checkpoints", **flags.COUNT, help="how many of the newest to keep; default: 3")
 
 
 def run(options: argparse.Namespace) -> int:
+    from manyhands.cli import probe
     from manyhands.training import launcher
     from manyhands.training.commands import recipes as _recipes
 
     _find_run(options)
     begun = _begun(options)
-    framework = options.framework or begun.get("framework") or _first_installed()
+    framework = options.framework or begun.get("framework") or next(iter(probe.installed()), FRAMEWORKS[0])
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     chosen = {**_ALWAYS, **begun, **_asked(options, begun)}
@@ -258,7 +254,7 @@ def _begun(options: argparse.Namespace) -> dict[str, Any]:
     if not launcher.is_first() and not run.config_path.exists():  # on another machine
         return {}
     begun: dict[str, Any] = RunFolder.open(options.resume).config.get("train", {})
-    if begun.get("model") not in _MODELS:
+    if begun.get("model") not in flags.MODELS:
         raise BadRunFolder(
             f"--resume {options.resume}: this is no run of manyhands train, so its model is known to your own program "
             f"only. Go on with it there: Trainer(run={str(options.resume)!r}, resume='auto')"
@@ -343,12 +339,6 @@ def _folder(options: argparse.Namespace) -> str:
 
     path = options.resume or options.run or RunFolder.create(Path("runs")).path
     return str(path.absolute())
-
-
-def _first_installed() -> str:
-    from manyhands.placement.moves import installed
-
-    return next((name for name in FRAMEWORKS if installed(name)), FRAMEWORKS[0])
 
 
 # What is said
