@@ -32,11 +32,17 @@ def unpack(blob: bytes) -> dict[str, NDArray[Any]]:
 
 
 def fitting(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[str, NDArray[Any]]:
-    """The saved tensors, if they have the expected names and shapes; each in the expected dtype.
-
-    Others are refused, with the differences named. ``contents``: what they are then, "weights of another model".
-    """
+    """The saved tensors, if they have the expected names and shapes; each in the expected dtype."""
     saved = unpack(blob)
+    refuse_others(saved, expected, contents)
+    return {name: saved[name].astype(tensor.dtype) for name, tensor in expected.items()}
+
+
+def refuse_others(saved: Mapping[str, Any], expected: Mapping[str, Any], contents: str) -> None:
+    """Refuse tensors of other names or shapes than expected, with the differences named.
+
+    ``contents``: what they are then, "weights of another model".
+    """
     differences = [f"{name} is missing" for name in expected.keys() - saved.keys()]
     differences += [f"{name} is unknown here" for name in saved.keys() - expected.keys()]
     differences += [
@@ -47,4 +53,3 @@ def fitting(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[str
     if differences:
         shown = "; ".join(sorted(differences)[:_NAMED]) + ("; ..." if len(differences) > _NAMED else "")
         raise WrongCheckpoint(f"these are {contents}: {shown}")
-    return {name: saved[name].astype(tensor.dtype) for name, tensor in expected.items()}

@@ -14,6 +14,7 @@ from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 
 from manyhands.errors import WrongCheckpoint
+from manyhands.training.checkpoints.tensors import refuse_others
 
 _RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
 _NOT_SAVED = ("params", "differentiable", *_RUN_OPTIONS)
@@ -38,16 +39,7 @@ def restore_model(model: torch.nn.Module, blob: bytes) -> None:
     # The model's own tensors, not views of them: one that cannot be written to is given other memory.
     current = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     saved = unpack(blob)
-    differences = [f"{name} is missing" for name in current.keys() - saved.keys()]
-    differences += [f"{name} is not in the model" for name in saved.keys() - current.keys()]
-    differences += [
-        f"{name} is {tuple(saved[name].shape)}, the model's is {tuple(current[name].shape)}"
-        for name in current.keys() & saved.keys()
-        if saved[name].shape != current[name].shape
-    ]
-    if differences:
-        shown = "; ".join(sorted(differences)[:5]) + ("; ..." if len(differences) > 5 else "")
-        raise WrongCheckpoint(f"these are weights of another model: {shown}")
+    refuse_others(saved, current, "weights of another model")
     with torch.no_grad():
         for name, tensor in current.items():
             write(tensor, saved[name])
