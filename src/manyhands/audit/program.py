@@ -24,8 +24,8 @@ from typing import Any
 from manyhands.audit import listen, profile, sites, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report
-
-FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
+from manyhands.device import FRAMEWORKS
+from manyhands.training.checkpoints import atomic_files
 
 
 class Enough(BaseException):
@@ -130,10 +130,8 @@ def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
     record: dict[str, Any] | None = {} if settings.get("record") else None
     written = report.make(recorder, program=settings["program"], warmup=settings["warmup"], record=record)
     written.ended = ended
-    path = Path(settings["result"])
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"report": written.as_data(), "record": record}))
-    part.replace(path)
+    result = json.dumps({"report": written.as_data(), "record": record})
+    atomic_files.replace(Path(settings["result"]), result.encode())
 
 
 def _compiled(source: bytes, file: str) -> types.CodeType:

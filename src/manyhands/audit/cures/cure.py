@@ -181,10 +181,6 @@ def _needed_by(line: Statement, reads: list[ast.Call]) -> str | None:
     )
 
 
-def _print(wait: _Wait, line: Statement) -> str | None:
-    return _rarely(wait, line)
-
-
 # Copies
 
 
@@ -365,7 +361,7 @@ def _collective(wait: _Wait, line: Statement) -> str | None:
 
 _MAKERS: dict[Kind, Callable[[_Wait, Statement], str | None]] = {
     Kind.READ: _read,
-    Kind.PRINT: _print,
+    Kind.PRINT: _rarely,
     Kind.TO_HOST: _to_host,
     Kind.TO_DEVICE: _to_device,
     Kind.BLOCKING: _blocking,

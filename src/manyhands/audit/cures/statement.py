@@ -156,9 +156,7 @@ class Statement:
 
     def counter(self) -> str | None:
         """The variable that counts the steps of the loop around this line."""
-        nodes = ast.walk(self._root) if self._root is not None else ()
-        here = next((node for node in nodes if isinstance(node, ast.stmt) and node.lineno == self.number), None)
-        for node in self.above(here) if here is not None else ():
+        for node in self._around():
             if isinstance(node, _LOOPS):
                 return _counter_of(node)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -167,10 +165,14 @@ class Statement:
 
     def is_rare(self) -> bool:
         """Whether the line runs only in some steps: below ``if step % 100 == 0``."""
+        tests = [node.test for node in self._around() if isinstance(node, ast.If)]
+        return any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
+
+    def _around(self) -> Iterator[ast.AST]:
+        """Everything that the line's statement is in, innermost first."""
         nodes = ast.walk(self._root) if self._root is not None else ()
         here = next((node for node in nodes if isinstance(node, ast.stmt) and node.lineno == self.number), None)
-        tests = [node.test for node in self.above(here) if isinstance(node, ast.If)] if here is not None else []
-        return any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
+        return self.above(here) if here is not None else iter(())
 
 
 def name_of(call: ast.Call) -> str:

@@ -24,6 +24,7 @@ from manyhands.audit.prove.plan import Way
 from manyhands.audit.prove.rewrite import Change
 from manyhands.audit.prove.values import Values, of
 from manyhands.audit.recorder import Recorder
+from manyhands.training.checkpoints import atomic_files
 
 _CONVERSIONS: dict[int, Callable[[Any], Any]] = {-1: lambda value: value, 97: ascii, 114: repr, 115: str}
 # PyTorch prints how a tensor was computed; what is kept for later is a copy without that.
@@ -238,9 +239,7 @@ class SecondPass:
             "culprits": self.culprits,
             "needed": [dict(needed) for needed in self._needed],
         }
-        part = self._result.with_suffix(".part")
-        part.write_text(json.dumps(data))
-        part.replace(self._result)
+        atomic_files.replace(self._result, json.dumps(data).encode())
 
     def _parameters(self) -> list[Any]:
         return [
