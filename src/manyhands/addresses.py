@@ -52,13 +52,13 @@ class Span(NamedTuple):
     end: int
 
 
-def share(ones: Iterable[Hashable], others: Set[Hashable]) -> bool:
+def share(memories: Iterable[Hashable], held: Set[Hashable]) -> bool:
     """Whether something of the first is in the memory of the second."""
-    for one in ones:
-        if one in others:
+    for memory in memories:
+        if memory in held:
             return True
-        if type(one) is Span and any(
-            one.start < other.end and other.start < one.end for other in others if type(other) is Span
+        if type(memory) is Span and any(
+            memory.start < other.end and other.start < memory.end for other in held if type(other) is Span
         ):
             return True
     return False
@@ -92,7 +92,7 @@ def span_of_array(array: Any) -> Span | None:
     if array.flags.forc:
         return Span(start, start + size)
     reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
-    below, above = sum(one for one in reach if one < 0), sum(one for one in reach if one > 0)
+    below, above = sum(step for step in reach if step < 0), sum(step for step in reach if step > 0)
     return Span(start + below, start + above + array.itemsize)
 
 

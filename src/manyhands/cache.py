@@ -57,8 +57,8 @@ class CacheFile:
         """Write these beside what is there; False where that cannot be done."""
         if self.path is None:
             return False
-        kept = list((self.read() | dict(entries)).items())[-_MOST:]
-        text = json.dumps({"format": self._version, "hardware": self._hardware, self._topic: dict(kept)})
+        remaining = list((self.read() | dict(entries)).items())[-_MOST:]
+        text = json.dumps({"format": self._version, "hardware": self._hardware, self._topic: dict(remaining)})
         fresh = self.path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.new")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,9 @@ class CacheFile:
 
 def cache_folder() -> Path | None:
     """Where measurements are remembered; None where they are not."""
-    given = os.environ.get("MANYHANDS_CACHE")
-    if given is not None:
-        return None if given.strip().lower() in ("", "off", "0", "no") else Path(given).expanduser()
+    folder = os.environ.get("MANYHANDS_CACHE")
+    if folder is not None:
+        return None if folder.strip().lower() in ("", "off", "0", "no") else Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():
         return Path(base) / "manyhands"

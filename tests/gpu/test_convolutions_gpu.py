@@ -58,10 +58,10 @@ def test_ways_give_pytorchs_results_eagerly_and_in_a_graph(case: tuple[int, ...]
         ways += list(cudnn_plans.candidates(problem, trial.result, 4))
         for way in ways:
             assert trial.is_right(way)
-            eager = way(*trial._given)
+            eager = way(*trial._operands)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                captured = way(*trial._given)
+                captured = way(*trial._operands)
             captured.zero_()
             graph.replay()
             assert torch.equal(eager, captured)

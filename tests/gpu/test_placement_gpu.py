@@ -96,7 +96,7 @@ def test_a_pinned_source_may_be_written_to_after_result() -> None:
 def test_the_host_does_not_wait_where_nobody_can_write(kind: str) -> None:
     x = torch.full((LARGE,), 2.0)
     x = x.pin_memory() if kind == "kept" else x
-    start = functools.partial(backend.start_move, kept=kind == "kept")
+    start = functools.partial(backend.start_move, source_is_final=kind == "kept")
     device = mh.gpu(0)
     for _ in range(2):  # the first time page-locked memory is taken, and that waits
         torch.cuda.synchronize()
@@ -166,7 +166,10 @@ def test_asynchronous_moves_make_no_host_wait() -> None:
     mh.to(on_gpu, "cpu", wait=False).result()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        arrivals = [backend.start_move(pinned, mh.gpu(0), kept=True).result(), mh.to(on_gpu, "cpu", wait=False)]
+        arrivals = [
+            backend.start_move(pinned, mh.gpu(0), source_is_final=True).result(),
+            mh.to(on_gpu, "cpu", wait=False),
+        ]
         assert mh.to(on_gpu, mh.gpu(0)) is on_gpu
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -58,7 +58,7 @@ def test_trials_are_kept_and_end_with_a_wait() -> None:
     bench = Bench(door, "torch", quick=True)
     times = bench.trials({"a": lambda: None, "b": lambda: None}, {"size": 3}, rounds=2)
     assert [len(spent) for spent in times.values()] == [2, 2]
-    assert [(trial.name, trial.settings) for trial in bench.kept] == [("a", {"size": 3}), ("b", {"size": 3})] * 2
+    assert [(trial.name, trial.settings) for trial in bench.recorded] == [("a", {"size": 3}), ("b", {"size": 3})] * 2
     assert door.waits == 16  # before and after: warm-up and calibration of each, two rounds of each
 
 

@@ -45,7 +45,7 @@ _SMALL = 1e-2  # of the largest result: what is noise is no more
 class Distance:
     """Of one result, as norms: how far ours and plain execution's are from the exact one, and how large that is."""
 
-    ours: float
+    planned: float
     plain: float
     size: float
     floor: float  # what rounding alone may do, as a part of the size
@@ -91,16 +91,16 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
     accepted, worst = True, 0.0
     for result in noise:
         more = result.floor * largest
-        accepted &= result.ours <= _TWICE * level + more
-        worst = max(worst, _times(result.ours, level + more))
+        accepted &= result.planned <= _TWICE * level + more
+        worst = max(worst, _times(result.planned, level + more))
     for result in others:
         more = (result.floor + luck) * result.size
-        accepted &= result.ours <= min(_TWICE * result.plain + more, (result.plain + result.size) / 2)
-        worst = max(worst, _times(result.ours, result.plain + more))
-    ours, plain = (
+        accepted &= result.planned <= min(_TWICE * result.plain + more, (result.plain + result.size) / 2)
+        worst = max(worst, _times(result.planned, result.plain + more))
+    planned, plain = (
         (math.hypot(*values) for values in zip(*map(_relative, others), strict=True)) if others else (1.0, 1.0)
     )
-    return Verdict(accepted, _times(ours, plain), worst)
+    return Verdict(accepted, _times(planned, plain), worst)
 
 
 def _is_noise(distance: Distance, largest: float) -> bool:
@@ -113,10 +113,10 @@ def _luck(distance: Distance) -> float:
 
 
 def _relative(distance: Distance) -> tuple[float, float]:
-    return math.hypot(distance.ours / distance.size, distance.floor), math.hypot(
+    return math.hypot(distance.planned / distance.size, distance.floor), math.hypot(
         distance.plain / distance.size, distance.floor
     )
 
 
-def _times(ours: float, plain: float) -> float:
-    return ours / plain if plain else 1.0 if ours == 0 else math.inf
+def _times(planned: float, plain: float) -> float:
+    return planned / plain if plain else 1.0 if planned == 0 else math.inf

@@ -241,12 +241,12 @@ class Comparison(NamedTuple):
 
 def compared(runtime: Runtime, results: Sequence[object], expected: Sequence[object]) -> Comparison:
     same, worst, close = True, 0.0, True
-    for ours, plain in zip(results, expected, strict=False):
-        mine, theirs = runtime.numbers(ours), runtime.numbers(plain)
+    for result, plain in zip(results, expected, strict=False):
+        mine, theirs = runtime.numbers(result), runtime.numbers(plain)
         if mine is None or theirs is None:
-            if mine is not theirs or type(ours) is not type(plain) or not (ours is plain or ours == plain):
+            if mine is not theirs or type(result) is not type(plain) or not (result is plain or result == plain):
                 return _UNLIKE
-        elif runtime.kind(ours) != runtime.kind(plain):
+        elif runtime.kind(result) != runtime.kind(plain):
             return _UNLIKE
         else:
             equal, far = difference(mine, theirs)

@@ -97,13 +97,13 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
         def progress(text: str) -> None:
             bar.update(task, advance=1, description=f"measuring {text}")
 
-        def one(framework: str) -> dict[str, Any]:
+        def ask(framework: str) -> dict[str, Any]:
             answer = probe.ask(framework, measured=measured, expect=expect, progress=progress)
             bar.update(task, advance=1)
             return answer
 
         with ThreadPoolExecutor(max_workers=1 if measured else max(1, len(frameworks))) as pool:
-            return list(pool.map(one, frameworks))
+            return list(pool.map(ask, frameworks))
 
 
 def _shown(facts: dict[str, Any], *, measured: bool) -> str:

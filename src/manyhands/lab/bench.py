@@ -42,8 +42,8 @@ class Bench:
         self.mh, self.framework, self.quick = mh, framework, quick
         self.real_gpus = real_gpus
         self.virtual: list[str] = []  # the names of the virtual devices that were used
-        self.kept: list[Trial] = []
-        self._most, self._apart, self._say, self._made = most_devices, apart, say, list[Any]()
+        self.recorded: list[Trial] = []
+        self._most, self._apart, self._say, self._virtual_devices = most_devices, apart, say, list[Any]()
 
     @property
     def operations(self) -> Operations:
@@ -59,16 +59,16 @@ class Bench:
         """
         if count > self._most:
             raise ValueError(f"devices({count}): write @experiment(..., devices={count})")
-        if self.real_gpus >= count and not self._made:
+        if self.real_gpus >= count and not self._virtual_devices:
             return [self.mh.gpu(index) for index in range(count)]
         if self._most == 1 and not self._apart:
             return [self.mh.cpu()]
         # In all frameworks but PyTorch virtual device 0 is the host.
         first = 1 if self._apart else 0
-        if not self._made:
-            self._made = list(self.mh.virtual_devices(self._most + first))
+        if not self._virtual_devices:
+            self._virtual_devices = list(self.mh.virtual_devices(self._most + first))
         self.virtual = [str(Device("virtual", first + index)) for index in range(max(count, len(self.virtual)))]
-        return self._made[first : first + count]
+        return self._virtual_devices[first : first + count]
 
     def for_trainer(self, count: int) -> Any:
         """So many devices as ``mh.Trainer(devices=...)`` takes them: GPUs, or devices made of the CPU.
@@ -85,7 +85,7 @@ class Bench:
 
     def gpu(self) -> Any | None:
         """The first real GPU, or None."""
-        return self.mh.gpu(0) if self.real_gpus and not self._made else None
+        return self.mh.gpu(0) if self.real_gpus and not self._virtual_devices else None
 
     def size(self, *, gpu: int, cpu: int, quick: int) -> int:
         """A size that takes a sensible time: on real GPUs, on a CPU, and with ``--quick``."""
@@ -150,7 +150,7 @@ class Bench:
         for spent in timing.rounds(list(ways), lambda name: self._seconds(ways[name], calls[name])):
             for name, each in zip(ways, spent, strict=True):
                 times[name].append(each)
-                self.kept.append(Trial(name, settings, each, calls[name]))
+                self.recorded.append(Trial(name, settings, each, calls[name]))
             done = len(times[next(iter(ways))])
             self.say(f"round {done}{f' ({shown})' if shown else ''}")
             if done >= most or (done >= least and time.perf_counter() - begin > _BUDGET[self.quick]):

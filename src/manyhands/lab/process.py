@@ -113,7 +113,7 @@ def perform(experiment: Experiment, bench: Bench) -> Result:
         status,  # type: ignore[arg-type]
         time.perf_counter() - begin,
         finding,
-        bench.kept,
+        bench.recorded,
         bench.virtual,
         why,
     )

@@ -50,24 +50,24 @@ Plan = TypeVar("Plan", bound=Guarded)
 
 class Plans(Generic[Plan]):
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, list[Plan]] = OrderedDict()
+        self._plans: OrderedDict[Hashable, list[Plan]] = OrderedDict()
         self._times: dict[Hashable, int] = {}  # that a signature was planned
         self._wasted = 0
         self._came: OrderedDict[Hashable, int] = OrderedDict()  # how often, without having been planned
 
     def of(self, signature: Hashable, arguments: tuple[object, ...], keywords: dict[str, object]) -> Plan | None:
         """The plan that is valid for a call."""
-        plans = self._kept.get(signature, ())
+        plans = self._plans.get(signature, ())
         valid = next((plan for plan in plans if plan.is_valid_for(arguments, keywords)), None)
         if valid is not None:
             valid.used = True
             with suppress(KeyError):  # another thread may just have thrown it away
-                self._kept.move_to_end(signature)
+                self._plans.move_to_end(signature)
         return valid
 
     def is_worth_one(self, signature: Hashable) -> bool:
         """Whether the call is likely to come again; asked once for each that has no plan."""
-        if signature in self._kept or self._wasted < _WASTED:
+        if signature in self._plans or self._wasted < _WASTED:
             return True
         count = self._came.pop(signature, 0) + 1
         if count >= _OFTEN:
@@ -86,7 +86,7 @@ class Plans(Generic[Plan]):
         """Why the signature is not planned once more, after it was counted; None where it may be."""
         if self._times.get(signature, 0) <= _PLANNINGS:
             return None
-        last: Sequence[Plan] = self._kept.get(signature, ())
+        last: Sequence[Plan] = self._plans.get(signature, ())
         changed = next((name for plan in reversed(last) if (name := plan.changed())), None)
         return (
             f"planned {_PLANNINGS} times already: what it reads from outside its arguments changes on every call"
@@ -99,10 +99,10 @@ class Plans(Generic[Plan]):
             variants[:] = [other if variant is plan else variant for variant in variants]
 
     def keep(self, signature: Hashable, plan: Plan) -> None:
-        variants = self._kept.setdefault(signature, [])
+        variants = self._plans.setdefault(signature, [])
         variants.append(plan)
         del variants[:-_VARIANTS]
-        if len(self._kept) > _SIGNATURES:
-            gone, plans = self._kept.popitem(last=False)
+        if len(self._plans) > _SIGNATURES:
+            gone, plans = self._plans.popitem(last=False)
             self._times.pop(gone, None)
             self._wasted = 0 if any(plan.used for plan in plans) else self._wasted + 1

@@ -259,9 +259,9 @@ def once_each(function: Callable[[object], Y]) -> Callable[[object], Y]:
     return remembering
 
 
-def _same(one: object, other: object) -> bool:
+def _same(first: object, second: object) -> bool:
     try:
-        return one is other or bool(one == other)
+        return first is second or bool(first == second)
     except Exception:  # arrays of strings compare element by element, others not at all
         return False
 

@@ -19,13 +19,13 @@ class VirtualDevices(list[X]):
     >>> with mh.virtual_devices(2) as devices: ...     # doctest: +SKIP
     """
 
-    def __init__(self, devices: Iterable[X], holders: VirtualDeviceHolders[X], *, made: bool) -> None:
+    def __init__(self, devices: Iterable[X], holders: VirtualDeviceHolders[X], *, created: bool) -> None:
         super().__init__(devices)
-        self._holders, self._made = holders, made
+        self._holders, self._created = holders, created
 
     def __enter__(self) -> VirtualDevices[X]:
-        self._holders.enter(made=self._made)
-        self._made = False
+        self._holders.enter(created=self._created)
+        self._created = False
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -49,7 +49,7 @@ class VirtualDeviceHolders(Generic[D]):
         self._lock = threading.RLock()
         self._blocks = 0
         self._here = _OfThread()
-        self._kept = False
+        self._stays = False
 
     def ask(self, count: int, as_cuda: bool | None) -> VirtualDevices[D]:
         with self._lock:
@@ -57,20 +57,20 @@ class VirtualDeviceHolders(Generic[D]):
             if have not in (0, count):
                 raise VirtualDevicesError(
                     f"this process has {have} virtual devices already, their number cannot change to {count}: "
-                    f"{'leave the with block first' if self._blocks and not self._kept else 'start a new process'}"
+                    f"{'leave the with block first' if self._blocks and not self._stays else 'start a new process'}"
                 )
             if not have:
                 self._backend.virtual_devices(count, as_cuda=as_cuda)
-                self._kept = True
+                self._stays = True
                 words = "virtual devices made of the CPU stand in for GPUs"
                 if count == 1:
                     words = "virtual device made of the CPU stands in for a GPU"
                 print(f"manyhands: {count} {words} in {self._backend.name}", file=sys.stderr)
-            return VirtualDevices(map(self._backend.gpu, range(count)), self, made=not have)
+            return VirtualDevices(map(self._backend.gpu, range(count)), self, created=not have)
 
-    def enter(self, *, made: bool) -> None:
+    def enter(self, *, created: bool) -> None:
         """A block begins; ``made``: its own call has made the devices, so that they end with the last block."""
-        if made and not self._backend.CAPABILITIES.virtual_can_end:
+        if created and not self._backend.CAPABILITIES.virtual_can_end:
             raise VirtualDevicesError(
                 f"{self._backend.name} cannot undo virtual devices, so they cannot be held by a with block: call "
                 "mh.virtual_devices(n) without 'with'"
@@ -80,18 +80,18 @@ class VirtualDeviceHolders(Generic[D]):
                 raise VirtualDevicesError(
                     "these virtual devices are gone: call mh.virtual_devices(n) for the new block"
                 )
-            if not made and not self._here.blocks:
+            if not created and not self._here.blocks:
                 self._backend.enter_virtual_block()
             self._blocks += 1
             self._here.blocks += 1
-            if made:
-                self._kept = False
+            if created:
+                self._stays = False
 
     def leave(self) -> None:
         with self._lock:
             self._blocks -= 1
             self._here.blocks -= 1
-            if self._kept:
+            if self._stays:
                 return
             if not self._blocks:
                 self._backend.end_virtual_devices()

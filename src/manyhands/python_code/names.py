@@ -41,7 +41,7 @@ def members(
     classes and words that are added meanwhile are followed, too.
     """
     done: set[tuple[type, str]] = set()
-    while new := [one for one in _members(classes, words, is_foreign) if one[:2] not in done]:
+    while new := [member for member in _members(classes, words, is_foreign) if member[:2] not in done]:
         for owner, word, content in new:
             done.add((owner, word))
             yield owner, word, content
@@ -50,7 +50,7 @@ def members(
 def _members(
     classes: Collection[type], words: Collection[str], is_foreign: Callable[[Any], bool]
 ) -> Iterator[tuple[type, str, Any]]:
-    for owner in dict.fromkeys(owner for one in classes for owner in one.__mro__ if not is_foreign(owner)):
+    for owner in dict.fromkeys(owner for kind in classes for owner in kind.__mro__ if not is_foreign(owner)):
         for word, content in list(vars(owner).items()):
             if (word in words or _is_operator(word, content)) and not isinstance(content, (type, types.ModuleType)):
                 yield owner, word, content
@@ -61,9 +61,9 @@ def _is_operator(word: str, content: Any) -> bool:
     return special and isinstance(function_behind(content), types.FunctionType)
 
 
-def making(one: type, is_foreign: Callable[[Any], bool]) -> Iterator[tuple[type, str, Any]]:
+def making(kind: type, is_foreign: Callable[[Any], bool]) -> Iterator[tuple[type, str, Any]]:
     """What is called when an object of this class is made: (owner, word, it)."""
-    for owner in one.__mro__:
+    for owner in kind.__mro__:
         for word in _MAKING if not is_foreign(owner) else ():
             if word in vars(owner):
                 yield owner, word, vars(owner)[word]
@@ -73,8 +73,8 @@ def modules_named(words: Collection[str], package: str | None) -> Iterator[tuple
     """The modules that code with these words may import when it runs: ``from settings import SCALE``."""
     for word in words:
         for name in (word, f"{package}.{word}"):
-            if (found := sys.modules.get(name)) is not None:
-                yield word, found
+            if (module := sys.modules.get(name)) is not None:
+                yield word, module
 
 
 def function_behind(content: Any) -> Any:

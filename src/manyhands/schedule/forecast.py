@@ -135,7 +135,7 @@ class _Places:
     def __init__(self, program: Graph, footprint: Footprint, machine: Machine) -> None:
         self._program, self._machine = program, machine
         self._sizes: Mapping[int, int] = footprint.sizes
-        self._kept = footprint.results | footprint.inputs
+        self._permanent = footprint.results | footprint.inputs
         written = frozenset().union(*(task.writes for task in program.tasks))
         everywhere = set(range(machine.devices))
         self._valid: dict[int, set[int]] = {
@@ -182,5 +182,5 @@ class _Places:
     def gather(self) -> None:
         """Results, and arguments that were written to, go to the first device."""
         for memory in sorted(self._valid):
-            if memory in self._sizes and memory in self._kept and 0 not in self._valid[memory]:
+            if memory in self._sizes and memory in self._permanent and 0 not in self._valid[memory]:
                 self._copy(memory, 0)

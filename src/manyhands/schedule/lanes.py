@@ -245,7 +245,7 @@ def _chains(graph: Graph) -> list[list[int]]:
     of: dict[int, list[int]] = {}
     for task, needs in enumerate(graph.needs):
         before = next(iter(needs)) if len(needs) == 1 else None
-        if before is not None and len(graph.followers[before]) == 1 and _alike(graph, before, task):
+        if before is not None and len(graph.followers[before]) == 1 and _same_place(graph, before, task):
             chain = of[before]
         else:
             chain = []
@@ -255,7 +255,7 @@ def _chains(graph: Graph) -> list[list[int]]:
     return chains
 
 
-def _alike(graph: Graph, first: int, second: int) -> bool:
+def _same_place(graph: Graph, first: int, second: int) -> bool:
     a, b = graph.tasks[first], graph.tasks[second]
     return (a.device, a.kind) == (b.device, b.kind)
 

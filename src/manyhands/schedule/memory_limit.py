@@ -43,7 +43,7 @@ class _Walk:
     """
 
     def __init__(self, schedule: Schedule, footprint: Footprint) -> None:
-        self.made, self.footprint = schedule, footprint
+        self.schedule, self.footprint = schedule, footprint
         # Results count from the beginning: when they are there, it is too late to hold anybody back.
         self.held = footprint.input_bytes() + footprint.result_bytes()
         self.stays = footprint.inputs | footprint.results
@@ -90,14 +90,14 @@ class _Walk:
                 self.known[lane] += 0 if held.unknown else held.size
 
     def issue(self, task: int) -> None:
-        lane = self.made.lane_of[task]
+        lane = self.schedule.lane_of[task]
         self.clocks.issue(lane, task)
         for memory in list(self._new(task)):
             self._memories[memory] = held = _Held(
                 len(self._memories), self.footprint.sizes[memory], lane, self._users[memory], {}
             )
             self.held += held.size
-        issued = self.made.graph.tasks[task]
+        issued = self.schedule.graph.tasks[task]
         for memory in issued.reads | issued.writes:
             if memory in self._memories:
                 held = self._memories[memory]
@@ -119,11 +119,11 @@ class _Walk:
             return
         heapq.heappush(self._over[held.lane], (held.number, held))
         for task in unknown:
-            users = self._users_on[held.lane].setdefault(self.made.lane_of[task], [])
+            users = self._users_on[held.lane].setdefault(self.schedule.lane_of[task], [])
             heapq.heappush(users, (self.clocks.place[task], held.number, held))
 
     def _new(self, task: int) -> Iterator[int]:
-        for memory in self.made.graph.tasks[task].writes:
+        for memory in self.schedule.graph.tasks[task].writes:
             if memory in self.footprint.sizes and memory not in self.stays and memory not in self._memories:
                 yield memory
 

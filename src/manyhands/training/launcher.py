@@ -101,8 +101,10 @@ def _slurms_place() -> Place:
             "SLURM's environment names no nodes (SLURM_JOB_NODELIST is empty): set MASTER_ADDR to the first one"
         )
     port = _number("MASTER_PORT", 12000 + 2 * (_number("SLURM_JOB_ID", 0) % 10000))
-    own = _number("SLURM_GPUS_PER_TASK", 0) > 0
-    return Place(_number("SLURM_PROCID"), _tasks(), _number("SLURM_LOCALID"), _on_node(), address, port, own)
+    has_gpus_per_task = _number("SLURM_GPUS_PER_TASK", 0) > 0
+    return Place(
+        _number("SLURM_PROCID"), _tasks(), _number("SLURM_LOCALID"), _on_node(), address, port, has_gpus_per_task
+    )
 
 
 def _tasks() -> int:

@@ -202,7 +202,7 @@ class Workers(_Topic):
         make_plain(self, ("hang_seconds",), Real, float)
         check_positive(self, "per_device")
         if not is_from_zero(self.hang_seconds) or not self.hang_seconds:
-            raise BadSettings(f"{given(self, 'hang_seconds')}: give a number of seconds above zero")
+            raise BadSettings(f"{as_written(self, 'hang_seconds')}: give a number of seconds above zero")
 
 
 @option_names.topic("limits")
@@ -244,14 +244,14 @@ class Limits(_Topic):
             if getattr(self, name) is not None:
                 check_positive(self, name)
         for name in parts:
-            check_part(getattr(self, name), given(self, name))
+            check_part(getattr(self, name), as_written(self, name))
         if self.max_time is not None:
             seconds = units.seconds(self.max_time)
             if seconds is None:
-                raise BadSettings(f"{given(self, 'max_time')}: give '2h', '1h30m', '90s', '12:00:00' or seconds")
+                raise BadSettings(f"{as_written(self, 'max_time')}: give '2h', '1h30m', '90s', '12:00:00' or seconds")
             object.__setattr__(self, "max_time", seconds)
         if self.evaluate_every is not None and units.every(self.evaluate_every) is None:
-            raise BadSettings(f"{given(self, 'evaluate_every')}: say of what, '500 steps' or '2 epochs'")
+            raise BadSettings(f"{as_written(self, 'evaluate_every')}: say of what, '500 steps' or '2 epochs'")
         if self.limit_batches is not None and self.overfit_batches is not None:
             raise BadSettings(
                 f"limit_batches={self.limit_batches} takes other samples in every epoch, overfit_batches="
@@ -306,7 +306,7 @@ def check_topic(name: str, value: object) -> None:
 # Checks of one value; the trainer's settings use them too.
 
 
-def given(options: object, name: str) -> str:
+def as_written(options: object, name: str) -> str:
     """An option as the user wrote it: ``Checkpoints(every=0)``; of the trainer's own just ``lr=-1``."""
     text = f"{name}={getattr(options, name)!r}"
     return f"{type(options).__name__}({text})" if isinstance(options, _Topic) else text
@@ -323,7 +323,7 @@ def make_plain(options: object, names: Iterable[str], kind: type, plain: Callabl
 def check_positive(options: object, name: str) -> None:
     value = getattr(options, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadSettings(f"{given(options, name)}: give a whole number of at least 1")
+        raise BadSettings(f"{as_written(options, name)}: give a whole number of at least 1")
 
 
 def check_part(value: object, text: str) -> None:
@@ -337,7 +337,7 @@ def check_part(value: object, text: str) -> None:
 def check_choice(options: object, name: str, choices: Sequence[Any], hint: str = "") -> None:
     value = getattr(options, name)
     if value not in choices:
-        raise BadSettings(f"{given(options, name)}: choose one of {', '.join(map(str, choices))}{hint}")
+        raise BadSettings(f"{as_written(options, name)}: choose one of {', '.join(map(str, choices))}{hint}")
     object.__setattr__(options, name, choices[choices.index(value)])  # NumPy's True becomes Python's
 
 

@@ -187,7 +187,7 @@ def after_row(loop: Loop, row: Mapping[str, Any]) -> None:
         if value is not None:
             scheduler.after_figure(monitor, float(value))
         elif monitor not in row or not loop.settings.limits.evaluate_every:
-            figures = [name for name, one in row.items() if name.startswith(("train_", "val_")) and one is not None]
+            figures = [name for name, value in row.items() if name.startswith(("train_", "val_")) and value is not None]
             known = f"{', '.join(figures)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
             raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
 

@@ -85,5 +85,5 @@ class Settings:
 
 
 def _meant(precision: object) -> str:
-    ours = next((name for name, others in _PRECISIONS.items() if str(precision) in others), None)
-    return "" if ours is None else f". Did you mean {ours!r}?"
+    meant = next((name for name, aliases in _PRECISIONS.items() if str(precision) in aliases), None)
+    return "" if meant is None else f". Did you mean {meant!r}?"

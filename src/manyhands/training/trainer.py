@@ -212,7 +212,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
                 value = getattr(chosen, field.name)
                 reason = self.refused.get(field.name) if value != field.default else None
                 if reason := reason or self.refused.get(f"{field.name}={value!r}"):
-                    raise BadSettings(f"{options.given(chosen, field.name)}: {reason}")
+                    raise BadSettings(f"{options.as_written(chosen, field.name)}: {reason}")
 
     def _check_settings(self) -> None:
         """Refuse settings that are wrong for any model and data."""
@@ -225,7 +225,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         if self._option("resume") == "auto" and self._option("run") is None:
             raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
         if self._option("checkpoints").every is not None and self._option("run") is None:
-            every = options.given(self._option("checkpoints"), "every")
+            every = options.as_written(self._option("checkpoints"), "every")
             raise BadSettings(f"{every} without a folder for the checkpoints: give run=, as run='runs/mine'")
 
     def _check_options(self) -> None:

@@ -86,7 +86,7 @@ def test_every_layout_takes_an_asynchronous_move() -> None:
     sparse = torch.eye(3).to_sparse()
     for x in (sparse, sparse.to_sparse_csr(), born_in_inference):
         assert backend.start_move(x, device).result().layout == x.layout
-        assert backend.start_move(x, device, kept=True).result().layout == x.layout
+        assert backend.start_move(x, device, source_is_final=True).result().layout == x.layout
 
 
 def test_writes_are_counted_where_pytorch_counts_them() -> None:

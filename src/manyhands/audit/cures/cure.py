@@ -119,10 +119,10 @@ def _read(wait: _Wait, line: Statement) -> str | None:
         reads = [call for call in line.calls(wait.name) if isinstance(call.func, ast.Attribute)]
     else:
         reads = [call for call in line.calls(wait.name.strip("_")) if isinstance(call.func, ast.Name) and call.args]
-    return _kept(wait, line, reads)
+    return _without_reads(wait, line, reads)
 
 
-def _kept(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str | None:
+def _without_reads(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str | None:
     """The line with these reads left out, where their values are not needed at once."""
     if not reads:
         return _rarely(wait, line)
@@ -187,13 +187,13 @@ def _needed_by(line: Statement, reads: list[ast.Call]) -> str | None:
 def _to_host(wait: _Wait, line: Statement) -> str | None:
     if wait.framework != "torch":
         reads = line.calls("numpy", "asnumpy", "asarray", "array", "device_get")
-        return None if any(len(read.args) > 1 or read.keywords for read in reads) else _kept(wait, line, reads)
+        return None if any(len(read.args) > 1 or read.keywords for read in reads) else _without_reads(wait, line, reads)
     copies = [*line.calls("cpu"), *(call for call in line.calls("to") if _names_cpu(call))]
     if not copies:
         return None
     reads = [read for copy in copies if (read := _after(line, copy, *_METHODS)) is not None]
     if reads:
-        return _kept(wait, line, reads)
+        return _without_reads(wait, line, reads)
     edits = []
     for copy in copies:
         last = _after(line, copy, "numpy") or copy
@@ -337,12 +337,12 @@ def _shape(wait: _Wait, line: Statement) -> str | None:
         if ast.unparse(chosen.slice.left) != ast.unparse(chosen.value):  # its mask may have another shape
             continue
         summed = f"torch.where({mask}, {tensor}, 0).sum()"
-        made = (
+        replacement = (
             summed
             if isinstance(call.func, ast.Attribute) and call.func.attr == "sum"
             else f"({summed} / ({mask}).sum())"
         )
-        return line.edited((line.start(call), line.end(call), made))
+        return line.edited((line.start(call), line.end(call), replacement))
     return None
 
 

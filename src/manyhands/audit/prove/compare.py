@@ -126,7 +126,7 @@ class _Passes:
         self._ticks = 0
         self._culprits: list[int] = []
         self._failures = 0
-        self.kept: dict[int, str] = {}  # lines that the program fails without, and how
+        self.fails_without: dict[int, str] = {}  # lines that the program fails without, and how
 
     @property
     def steps(self) -> int:
@@ -143,12 +143,12 @@ class _Passes:
 
     def keep_culprits(self) -> bool:
         """Leave the lines as they are that made the cured program fail, if they are known."""
-        fresh = [number for number in self._culprits if number not in self.kept]
+        fresh = [number for number in self._culprits if number not in self.fails_without]
         self._failures += 1
         if self.results[_CURED] or self._failures > _MOST_FAILURES or not fresh:
             return False
-        self.kept |= dict.fromkeys(fresh, self._said)
-        return len(self.kept) < len(self._changes)
+        self.fails_without |= dict.fromkeys(fresh, self._said)
+        return len(self.fails_without) < len(self._changes)
 
     def run(self, mode: str) -> str | None:
         """Run one pass; gives the reason why it failed."""
@@ -156,7 +156,7 @@ class _Passes:
         changes = [
             {
                 **dataclasses.asdict(change),
-                "ways": [way.value for way in change.ways if mode == _PLAIN or number not in self.kept],
+                "ways": [way.value for way in change.ways if mode == _PLAIN or number not in self.fails_without],
             }
             for number, change in enumerate(self._changes)
         ]
@@ -197,7 +197,7 @@ class _Passes:
 
     def compared(self, data: dict[str, Any]) -> list[Any]:
         """The values of the lines that were cured."""
-        return [values for number, values in enumerate(data["values"]) if number not in self.kept]
+        return [values for number, values in enumerate(data["values"]) if number not in self.fails_without]
 
     def _differ(self, first: dict[str, Any], *others: dict[str, Any]) -> bool:
         mine = self.compared(first), first["parameters"]
@@ -222,15 +222,15 @@ def _fill(proof: Proof, passes: _Passes, choices: Sequence[tuple[Finding, Choice
     for number, change in enumerate(changes):
         needed = cured["needed"][number]
         why = None
-        if number in passes.kept:
-            why = f"the program fails if its value is read late ({passes.kept[number]})"
+        if number in passes.fails_without:
+            why = f"the program fails if its value is read late ({passes.fails_without[number]})"
         waits, reads = sum(needed.values()), cured["asked"][number]
         where = max(needed, key=lambda line: needed[line]) if needed else ""
         if why is None and needed and 2 * waits >= reads:
             why = f"its value is needed at {where}, for control flow or by code that takes numbers only"
         for line in proof.lines:
             is_here = (os.path.abspath(line.file), line.line) == (change.file, change.line)
-            if why is not None and is_here and (line.way == Way.LATE.value or number in passes.kept):
+            if why is not None and is_here and (line.way == Way.LATE.value or number in passes.fails_without):
                 line.way, line.why = Way.KEPT.value, why
             elif needed and is_here and line.way == Way.LATE.value:
                 line.why = f"read late, at {where}: the host waits {counted(waits, 'time')} instead of {reads}"

@@ -209,13 +209,13 @@ def join(tensors: Sequence[jax.Array]) -> jax.Array:
 
 def synchronize(device: jax.Device | None) -> None:
     jax.effects_barrier()
-    for one in [*_cpus(), *_devices("gpu")] if device is None else [device]:
+    for target in [*_cpus(), *_devices("gpu")] if device is None else [device]:
         # Arrays that nobody holds any more may still be computed; a device does what it is given in order.
-        zero = jax.device_put(0, one)
+        zero = jax.device_put(0, target)
         _refuse_tracer(zero)
         (zero + zero).block_until_ready()
-        for array in jax.live_arrays(one.platform):
-            _wait_for(array, one)
+        for array in jax.live_arrays(target.platform):
+            _wait_for(array, target)
 
 
 # Models

@@ -101,7 +101,7 @@ def _called(equation: Any) -> Any:
 
 
 def _seconds(equation: Any) -> float:
-    count = sum(_size(one) for one in [*equation.invars, *equation.outvars])
+    count = sum(_size(variable) for variable in [*equation.invars, *equation.outvars])
     return estimate(_operations(equation), count)
 
 

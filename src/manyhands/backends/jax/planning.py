@@ -53,11 +53,11 @@ def flatten(value: Any) -> Flat:
 
     def unflatten(values: list[Any]) -> Any:
         left = iter(values)
-        parts = [jax.tree.unflatten(one, [next(left) for _ in range(one.num_leaves)]) for _, one in inner]
+        parts = [jax.tree.unflatten(treedef, [next(left) for _ in range(treedef.num_leaves)]) for _, treedef in inner]
         return structure.unflatten(parts)
 
     leaves = [leaf for part, _ in inner for leaf in part]
-    return leaves, unflatten, (structure, tuple(one for _, one in inner))
+    return leaves, unflatten, (structure, tuple(treedef for _, treedef in inner))
 
 
 def form(leaf: Any) -> Hashable | None:

@@ -111,7 +111,7 @@ class Value:
         if not isinstance(self._value, _ARRAYS) or not isinstance(other._value, _ARRAYS):
             same_kind = type(self._value) is type(other._value) and isinstance(self._value, (*PLAIN_VALUES, tuple))
             return bool(same_kind and self._value == other._value)
-        return difference(*(adapter.without_key(one) for one in (self._value, other._value)))[0]
+        return difference(*(adapter.without_key(array) for array in (self._value, other._value)))[0]
 
     __hash__ = None  # type: ignore[assignment]
 

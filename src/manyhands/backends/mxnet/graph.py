@@ -63,7 +63,7 @@ class Recording:
     One at a time: MXNet's functions are replaced for all threads. A second one notes nothing, and says so.
     """
 
-    _one = threading.Lock()
+    _recording = threading.Lock()
 
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
@@ -72,7 +72,7 @@ class Recording:
         self.complete = False
 
     def __enter__(self) -> Recording:
-        self.complete = self._one.acquire(blocking=False)
+        self.complete = self._recording.acquire(blocking=False)
         if self.complete:
             mx.nd.waitall()
             self._thread = threading.get_ident()
@@ -85,7 +85,7 @@ class Recording:
         if self.complete:
             mx.base._LIB.__class__ = self._library
             _register._imperative_invoke = self._invoke
-            self._one.release()
+            self._recording.release()
 
     def _noting_library(self) -> type:
         recording = self
@@ -108,8 +108,8 @@ class Recording:
         start = time.perf_counter()
         result = self._invoke(handle, inputs, keys, values, out, is_numpy, gives_list)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        for one in results:
-            one.wait_to_read()
+        for array in results:
+            array.wait_to_read()
         spent = time.perf_counter() - start
         what = sys._getframe(1).f_code.co_name  # MXNet makes a Python function for each operation
         self.operations.append(
@@ -166,20 +166,20 @@ def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
     for number, tensor in enumerate(call.tensors):
         symbols[id(tensor)] = _variable(f"argument{number}", tensor)
         sources[f"argument{number}"] = number
-    for place, one in enumerate(recording.operations):
-        for array in one.inputs:
+    for place, operation in enumerate(recording.operations):
+        for array in operation.inputs:
             if id(array) not in symbols:
                 if id(array) not in reached:
-                    raise CannotTrace(f"{one.name} uses an array that no recorded operation has computed")
+                    raise CannotTrace(f"{operation.name} uses an array that no recorded operation has computed")
                 label = f"outside{len(sources)}"
                 symbols[id(array)], sources[label] = _variable(label, array), array
-        inputs = [symbols[id(array)] for array in one.inputs]
-        made = _composed(one, inputs, f"op{place}")
+        inputs = [symbols[id(array)] for array in operation.inputs]
+        symbol = _composed(operation, inputs, f"op{place}")
         # BatchNorm writes its statistics in training alone, which has been refused.
-        if "BatchNorm" not in one.name and _written(made) - set().union(*map(_written, inputs)):
-            raise CannotTrace(f"{one.name} writes in place")
-        parts = list(made) if len(one.outputs) > 1 or isinstance(made, list) else [made]
-        symbols.update({id(array): part for array, part in zip(one.outputs, parts, strict=False)})
+        if "BatchNorm" not in operation.name and _written(symbol) - set().union(*map(_written, inputs)):
+            raise CannotTrace(f"{operation.name} writes in place")
+        parts = list(symbol) if len(operation.outputs) > 1 or isinstance(symbol, list) else [symbol]
+        symbols.update({id(array): part for array, part in zip(operation.outputs, parts, strict=False)})
     leaves, structure = tree.flatten(recording.result)
     flat = leaves, structure.unflatten, structure
     computed, outputs = taken_apart(flat, call.tensors, lambda leaf: symbols.get(id(leaf)), PLAIN_VALUES)
@@ -220,7 +220,7 @@ def _run(computed: list[Any], outputs: Outputs, sources: dict[str, Any]) -> Run:
     wanted = [sources[word] for word in whole.list_inputs()]
 
     def run(tensors: Sequence[Any]) -> Any:
-        made = cached(*[tensors[one] if isinstance(one, int) else one for one in wanted])
-        return outputs.put_together([made] if isinstance(made, mx.nd.NDArray) else made, tensors)
+        results = cached(*[tensors[source] if isinstance(source, int) else source for source in wanted])
+        return outputs.put_together([results] if isinstance(results, mx.nd.NDArray) else results, tensors)
 
     return run

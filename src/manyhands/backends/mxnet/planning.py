@@ -58,7 +58,7 @@ def version_of(value: Any) -> Any:
         return Held([value._data, *(value._data or ())])
     if not isinstance(value, mx.gluon.Block):
         return None
-    parts = [part for one in tasks.blocks_of(value) for name, part in vars(one).items() if not name.startswith("_")]
+    parts = [part for block in tasks.blocks_of(value) for name, part in vars(block).items() if not name.startswith("_")]
     return Held([*value.collect_params().values(), *parts])
 
 
@@ -110,7 +110,7 @@ def trace(call: Call, seen: graph.Recording, reached: Sequence[Any]) -> Traced:
     reason = graph.why_not_one(seen, tasks.modes())
     if reason is None:
         try:
-            traced.run = graph.one_operation(call, seen, {id(one) for one in reached})
+            traced.run = graph.one_operation(call, seen, {id(value) for value in reached})
         except CannotTrace as error:
             reason = str(error)
         except Exception as error:

@@ -49,7 +49,7 @@ def _attributes(block: Any) -> list[Any]:
     hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
     if type(block).__module__.startswith("mxnet."):
         return hooks
-    return hooks + [one for name, one in by_name.items() if not name.startswith("_")]
+    return hooks + [value for name, value in by_name.items() if not name.startswith("_")]
 
 
 def version_of(value: Any) -> Any:
@@ -64,7 +64,7 @@ def version_of(value: Any) -> Any:
 
 def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
     """Blocks that two threads must not call at once: hybridized ones, and those whose parameters have no values yet."""
-    blocks = {id(part): part for one in objects if isinstance(one, mx.gluon.Block) for part in blocks_of(one)}
+    blocks = {id(part): part for value in objects if isinstance(value, mx.gluon.Block) for part in blocks_of(value)}
     return [block for block in blocks.values() if _is_cached(block) or _is_deferred(block)]
 
 

@@ -44,15 +44,15 @@ class Graph:
             *taken, *(self._memory.get(f"^{control_input.name}", set()) for control_input in operation.control_inputs)
         )
         if operation.type in _NO_TASK:
-            made = reads or (self._new() if operation.type == "Placeholder" else set())
-            self._memory.update({tensor.name: made for tensor in operation.outputs})
+            read_or_new = reads or (self._new() if operation.type == "Placeholder" else set())
+            self._memory.update({tensor.name: read_or_new for tensor in operation.outputs})
             self._memory[f"^{operation.name}"] = reads
             return
         done = self._new()
         writes = set(done)
         for tensor in operation.outputs:
-            self._memory[tensor.name] = own = self._new()
-            writes |= own
+            self._memory[tensor.name] = result_memory = self._new()
+            writes |= result_memory
         self._memory[f"^{operation.name}"] = done
         for tensor, memory in zip(operation.inputs, taken, strict=True):
             if tensor.dtype == tf.resource and operation.type.startswith(ASSIGNS):

@@ -74,21 +74,21 @@ def wait(result: Any) -> Any:
 
 def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
     with _record.stop_recording():
-        by_id = {id(one): one for one in map(tasks.variable_of, reached) if one is not None}
-        return [(one, one.read_value()) for one in by_id.values()]
+        by_id = {id(variable): variable for variable in map(tasks.variable_of, reached) if variable is not None}
+        return [(variable, variable.read_value()) for variable in by_id.values()]
 
 
 @contextmanager
 def as_before(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     with _record.stop_recording():
-        after = variables([one for one, _ in values])
+        after = variables([variable for variable, _ in values])
         try:
-            for one, value in values:
-                one.assign(value)
+            for variable, value in values:
+                variable.assign(value)
             yield
         finally:
-            for one, value in after:
-                one.assign(value)
+            for variable, value in after:
+                variable.assign(value)
 
 
 def numbers(leaf: Any) -> Any:
@@ -112,8 +112,8 @@ def trace(call: Call) -> Traced:
     def flat(*tensors: Any) -> list[Any]:
         arguments, keywords = call.rebuild(tensors)
         result = flatten(call.function(*arguments, **keywords))
-        computed, made = taken_apart(result, tensors, _symbolic, (*BY_VALUE, tf.Tensor, tf.Variable))
-        outputs.append(made)
+        computed, output = taken_apart(result, tensors, _symbolic, (*BY_VALUE, tf.Tensor, tf.Variable))
+        outputs.append(output)
         return computed
 
     tensors: list[Any] = call.tensors

@@ -63,7 +63,7 @@ def _attributes(layer: Any) -> list[Any]:
     """What a layer of the user's holds besides."""
     if type(layer).__module__.partition(".")[0] in ("keras", "tensorflow"):
         return []
-    return [one for name, one in vars(layer).items() if not name.startswith("_")]
+    return [value for name, value in vars(layer).items() if not name.startswith("_")]
 
 
 def version_of(value: Any) -> Any:

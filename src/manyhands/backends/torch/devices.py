@@ -152,10 +152,10 @@ def copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, copy=True)
 
 
-def start_move(tensor: torch.Tensor, device: torch.device, *, kept: bool = False) -> Arrival[torch.Tensor]:
+def start_move(tensor: torch.Tensor, device: torch.device, *, source_is_final: bool = False) -> Arrival[torch.Tensor]:
     """Where the source is page-locked host memory of the caller's, ``result()`` waits until it has been read.
 
-    ``kept``: nobody writes to the source any more, so on the way to a GPU the host never waits.
+    ``source_is_final``: nobody writes to the source any more, so on the way to a GPU the host never waits.
     """
     device = _numbered(device)
     # Sparse and nested tensors are several pieces of memory, for which PyTorch has no page-locked form.
@@ -165,7 +165,7 @@ def start_move(tensor: torch.Tensor, device: torch.device, *, kept: bool = False
         return Arrival(lambda: moved, lambda: True)
     if device.type == "cpu":
         return _start_to_host(tensor)
-    return _start_to_gpu(tensor, device, kept=kept)
+    return _start_to_gpu(tensor, device, source_is_final=source_is_final)
 
 
 def rows(tensor: torch.Tensor) -> int | None:
@@ -248,13 +248,13 @@ def _start_to_host(tensor: torch.Tensor) -> Arrival[torch.Tensor]:
     return Arrival(finish, arrived.query)
 
 
-def _start_to_gpu(tensor: torch.Tensor, device: torch.device, *, kept: bool) -> Arrival[torch.Tensor]:
+def _start_to_gpu(tensor: torch.Tensor, device: torch.device, *, source_is_final: bool) -> Arrival[torch.Tensor]:
     stream = _side_stream(device)
     from_host = tensor.device.type == "cpu"
     # A pageable source is staged now, so that writing to it later is harmless. A pinned one is read in place.
     staged = from_host and not tensor.is_pinned()
     source = tensor.pin_memory() if staged else tensor
-    exposed = from_host and not staged and not kept
+    exposed = from_host and not staged and not source_is_final
     version = _version(source)
     if not from_host:
         stream.wait_stream(torch.cuda.current_stream(source.device))

@@ -83,9 +83,10 @@ def _percent(part: float | None) -> str:
 
 
 def _conclusion(bench: Bench, gain: Comparison, reports: dict[str, dict[str, Any]]) -> str:
-    printed, kept = reports.values()
+    printed, deferred = reports.values()
     seen = (
-        f"The auditor sees {_waits(printed)} waits in the loop that prints, and {_waits(kept)} in the one that keeps."
+        f"The auditor sees {_waits(printed)} waits in the loop that prints, and {_waits(deferred)} in the one that "
+        "keeps."
     )
     if printed["gain"] is None:
         predicted = ""

@@ -28,7 +28,7 @@ def run(bench: Bench) -> Finding:
     turn = bench.tensor(numpy.linalg.qr(random)[0].astype("float32"), device)
     start = bench.random((_SIZE, _SIZE), device)
 
-    def some(x: Any) -> tuple[Any, list[Any]]:
+    def logged_products(x: Any) -> tuple[Any, list[Any]]:
         """A part of the products, with their norms on the device."""
         log = []
         for _ in range(_IN_A_CAPTURE):
@@ -50,10 +50,10 @@ def run(bench: Bench) -> Finding:
             log += norms
         return bench.operations.numpy(bench.operations.join(log))  # one wait, one copy
 
-    captured = mh.parallel(some)
+    captured = mh.parallel(logged_products)
     ways: dict[str, Callable[[], Any]] = {
         "read each norm": read_each,
-        "keep the log on the device": lambda: keep(some),
+        "keep the log on the device": lambda: keep(logged_products),
         "captured with mh.parallel": lambda: keep(captured),
     }
     expected = read_each()
@@ -61,8 +61,8 @@ def run(bench: Bench) -> Finding:
         bench.say(f"checking: {name}")
         bench.equal(ways[name](), expected, tolerance=1e-2, what=f"{name} and read each norm")
     times = bench.trials(ways, {"size": _SIZE, "products": products})
-    kept, best = (times.compare(name, to="read each norm") for name in list(ways)[1:])
-    conclusion = f"{_of_keeping(kept)} Captured, it {best}."
+    keeping, best = (times.compare(name, to="read each norm") for name in list(ways)[1:])
+    conclusion = f"{_of_keeping(keeping)} Captured, it {best}."
     title = f"{products} products of {_SIZE} x {_SIZE}, each norm in a log"
     where = bench.mh.device_of(start)
     notes = [f"On {where}. How the captured part runs: {captured.planned.how}."]

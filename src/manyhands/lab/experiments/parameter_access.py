@@ -22,19 +22,19 @@ def run(bench: Bench) -> Finding:
     mh, operations, host = bench.mh, bench.operations, bench.mh.cpu()
     (device,) = bench.devices(1)
     width = bench.size(gpu=1024, cpu=384, quick=128)
-    some = bench.size(gpu=50, cpu=50, quick=40)  # numbers that are read or written one by one
+    single_numbers = bench.size(gpu=50, cpu=50, quick=40)  # numbers that are read or written one by one
     shapes = [(width, width), (1, width)] * bench.size(gpu=20, cpu=20, quick=20)  # weights and biases
     values = [bench.random(shape, host, seed) for seed, shape in enumerate(shapes)]
     parameters = mh.copy(values, device)
 
     def write_numbers() -> Any:
         weight = parameters[0]
-        for index in range(some):
+        for index in range(single_numbers):
             weight = operations.with_number(weight, index, 0.5)
         return weight
 
     reading: _Ways = {
-        _ONE_BY_ONE: lambda: [operations.number(parameters[0], index) for index in range(some)],
+        _ONE_BY_ONE: lambda: [operations.number(parameters[0], index) for index in range(single_numbers)],
         "tensor by tensor": lambda: [mh.to(x, host) for x in parameters],
         "all at once": lambda: mh.to(parameters, host, wait=False).result(),
         "joined first": lambda: operations.cut(mh.to(operations.join(parameters), host), shapes),
@@ -53,7 +53,7 @@ def run(bench: Bench) -> Finding:
     rows = []
     for verb, ways in {"read": reading, "write": writing}.items():
         times = bench.trials(ways, {"direction": verb, "parameters": count})
-        each[verb] = {way: times.median(way) / (some if way == _ONE_BY_ONE else count) for way in ways}
+        each[verb] = {way: times.median(way) / (single_numbers if way == _ONE_BY_ONE else count) for way in ways}
         rows += _rows(verb, times, each[verb])
     title = f"{count:,} parameters in {len(shapes)} tensors"
     table = Table(("way", "time", "per number"), rows, title)
@@ -61,7 +61,7 @@ def run(bench: Bench) -> Finding:
         Plot("bar", f"Time to {verb} one number", [_bars(seconds_each)], y_label="time", unit="s", log_y=True)
         for verb, seconds_each in each.items()
     ]
-    note = f"Number by number: the first {some} numbers of the first tensor."
+    note = f"Number by number: the first {single_numbers} numbers of the first tensor."
     return Finding(_conclusion(each, count), [table], plots, [note])
 
 

@@ -16,7 +16,7 @@ from manyhands.lab.finding import Finding, Plot, Series, Table, Times, Trial, se
 from manyhands.training.commands import recipes
 from manyhands.training.data import fashion_mnist
 
-_AGAIN = 4  # forward passes that the slow device computes for nothing: it has about a third of the speed
+_EXTRA_PASSES = 4  # forward passes that the slow device computes for nothing: it has about a third of the speed
 
 
 @experiment(
@@ -41,13 +41,13 @@ def run(bench: Bench) -> Finding:
     times, losses, shares = Times(), dict[str, list[float]](), dict[str, Any]()
     for name, options in ways.items():
         bench.say(name)
-        net = SlowOnRank(framework_recipes.model("lenet", seed=0), rank=1, again=0 if has_gpu else _AGAIN)
+        net = SlowOnRank(framework_recipes.model("lenet", seed=0), rank=1, extra_passes=0 if has_gpu else _EXTRA_PASSES)
         epochs = bench.size(gpu=7, cpu=7, quick=5)
         trainer = bench.mh.Trainer(max_epochs=epochs, batch_size=256, lr=0.05, precision="fp32", quiet=True, **options)
         result = trainer.fit(net, train)
         losses[name], shares[name] = [row["train_loss"] for row in result.rows], result.shares
         times[name] = [row["seconds"] for row in result.rows[len(result.rows) // 2 :]]  # the first half finds shares
-        bench.kept.extend(
+        bench.recorded.extend(
             Trial(name, {"epoch": len(losses[name]) - number}, value) for number, value in enumerate(times[name])
         )
     # A GPU's convolutions round to TF32, the CPU's do not: where both compute, losses drift apart from step to step, so
@@ -65,7 +65,7 @@ def run(bench: Bench) -> Finding:
     table = Table(("way", "shares", "per epoch", "times as fast as equal shares"), rows, "LeNet, batch size 256")
     parts = Series("share", ["fast device", "slow device"], list(measured))
     plots = [times.bars("Time of an epoch"), Plot("bar", "Measured shares", [parts], y_label="part of each batch")]
-    slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _AGAIN} times."
+    slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _EXTRA_PASSES} times."
     beside = "The two devices are the GPU and the CPU, which computes with one thread."
     return Finding(conclusion(times, measured), [table], plots, [beside if has_gpu else slowed])
 

@@ -9,14 +9,14 @@ from torch import nn
 class SlowOnRank(nn.Module):
     """``net``; on one rank each forward pass is computed ``again`` times more, and thrown away."""
 
-    def __init__(self, net: nn.Module, rank: int, again: int) -> None:
+    def __init__(self, net: nn.Module, rank: int, extra_passes: int) -> None:
         super().__init__()
-        self.net, self.rank, self.again = net, rank, again
+        self.net, self.rank, self.extra_passes = net, rank, extra_passes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.distributed.is_initialized() and torch.distributed.get_rank() == self.rank:
             with torch.no_grad():
-                for _ in range(self.again):
+                for _ in range(self.extra_passes):
                     self.net(x)
         result: torch.Tensor = self.net(x)
         return result

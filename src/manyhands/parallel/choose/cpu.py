@@ -143,7 +143,7 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
     """
     times: list[list[float]] = [[] for _ in runs]
     running, spent_by = list(range(len(runs))), dict[int, float]()
-    least, some, most = _ROUNDS
+    least, usual, most = _ROUNDS
     start = time.perf_counter()
     for number in range(most + 1):
         turn = number % len(running)
@@ -154,7 +154,7 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
         for position in range(len(runs)) if number or least == 1 else ():
             times[position].append(spent_by[position])
         spent = time.perf_counter() - start
-        if spent > _BUDGET and (number >= some or (number >= least and spent > 2 * _BUDGET)):
+        if spent > _BUDGET and (number >= usual or (number >= least and spent > 2 * _BUDGET)):
             break
     return times
 
@@ -172,7 +172,7 @@ def _once(run: Callable[[], object], put_back: Callable[[], None]) -> float:
     return spent
 
 
-def _ratio(ours: Sequence[float], plain: Sequence[float]) -> float:
+def _ratio(planned: Sequence[float], plain: Sequence[float]) -> float:
     """Of the rounds, and of the best ones, whichever is worse: a load from outside that hits only plain execution's
     threads, and may be gone in a minute, is no reason to leave it."""
-    return max(statistics.median(our / its for our, its in zip(ours, plain, strict=True)), min(ours) / min(plain))
+    return max(statistics.median(our / its for our, its in zip(planned, plain, strict=True)), min(planned) / min(plain))

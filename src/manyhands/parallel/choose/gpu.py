@@ -132,18 +132,20 @@ def ways(
     A graph of the function's own operations on one lane is always among them: it is what people write by hand.
     """
     tried: list[tuple[Way, Schedule, TraceT]] = []
-    some = candidates(measured)
+    schedules = candidates(measured)
     if (reason := backend.why_no_graph(trace)) is None:
         tried.append((ONE_LANE, one_lane(measured), trace))
         if (whole := backend.unsplit(trace)) is not None:
             tried.append((UNSPLIT, one_lane(graph(costs(backend, whole, device).tasks)), whole))
-        tried += [(Way(Means.GRAPH, lanes), scheduled, trace) for lanes, scheduled in promising(measured, some, best)]
+        tried += [
+            (Way(Means.GRAPH, lanes), scheduled, trace) for lanes, scheduled in promising(measured, schedules, best)
+        ]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         by_kind = schedule(measured, lanes_for(measured, 1))
         tried.append((Way(Means.STREAMS, "one lane of each kind"), by_kind, trace))
-        tried += [(Way(Means.STREAMS, lanes), scheduled, trace) for lanes, scheduled in some[:2]]
+        tried += [(Way(Means.STREAMS, lanes), scheduled, trace) for lanes, scheduled in schedules[:2]]
     return tried
 
 

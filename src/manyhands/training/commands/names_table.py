@@ -69,7 +69,7 @@ class NamesTable:
 
     def converted(self, tensors: Mapping[str, NDArray[Any]]) -> Tensors:
         """The weights of the new model; an error names what is missing, left over or of another shape."""
-        renamed = {name: _made(name, entry, tensors) for name, entry in self.names.items()}
+        renamed = {name: _converted(name, entry, tensors) for name, entry in self.names.items()}
         used = {_old_name(entry) for entry in self.names.values()} | set(self.unused)
         if left := [name for name in tensors if name not in used]:
             raise WrongCheckpoint(
@@ -93,7 +93,7 @@ def check_like(tensors: Mapping[str, NDArray[Any]], like: Mapping[str, NDArray[A
             )
 
 
-def _made(name: str, entry: Any, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+def _converted(name: str, entry: Any, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
     if isinstance(entry, Mapping) and "zeros" in entry:
         return np.zeros(entry["zeros"], entry.get("dtype", "float32"))
     old = _old_name(entry)

@@ -138,9 +138,9 @@ class _Yardstick:
             self._error = largest_difference(self._alone, self._exact)
         comparison = replace(comparison, error=largest_difference(several, self._exact), error_alone=self._error)
         while not comparison.equal and self._nudges < _NUDGES:
-            again = self._train(replace(self._plain, nudge=self._nudges))
+            nudged_run = self._train(replace(self._plain, nudge=self._nudges))
             self._nudges += 1
-            self._error = max(self._error, largest_difference(again, self._exact))
+            self._error = max(self._error, largest_difference(nudged_run, self._exact))
             comparison = replace(comparison, error_alone=self._error)
         return comparison
 

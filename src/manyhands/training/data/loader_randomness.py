@@ -35,7 +35,7 @@ def with_own_numbers(values: Iterable[Any], seed: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Afterwards NumPy's and Python's random numbers go on as if nothing had been drawn within."""
     before = (np.random.get_state(), random.getstate())
     try:

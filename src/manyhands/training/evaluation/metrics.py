@@ -63,7 +63,7 @@ class Metrics:
 
     def __init__(self, meters: dict[str, Meter] | None = None) -> None:
         self._meters, self._packed = meters or {}, b""
-        self._given = ("", "")  # outputs and targets of the last piece, in words
+        self._last_forms = ("", "")  # outputs and targets of the last piece, in words
         self.names = tuple(self._meters)
 
     @property
@@ -81,7 +81,7 @@ class Metrics:
         return bytes(cloudpickle.dumps(self.meters)) if self else b"", self.names
 
     def __setstate__(self, state: tuple[bytes, tuple[str, ...]]) -> None:
-        self._meters, (self._packed, self.names), self._given = {}, state, ("", "")
+        self._meters, (self._packed, self.names), self._last_forms = {}, state, ("", "")
 
     def reset(self) -> None:
         for meter in self.meters.values():
@@ -89,15 +89,15 @@ class Metrics:
 
     def update(self, outputs: Any, targets: Any) -> None:
         """The next samples, on the host and in order."""
-        self._given = _in_words(outputs), _in_words(targets)
+        self._last_forms = _in_words(outputs), _in_words(targets)
         for name, meter in self.meters.items():
-            _explained(name, meter.update, self._given, outputs, targets)
+            _explained(name, meter.update, self._last_forms, outputs, targets)
 
     def figures(self) -> dict[str, Any]:
         """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
         values: dict[str, Any] = {}
         for name, meter in self.meters.items():
-            value = _explained(name, meter.result, self._given)
+            value = _explained(name, meter.result, self._last_forms)
             if isinstance(value, Mapping):
                 values |= {f"{name}_{key}": _plain(part, name) for key, part in value.items()}
             else:

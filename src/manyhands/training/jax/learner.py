@@ -163,7 +163,7 @@ class JaxLearner:
 
     def peek(self) -> Figures | None:
         if self._looked_at is not None and running_sums.is_there(self._looked_at):
-            self._shown = self._own(self._looked_at)
+            self._shown = self._figures_of(self._looked_at)
             self._looked_at = None
         if self._looked_at is None:
             self._looked_at = self.sums
@@ -203,7 +203,7 @@ class JaxLearner:
         arrived = []
         while self._sent and (wait or running_sums.is_there(self._sent[0][1])):
             step, sums = self._sent.popleft()
-            arrived.append((step, self._own(sums)))
+            arrived.append((step, self._figures_of(sums)))
         return arrived
 
     def learning_rates(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class JaxLearner:
         everything = running_sums.figures(self.sums, counted=self.steps.counts_right)
         return [everything, *[Figures(counted=everything.counted)] * (self.size - 1)]
 
-    def _own(self, so_far: Sums) -> Figures:
+    def _figures_of(self, so_far: Sums) -> Figures:
         return running_sums.figures(so_far, counted=self.steps.counts_right)
 
     def reset(self) -> None:

@@ -84,7 +84,7 @@ class World:
         mesh = Mesh(np.array(self.devices), (_AXIS,), axis_types=(AxisType.Auto,))
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         self.in_parts = NamedSharding(mesh, PartitionSpec(_AXIS))
-        self._own = [device for device in self.devices if device.process_index == self.rank]
+        self._local_devices = [device for device in self.devices if device.process_index == self.rank]
 
     @functools.cached_property
     def in_flight(self) -> int:
@@ -115,7 +115,7 @@ class World:
 
         def copied(array: Any) -> jax.Array:
             # A copy for each device: on a CPU an array may be the very memory that it was made of.
-            parts = [jax.device_put(np.array(array), device) for device in self._own]
+            parts = [jax.device_put(np.array(array), device) for device in self._local_devices]
             return jax.make_array_from_single_device_arrays(parts[0].shape, self.everywhere, parts)
 
         return jax.tree.map(copied, tree)

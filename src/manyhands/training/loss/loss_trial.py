@@ -112,8 +112,8 @@ def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bo
         why, together = None, _together(passes)
         if not _differ(whole, together, passes, close):
             continue
-        again = compute(range(size))
-        if not again.is_finite or _differ(whole, again, [again], close):
+        repeated = compute(range(size))
+        if not repeated.is_finite or _differ(whole, repeated, [repeated], close):
             return "it draws random numbers"
         raise BadSettings(_refusal(whole.loss, together.loss, size, len(passes), own_step))
     return why
@@ -149,7 +149,7 @@ def note_of(compute: Callable[..., Pass], chosen: Chosen, seen: str | None, **ho
     """
     batches = [(partial(compute, batch), len(batch)) for batch in chosen.batches]
     try:
-        with loader_randomness.kept():
+        with loader_randomness.preserved():
             why: str | Exception | None = check(batches, **how)
     except BadSettings:
         raise
@@ -282,8 +282,8 @@ def _all(compute: Compute, parts: Iterable[Sequence[int]]) -> list[Pass] | None:
         passes = [compute(rows) for rows in parts]
     except Exception:
         return None
-    alike = len({len(pass_.terms) for pass_ in passes}) == 1
-    return passes if alike and all(pass_.is_finite for pass_ in passes) else None
+    same_terms = len({len(pass_.terms) for pass_ in passes}) == 1
+    return passes if same_terms and all(pass_.is_finite for pass_ in passes) else None
 
 
 def _together(passes: Sequence[Pass]) -> Pass:

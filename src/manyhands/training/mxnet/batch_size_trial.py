@@ -29,7 +29,7 @@ def without_a_trace(model: Any) -> Iterator[None]:
     blocks = [(block, dict(vars(block))) for block in replicas.layers(model)]
     arrays = [(array, array.copy()) for array in replicas.plain_arrays(model).values()]
     attributes = replicas.attributes(model)
-    with modes.numpy_like(modes.of_model(model)), loader_randomness.kept():
+    with modes.numpy_like(modes.of_model(model)), loader_randomness.preserved():
         try:
             for parameter, _ in parameters:
                 if parameter._data is not None:

@@ -102,7 +102,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
 
 def _of_classes(objective: Objective) -> bool:
     if isinstance(objective, ClassScores):
-        return not objective.own
+        return not objective.has_loss
     loss = objective.loss.loss if isinstance(objective, Supervised) else None
     kind = keras.losses.SparseCategoricalCrossentropy
     if isinstance(loss, str):

@@ -257,8 +257,8 @@ class KerasLearner:
         """This process's replicas' variables for each of the model's weights, in the model's order."""
         function, step = self.step_of.function, self.step_of
         by_id = {
-            id(variable): ours
-            for variable, ours in zip(
+            id(variable): replicated
+            for variable, replicated in zip(
                 [*function.trained, *function.statistics], [*step.weights, *step.statistics], strict=True
             )
         }

@@ -68,12 +68,12 @@ class Supervised:
 class ClassScores:
     """The book's kind of loss, ``loss(y_hat, y)``: a Module's own, or cross-entropy by default."""
 
-    own: bool = False
+    has_loss: bool = False
     labels: ClassLabels | None = None
 
     @property
     def is_mean(self) -> bool:
-        return not self.own
+        return not self.has_loss
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
@@ -81,10 +81,10 @@ class ClassScores:
         if parts.sample_weight is not None:
             raise BadBatch(
                 f"a batch has {len(batch)} parts, which {type(model).__name__} can only take for (inputs, target, "
-                f"sample_weight), and {'its own loss' if self.own else 'the default loss'} takes no weights: give a "
-                "loss of Keras's, as loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+                f"sample_weight), and {'its own loss' if self.has_loss else 'the default loss'} takes no weights: give "
+                "a loss of Keras's, as loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
             )
-        if self.own:
+        if self.has_loss:
             losses = reduced(model.loss(answer, parts.target), name=f"loss of {type(model).__name__}")
         else:
             _check_scores(answer, parts)
@@ -172,7 +172,7 @@ def objective_for(model: Any, loss: Any) -> Objective:
     if loss is not None:
         return Supervised(KerasLoss(loss, output_names=_output_names(model)))
     if isinstance(model, Module) and type(model).training_step is Module.training_step:
-        return ClassScores(own=type(model).loss is not Module.loss)  # the same step, with the answers at hand
+        return ClassScores(has_loss=type(model).loss is not Module.loss)  # the same step, with the answers at hand
     if hasattr(model, "training_step"):
         return OwnStep()
     if compiled_settings.has_own_compute_loss(model):

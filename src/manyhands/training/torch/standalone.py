@@ -49,7 +49,7 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
     """In the calling process; the model, and the caller's random numbers, are then as they were."""
-    with randomness.kept(here.device), _left_as_it_was(job.model):
+    with randomness.preserved(here.device), _left_as_it_was(job.model):
         return computed(job, here, take, evaluate.nothing)
 
 

@@ -68,8 +68,8 @@ class Trainer(BaseTrainer):
         workers = self._option("workers")
         if workers.per_device != 1:
             raise BadSettings(
-                f"devices={self.hparams['devices']!r} and {options.given(workers, 'per_device')} both say how many "
-                "processes the CPU gets: give one of them"
+                f"devices={self.hparams['devices']!r} and {options.as_written(workers, 'per_device')} both say how "
+                "many processes the CPU gets: give one of them"
             )
         return {"devices": ["cpu"], "workers": dataclasses.replace(workers, per_device=count)}
 
@@ -302,7 +302,7 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     device = next(job.model.parameters()).device
     dtypes = {name: tensor.dtype for name, tensor in standalone.model_tensors(job.model)}
     try:
-        with randomness.kept(here.device), modes_kept(job.model):
+        with randomness.preserved(here.device), modes_kept(job.model):
             loop, rank = loop_of(job, here, dispatcher.event)
             result = loop.fit()
             rank.bring_home()
@@ -345,8 +345,8 @@ def _diagnosed(diagnosis: Callable[[Exception], str | None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        ours = isinstance(error, (ManyhandsError, OSError)) and not isinstance(error, WorkerFailed)
-        lesson = None if ours else diagnosis(error)
+        is_known = isinstance(error, (ManyhandsError, OSError)) and not isinstance(error, WorkerFailed)
+        lesson = None if is_known else diagnosis(error)
         if lesson is None:
             raise
         raise BadBatch(lesson) from error

@@ -80,7 +80,7 @@ def _put_together(values: Iterable[Any], known: tuple[type, tuple[str, ...]]) ->
     return instance
 
 
-register_pytree_node(Parts, lambda one: (list(one.values), (one.kind, one.names)), _put_together)
+register_pytree_node(Parts, lambda parts: (list(parts.values), (parts.kind, parts.names)), _put_together)
 
 
 # Graphs that are used up
@@ -151,4 +151,4 @@ def _marked_again(values: Iterable[Any], _: None) -> Any:
     return used_up(value) if isinstance(value, torch.Tensor) else UsedUp(value)
 
 
-register_pytree_node(UsedUp, lambda one: ([one.value], None), _marked_again)
+register_pytree_node(UsedUp, lambda holder: ([holder.value], None), _marked_again)

@@ -287,7 +287,7 @@ def described(module: GraphModule, structure: Any) -> Trace:
     return Trace(module, steps, inputs, constants, list(output), structure, storages)
 
 
-def _writes_after_checks(steps: Sequence[Step], given: frozenset[int]) -> None:
+def _writes_after_checks(steps: Sequence[Step], inputs: frozenset[int]) -> None:
     """Make tasks that write to what the caller has wait for all checks before them."""
     if not any(is_check(step.node) for step in steps):
         return
@@ -295,7 +295,7 @@ def _writes_after_checks(steps: Sequence[Step], given: frozenset[int]) -> None:
         task = step.task
         if is_check(step.node):
             step.task = replace(task, writes=task.writes | {_CHECKED})
-        elif task.writes & given:
+        elif task.writes & inputs:
             step.task = replace(task, reads=task.reads | {_CHECKED})
 
 

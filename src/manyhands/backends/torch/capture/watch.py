@@ -54,8 +54,8 @@ class Watch:
         self.refuse_gradients = refuse_gradients
         self.seeded = False  # it sets the state of random numbers, as checkpointing does around what it does again
         self._fact: Any = None
-        self._made: str | None = None
-        self._filled: str | None = None
+        self._changed_attribute: str | None = None
+        self._filled_cache: str | None = None
         self._refused: CannotTrace | None = None
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
         self._gradients: set[int] = set()  # the ids of leaves to which a gradient may flow, or whose gradient is asked
@@ -108,8 +108,8 @@ class Watch:
         if self._fact is not None:
             self._outside.put_back()
         spaces = self._outside.spaces
-        self._made, self._filled = spaces.changed(), spaces.filled()
-        if self._made is not None or self._filled is not None:
+        self._changed_attribute, self._filled_cache = spaces.changed(), spaces.filled()
+        if self._changed_attribute is not None or self._filled_cache is not None:
             spaces.put_back()
         spaces.forget()
 
@@ -122,11 +122,11 @@ class Watch:
                 f"the optimizer changed {self._fact.name} in this call: state that is made at the first step is there "
                 "at the next call, which is planned; numbers that change at every step cannot be planned"
             )
-        changed = self._made if self._fact is None else self._fact.name
+        changed = self._changed_attribute if self._fact is None else self._fact.name
         if changed is not None:
             raise ChangesOutside(f"it changes {changed}, which is outside it")
-        if self._filled is not None:
-            raise NotYet(f"{self._filled} caches a result of this call: the next call is planned")
+        if self._filled_cache is not None:
+            raise NotYet(f"{self._filled_cache} caches a result of this call: the next call is planned")
 
     def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Leaves from outside whose gradients matter, with the gradient that they had."""
@@ -184,15 +184,15 @@ class _NoSeeds:
     """Stands before PyTorch's random numbers while a function is traced: a plan begins where they are, and goes on."""
 
     def __init__(self, watch: Watch, generator: torch.Generator) -> None:
-        self._watch, self._own, self._thread = watch, generator, threading.get_ident()
+        self._watch, self._generator, self._thread = watch, generator, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
-            return getattr(self._own, name)
+            return getattr(self._generator, name)
         if name != "set_state":
             self._watch.refuses("it seeds a random generator")
         self._watch.seeded = True
-        return lambda state: self._own
+        return lambda state: self._generator
 
 
 class _Functions(TorchFunctionMode):
@@ -276,6 +276,6 @@ def _apart(results: Any) -> Any:
         return results
     apart: list[Any] = []
     for result in results:
-        again = isinstance(result, torch.Tensor) and any(result is other for other in apart)
-        apart.append(result.clone() if again else result)
+        repeated = isinstance(result, torch.Tensor) and any(result is other for other in apart)
+        apart.append(result.clone() if repeated else result)
     return tuple(apart)

@@ -117,8 +117,8 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
     """
     begin = time.perf_counter()
     with _lock, torch.random.fork_rng(sorted({p.device.index or 0 for p in problems if p.device.type == "cuda"})):
-        found = _begin(problems)
-        gained = sum(_gain(problem) * problems[problem] for problem in found)
+        newly_tried = _begin(problems)
+        gained = sum(_gain(problem) * problems[problem] for problem in newly_tried)
         todo = [problem for problem in problems if (known := _table.get(problem)) and not known.is_complete]
         todo.sort(key=lambda problem: -_hope(problem) * problems[problem])
         end = time.perf_counter() + _STAKE + steps * gained / 2
@@ -130,10 +130,10 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
                 _table[problem] = _Trial(problem).by_plans(before)
             except Exception:  # no memory, for example: the way before stays
                 _table[problem] = replace(before, is_complete=True)
-            found.append(problem)
+            newly_tried.append(problem)
             end += steps * (_gain(problem) - (before.theirs - before.seconds)) * problems[problem] / 2
-        if found:
-            _file(found[0].device).add({problem.key: _as_data(_table[problem]) for problem in found})
+        if newly_tried:
+            _file(newly_tried[0].device).add({problem.key: _as_data(_table[problem]) for problem in newly_tried})
     return _report(problems, time.perf_counter() - begin)
 
 
@@ -141,7 +141,7 @@ def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
     """Take what is remembered, and try products; gives the problems that nothing was remembered of."""
     new = [problem for problem in problems if problem not in _table]
     known = _file(new[0].device).read() if new else {}
-    found: list[Problem] = []
+    newly_tried: list[Problem] = []
     for problem in new:
         try:
             remembered = _remembered(problem, known.get(problem.key))
@@ -149,8 +149,8 @@ def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
         except Exception:  # no memory, for example: PyTorch's way it is
             continue
         if remembered is None:
-            found.append(problem)
-    return found
+            newly_tried.append(problem)
+    return newly_tried
 
 
 def _remembered(problem: Problem, entry: Any) -> Chosen | None:
@@ -201,11 +201,11 @@ class _Trial:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._given = given = _random(problem, problem.first), _random(problem, problem.second)
+        self._operands = operands = _random(problem, problem.first), _random(problem, problem.second)
         # What the result is a gradient of: PyTorch asks for it, and takes nothing but its form.
         form = problem.shape or (0,)
         other = torch.empty(form, dtype=problem.dtype, device=problem.device)
-        self._other = other.contiguous(memory_format=layout(*given)) if len(form) == 4 else other  # type: ignore[arg-type]
+        self._other = other.contiguous(memory_format=layout(*operands)) if len(form) == 4 else other  # type: ignore[arg-type]
         self._expected = self._theirs()
         self.result = Form.of(self._expected)
 
@@ -243,12 +243,12 @@ class _Trial:
         return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
     def _run(self, way: Way | None) -> Callable[[], object]:
-        return self._theirs if way is None else lambda: way(*self._given)
+        return self._theirs if way is None else lambda: way(*self._operands)
 
     def is_right(self, way: Way) -> bool:
         """Whether its result is PyTorch's up to rounding, in the same form, and the same each time."""
         try:
-            first, second = way(*self._given), way(*self._given)
+            first, second = way(*self._operands), way(*self._operands)
         except Exception:  # no memory, for example
             return False
         if Form.of(first) != self.result or not torch.equal(first, second):
@@ -259,7 +259,7 @@ class _Trial:
 
     def _theirs(self) -> torch.Tensor:
         """PyTorch's way."""
-        problem, (first, second) = self.problem, self._given
+        problem, (first, second) = self.problem, self._operands
         result: torch.Tensor
         how: Any = (problem.stride, problem.padding, problem.dilation, False, (0, 0), problem.groups)
         if problem.kind is Kind.FORWARD:

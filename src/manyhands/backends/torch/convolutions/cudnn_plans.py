@@ -58,14 +58,14 @@ class CudnnPlan:
 
     def __init__(self, graph: _Graph, index: int, result: Form) -> None:
         self._graph, self._index, self._result = graph, index, result
-        graph.made.build_plan_at_index(index)
-        self._workspace = int(graph.made.get_workspace_size_plan_at_index(index))
+        graph.description.build_plan_at_index(index)
+        self._workspace = int(graph.description.get_workspace_size_plan_at_index(index))
         if self._workspace > _MOST_WORKSPACE:
             raise ValueError("it needs too much memory")
 
     def data(self) -> list[object]:
         """What is remembered of this way."""
-        engine, knobs = self._graph.made.get_engine_and_knobs_at_index(self._index)
+        engine, knobs = self._graph.description.get_engine_and_knobs_at_index(self._index)
         return [self.name, int(engine), sorted([int(knob), int(value)] for knob, value in (knobs or {}).items())]
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,11 +82,11 @@ def candidates(problem: Problem, result: Form, most: int) -> Iterator[CudnnPlan]
         return
     library = _library()
     graph = _Graph(problem, result)
-    graph.made.create_execution_plans([library.heur_mode.A, library.heur_mode.B])
-    graph.made.deselect_behavior_notes([library.behavior_note.RUNTIME_COMPILATION])
-    graph.made.deselect_numeric_notes([library.numerical_note.NONDETERMINISTIC])
-    graph.made.deselect_workspace_greater_than(_MOST_WORKSPACE)
-    for index in range(min(graph.made.get_execution_plan_count(), most)):
+    graph.description.create_execution_plans([library.heur_mode.A, library.heur_mode.B])
+    graph.description.deselect_behavior_notes([library.behavior_note.RUNTIME_COMPILATION])
+    graph.description.deselect_numeric_notes([library.numerical_note.NONDETERMINISTIC])
+    graph.description.deselect_workspace_greater_than(_MOST_WORKSPACE)
+    for index in range(min(graph.description.get_execution_plan_count(), most)):
         try:
             yield CudnnPlan(graph, index, result)
         except Exception:  # a plan that this cuDNN cannot build, or that was left out
@@ -98,7 +98,7 @@ def remembered(problem: Problem, result: Form, data: list[Any]) -> CudnnPlan:
     _, engine, knobs = data
     library = _library()
     graph = _Graph(problem, result)
-    graph.made.create_execution_plan(engine, {library.knob_type(knob): value for knob, value in knobs})
+    graph.description.create_execution_plan(engine, {library.knob_type(knob): value for knob, value in knobs})
     return CudnnPlan(graph, 0, result)
 
 
@@ -112,7 +112,7 @@ class _Graph:
             torch.float16: library.data_type.HALF,
         }[problem.dtype]
         wide = library.data_type.FLOAT
-        self.made: Any = library.pygraph(
+        self.description: Any = library.pygraph(
             io_data_type=numbers,
             intermediate_data_type=wide,
             compute_data_type=wide,
@@ -121,24 +121,24 @@ class _Graph:
         first, second = (self._tensor(form, numbers) for form in (problem.first, problem.second))
         how: Any = {name: list(getattr(problem, name)) for name in ("padding", "stride", "dilation")}
         if problem.kind is Kind.FORWARD:
-            out = self.made.conv_fprop(image=first, weight=second, **how)
+            out = self.description.conv_fprop(image=first, weight=second, **how)
         elif problem.kind is Kind.INPUT_GRADIENT:
-            out = self.made.conv_dgrad(loss=first, filter=second, **how)
+            out = self.description.conv_dgrad(loss=first, filter=second, **how)
         else:
-            out = self.made.conv_wgrad(image=second, loss=first, **how)
+            out = self.description.conv_wgrad(image=second, loss=first, **how)
         out.set_output(True).set_data_type(numbers).set_dim(list(result.shape)).set_stride(list(result.stride))
         self._tensors = first, second, out
-        self.made.validate()
-        self.made.build_operation_graph()
+        self.description.validate()
+        self.description.build_operation_graph()
 
     def _tensor(self, form: Form, numbers: Any) -> Any:
-        return self.made.tensor(dim=list(form.shape), stride=list(form.stride), data_type=numbers)
+        return self.description.tensor(dim=list(form.shape), stride=list(form.stride), data_type=numbers)
 
     def execute(self, index: int, tensors: tuple[torch.Tensor, ...], workspace: torch.Tensor) -> None:
         """Put a plan on the current stream."""
         pack = dict(zip(self._tensors, tensors, strict=True))
         with _lock:
-            self.made.execute_plan_at_index(pack, workspace, index, handle=_handle(tensors[0].device))
+            self.description.execute_plan_at_index(pack, workspace, index, handle=_handle(tensors[0].device))
 
 
 def close() -> None:

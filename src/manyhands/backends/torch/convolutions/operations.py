@@ -34,20 +34,20 @@ INSTEAD: dict[object, Any] = {
     _aten.convolution.default: convolution,
     _aten.convolution_backward.default: convolution_backward,
 }
-for _theirs, _ours in INSTEAD.items():  # they cost what PyTorch's cost, as far as estimates go
-    flop_registry[_ours.overloadpacket] = flop_registry[_theirs.overloadpacket]  # type: ignore[attr-defined]
+for _theirs, _replacement in INSTEAD.items():  # they cost what PyTorch's cost, as far as estimates go
+    flop_registry[_replacement.overloadpacket] = flop_registry[_theirs.overloadpacket]  # type: ignore[attr-defined]
 
 
 def problems_of(target: object, args: tuple[Any, ...]) -> list[Problem]:
     """The problems of a call of PyTorch's convolution or its backward."""
-    found: tuple[Problem | None, ...] = ()
+    problems: tuple[Problem | None, ...] = ()
     if target is _aten.convolution.default:
         x, weight, _, *how = args
-        found = (_forward_problem(x, weight, how),)
+        problems = (_forward_problem(x, weight, how),)
     elif target is _aten.convolution_backward.default:
         gradient, x, weight, _, *how, mask = args
-        found = _backward_problems(gradient, x, weight, how, mask)
-    return [one for one in found if one is not None]
+        problems = _backward_problems(gradient, x, weight, how, mask)
+    return [problem for problem in problems if problem is not None]
 
 
 def _forward_problem(x: torch.Tensor, weight: torch.Tensor, how: Sequence[Any]) -> Problem | None:
@@ -62,10 +62,10 @@ def _backward_problems(
     stride, padding, dilation, transposed, _, groups = how
     if transposed:
         return None, None
-    given = stride, padding, dilation, groups
+    geometry = stride, padding, dilation, groups
     return (
-        problem(Kind.INPUT_GRADIENT, gradient, weight, x.shape, *given) if mask[0] else None,
-        problem(Kind.WEIGHT_GRADIENT, gradient, x, weight.shape, *given) if mask[1] else None,
+        problem(Kind.INPUT_GRADIENT, gradient, weight, x.shape, *geometry) if mask[0] else None,
+        problem(Kind.WEIGHT_GRADIENT, gradient, x, weight.shape, *geometry) if mask[1] else None,
     )
 
 

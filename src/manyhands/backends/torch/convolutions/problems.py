@@ -121,5 +121,7 @@ def _pair(numbers: Sequence[int]) -> tuple[int, ...]:
 def layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format | None:
     """The order in which both are dense: channels last, or channels first; None where there is none."""
     formats = (torch.channels_last, torch.contiguous_format)
-    both = (one for one in formats if all(tensor.is_contiguous(memory_format=one) for tensor in (first, second)))
+    both = (
+        format for format in formats if all(tensor.is_contiguous(memory_format=format) for tensor in (first, second))
+    )
     return next(both, None)

@@ -97,11 +97,11 @@ class InPieces:
         return None
 
     def _broken(self, error: BaseException) -> None:
-        found = break_of(error)
-        if found is None:
+        graph_break = break_of(error)
+        if graph_break is None:
             self._note(f"Dynamo failed, so a part runs without a plan ({first_line(error)})")
-        elif found not in self.breaks:
-            self.breaks.append(found)
+        elif graph_break not in self.breaks:
+            self.breaks.append(graph_break)
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -128,7 +128,7 @@ class InPieces:
                 functools.partial(self._planner, captured, is_backward=True),
                 captured.notes_writes,
             )
-            if torch.is_grad_enabled() and any(_needs_gradient(one) for one in inputs):
+            if torch.is_grad_enabled() and any(_needs_gradient(value) for value in inputs):
                 why = "it writes to an argument, and has gradients" if captured.writes else _why_cast_once(module)
                 if why is not None:
                     self._note(f"{captured.piece.place} runs without a plan: {why}")
@@ -157,9 +157,9 @@ def _is_statistic(node: Node, user: Node) -> bool:
     if user.target is not torch.nn.functional.batch_norm:
         return False
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
-    places = {name for name in names if given.get(name) is node}
-    return bool(given.get("training")) and places <= {"running_mean", "running_var"}
+    arguments = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
+    places = {name for name in names if arguments.get(name) is node}
+    return bool(arguments.get("training")) and places <= {"running_mean", "running_var"}
 
 
 def _why_cast_once(module: GraphModule) -> str | None:
@@ -285,9 +285,9 @@ def _place(module: GraphModule, name: str) -> str:
     """The user's lines that a graph stands for."""
     lines: dict[str, list[int]] = {}
     for node in module.graph.nodes:
-        found = _line_of(node.meta.get("stack_trace") or "")
-        if found is not None:
-            lines.setdefault(found[0], []).append(found[1])
+        line = _line_of(node.meta.get("stack_trace") or "")
+        if line is not None:
+            lines.setdefault(line[0], []).append(line[1])
     if not lines:  # of PyTorch's own layers alone
         return name
     file, numbers = max(lines.items(), key=lambda pair: len(pair[1]))
@@ -309,7 +309,11 @@ def _line_of(stack: str) -> tuple[str, int] | None:
 
 def _versions(arguments: Sequence[Any]) -> list[int]:
     """How often each tensor was written to; one of inference mode does not tell."""
-    return [compat.write_count(one) for one in arguments if isinstance(one, torch.Tensor) and not one.is_inference()]
+    return [
+        compat.write_count(tensor)
+        for tensor in arguments
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+    ]
 
 
 def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -38,7 +38,7 @@ class DictVersions:
         if not dicts or not _can_be_read():
             self.now: Callable[[], bytes] = bytes
             return
-        self.now = reader([id(one) + _VERSION for one in dicts])  # nothing where they cannot be read
+        self.now = reader([id(content) + _VERSION for content in dicts])  # nothing where they cannot be read
 
     def changed(self, before: bytes, now: bytes) -> Sequence[int]:
         """The numbers of the dicts that changed between two answers of :meth:`now`; all, where it cannot be known."""
@@ -56,15 +56,15 @@ def _can_be_read() -> bool:
     kinds: list[dict[Any, Any]] = [{}, OrderedDict(), defaultdict(int)]
     for changing in kinds:
         staying = {0: 0}
-        read = reader([id(one) + _VERSION for one in (changing, staying)])
+        read = reader([id(content) + _VERSION for content in (changing, staying)])
         changes: list[Callable[[dict[Any, Any]], Any]] = [
-            lambda one: one.__setitem__("a", 1),
-            lambda one: one.__setitem__("a", 2),
-            lambda one: one.update(b=3),
-            lambda one: one.pop("b"),
-            lambda one: one.setdefault("c", 1),
-            lambda one: one.__delitem__("a"),
-            lambda one: one.clear(),
+            lambda content: content.__setitem__("a", 1),
+            lambda content: content.__setitem__("a", 2),
+            lambda content: content.update(b=3),
+            lambda content: content.pop("b"),
+            lambda content: content.setdefault("c", 1),
+            lambda content: content.__delitem__("a"),
+            lambda content: content.clear(),
         ]
         seen = [_words(read())]
         for change in changes:

@@ -57,8 +57,8 @@ class KnownLayers:
             return None
         self.left_out[id(module)] = module
 
-        def layer(given: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = type(module).forward(_with_fake_tensors(module), given)
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = type(module).forward(_with_fake_tensors(module), x)
             return result
 
         return layer
@@ -73,24 +73,24 @@ class KnownLayers:
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters and buffers of the layers that were left out."""
-        return list({id(one): one for layer in self.left_out.values() for one in _tensors(layer)}.values())
+        return list({id(tensor): tensor for layer in self.left_out.values() for tensor in _tensors(layer)}.values())
 
 
 def _kind(module: nn.Module, fake: torch.Tensor) -> Hashable | None:
     """Equal for layers whose forward passes are the same code, on the same way through it; None for other modules."""
-    own = vars(module)
+    attributes = vars(module)
     if type(module) not in _LAYERS and (type(module) not in _IN_EVAL_MODE or module.training):
         return None
-    if own.get("inplace") or any(own[word] for word in (*_HOOKS, "_modules")):
+    if attributes.get("inplace") or any(attributes[word] for word in (*_HOOKS, "_modules")):
         return None
     settings = []
-    for word, value in own.items():
+    for word, value in attributes.items():
         if word in _OF_MODULES or word in _SIZES:
             continue
-        if not all(isinstance(one, PLAIN) for one in (value if isinstance(value, tuple) else (value,))):
+        if not all(isinstance(part, PLAIN) for part in (value if isinstance(value, tuple) else (value,))):
             return None
         settings.append((word, type(value), repr(value)))
-    tensors = [(word, None if one is None else _form(one)) for word, one in _named(module)]
+    tensors = [(word, None if tensor is None else _form(tensor)) for word, tensor in _named(module)]
     return (type(module), module.training, tuple(settings), tuple(tensors), _form(fake))
 
 
@@ -99,12 +99,12 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _named(module: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
-    own = vars(module)
-    return [*own["_parameters"].items(), *own["_buffers"].items()]
+    attributes = vars(module)
+    return [*attributes["_parameters"].items(), *attributes["_buffers"].items()]
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [one for _, one in _named(module) if one is not None]
+    return [tensor for _, tensor in _named(module) if tensor is not None]
 
 
 def _with_fake_tensors(module: nn.Module) -> nn.Module:
@@ -112,7 +112,9 @@ def _with_fake_tensors(module: nn.Module) -> nn.Module:
     other = object.__new__(type(module))
     vars(other).update(vars(module))
     for part in ("_parameters", "_buffers"):
-        vars(other)[part] = {word: None if one is None else _fake(one) for word, one in vars(module)[part].items()}
+        vars(other)[part] = {
+            word: None if tensor is None else _fake(tensor) for word, tensor in vars(module)[part].items()
+        }
     return other
 
 

@@ -71,12 +71,12 @@ class Outside:
         self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
         if function is not None:
             self._visit(function, getattr(function, "__name__", "function"))
-        for number, one in enumerate(arguments):
-            self._visit(one, f"argument {number}")
+        for number, argument in enumerate(arguments):
+            self._visit(argument, f"argument {number}")
         for owner, word, content in members(self._classes, self._words, is_foreign):
             self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
             self._visit(function_behind(content), f"{owner.__name__}.{word}")
-        if any(isinstance(one, nn.Module) for one in self._seen.values()):
+        if any(isinstance(value, nn.Module) for value in self._seen.values()):
             self._add(Fact("hooks of all modules", "hooks", _OF_ALL, value=sum(map(len, _OF_ALL))))
         self._check: Facts | None = None
 

@@ -10,9 +10,9 @@ be passed on is not written:
     batch_norm_apply_(y, x, ..., added, relu=True)       y = relu(normalised x + added)
     batch_norm_backward(gradient, more, x, ...)       -> gradients of x, weight and bias, past the ReLU, of a
                                                          gradient that is the sum of two, if there is more
-    batch_norm_reduce_(kept, gradient, more, x, ...)  -> the first half of it, gradients of weight and bias, where
-                                                         others need what the ReLU let through (kept) sooner
-    batch_norm_input_gradient(kept, x, ...)           -> the second half
+    batch_norm_reduce_(masked_gradient, ...)          -> the first half of it, gradients of weight and bias, where
+                                                         others need what the ReLU let through (masked_gradient) sooner
+    batch_norm_input_gradient(masked_gradient, x, ...) -> the second half
 
 The one kernel forward gives what the two give, to the bit. All of its blocks have to run at the same time. Backward,
 two kernels are better: weight gradients run beside them, and a kernel that waits until it has the whole GPU takes as
@@ -63,11 +63,11 @@ _library.define(
 )
 _library.define(
     "batch_norm_backward(Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
-    "Tensor? bias, Tensor? result, bool relu, Tensor(a!)? kept) -> (Tensor, Tensor, Tensor)"
+    "Tensor? bias, Tensor? result, bool relu, Tensor(a!)? masked_gradient) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "batch_norm_reduce_(Tensor(a!) kept, Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, "
-    "Tensor? weight, Tensor? bias, Tensor? result) -> (Tensor, Tensor)"
+    "batch_norm_reduce_(Tensor(a!) masked_gradient, Tensor gradient, Tensor? more, Tensor x, Tensor mean, "
+    "Tensor deviation, Tensor? weight, Tensor? bias, Tensor? result) -> (Tensor, Tensor)"
 )
 _library.define(
     "batch_norm_input_gradient(Tensor gradient, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
@@ -88,8 +88,8 @@ def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat1
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise CannotCompile("the GPU is older than these kernels are written for")
     with ThreadPoolExecutor(len(dtypes)) as pool:  # a compiler works without Python's lock
-        for made in [pool.submit(compiled, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
-            made.result()
+        for compilation in [pool.submit(compiled, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
+            compilation.result()
     _tickets(device)
 
 
@@ -288,10 +288,10 @@ def _forward_on_gpu(
         return
     name = "forward" if added is None else "forward_added"
     behind = (weight, bias, added, int(relu))
-    made = (_partial(x, grid, block), mean, deviation, running_mean, running_variance, _gates(x.device))
+    statistics = (_partial(x, grid, block), mean, deviation, running_mean, running_variance, _gates(x.device))
     numbers = (rows, vectors, _bits(epsilon), _bits(momentum))
     how = Launch.TOGETHER if wait else Launch.AFTER
-    kernels.launch(name, grid, block, y, x, *behind, *made, *numbers, how=how)
+    kernels.launch(name, grid, block, y, x, *behind, *statistics, *numbers, how=how)
 
 
 def _early(kernels: Kernels) -> Launch:
@@ -309,15 +309,15 @@ def _backward_on_gpu(
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
     relu: bool,
-    kept: torch.Tensor | None,
+    masked_gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     normal = (mean, deviation, weight, bias)
     mask = "all" if not relu else "again" if result is None else "result"
-    if more is not None and kept is None:
-        kept = torch.empty_like(x)
-    for_weight, for_bias = _reduced(gradient, more, x, normal, mask, result, kept)
-    if kept is not None:
-        gradient, result, mask = kept, None, "all"
+    if more is not None and masked_gradient is None:
+        masked_gradient = torch.empty_like(x)
+    for_weight, for_bias = _reduced(gradient, more, x, normal, mask, result, masked_gradient)
+    if masked_gradient is not None:
+        gradient, result, mask = masked_gradient, None, "all"
     for_x = _input_gradient_of(gradient, x, normal, mask, result, (for_weight, for_bias), _early(_of(x)))
     return for_x, for_weight, for_bias
 
@@ -329,13 +329,13 @@ def _reduced(
     normal: tuple[torch.Tensor | None, ...],
     mask: str,
     result: torch.Tensor | None,
-    kept: torch.Tensor | None,
+    masked_gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of weight and bias; ``kept`` gets what the ReLU let through."""
+    """The gradients of weight and bias; ``masked_gradient`` gets what the ReLU let through."""
     rows, vectors, grid, block = _shape(x, "sums")
     for_weight, for_bias = _per_channel(x), _per_channel(x)
-    name = "_".join([mask] + ["keep"] * (kept is not None) + ["sum"] * (more is not None))
-    arguments = (gradient, more, x, result, kept, *normal, _partial(x, grid, block), for_weight, for_bias)
+    name = "_".join([mask] + ["keep"] * (masked_gradient is not None) + ["sum"] * (more is not None))
+    arguments = (gradient, more, x, result, masked_gradient, *normal, _partial(x, grid, block), for_weight, for_bias)
     _of(x).launch(f"reduce_{name}", grid, block, *arguments, _tickets(x.device), rows, vectors)
     return for_weight, for_bias
 
@@ -357,7 +357,7 @@ def _input_gradient_of(
 
 
 def _reduce_on_gpu(
-    kept: torch.Tensor,
+    masked_gradient: torch.Tensor,
     gradient: torch.Tensor,
     more: torch.Tensor | None,
     x: torch.Tensor,
@@ -368,7 +368,7 @@ def _reduce_on_gpu(
     result: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = "again" if result is None else "result"
-    return _reduced(gradient, more, x, (mean, deviation, weight, bias), mask, result, kept)
+    return _reduced(gradient, more, x, (mean, deviation, weight, bias), mask, result, masked_gradient)
 
 
 def _input_gradient_on_gpu(

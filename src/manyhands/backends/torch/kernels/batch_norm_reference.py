@@ -72,7 +72,7 @@ def backward(
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
     relu: bool,
-    kept: torch.Tensor | None,
+    masked_gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gradient = gradient + more if more is not None else gradient
     if relu:
@@ -80,17 +80,17 @@ def backward(
             result = torch.empty_like(x)
             apply(result, x, mean, deviation, weight, bias, None, relu=False)
         gradient = _aten.threshold_backward(gradient, result, 0)
-    if kept is not None:
-        kept.copy_(gradient)
+    if masked_gradient is not None:
+        masked_gradient.copy_(gradient)
     weight = weight if weight is not None else torch.ones_like(mean)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_batch_norm_backward(
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_batch_norm_backward(
         gradient, x, weight, None, None, mean, deviation, True, 0.0, [True, True, True]
     )
-    return found
+    return gradients
 
 
 def reduce(
-    kept: torch.Tensor,
+    masked_gradient: torch.Tensor,
     gradient: torch.Tensor,
     more: torch.Tensor | None,
     x: torch.Tensor,
@@ -100,7 +100,7 @@ def reduce(
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, for_weight, for_bias = backward(gradient, more, x, mean, deviation, weight, bias, result, True, kept)
+    _, for_weight, for_bias = backward(gradient, more, x, mean, deviation, weight, bias, result, True, masked_gradient)
     return for_weight, for_bias
 
 

@@ -70,11 +70,11 @@ class Kernels:
         how: Launch = Launch.AFTER,
     ) -> None:
         """Put a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
-        given = [
+        values = [
             ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_void_p(_address(argument))
             for argument in arguments
         ]
-        places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self.launch_at(name, grid, block, places, how)
 
     def launch_at(
@@ -111,10 +111,10 @@ class Kernels:
     def function(self, name: str) -> ctypes.c_void_p:
         """The kernel as CUDA's driver knows it."""
         if name not in self._functions:
-            found = ctypes.c_void_p()
-            answer = self.driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
+            function = ctypes.c_void_p()
+            answer = self.driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
             _check(self.driver, answer, f"there is no kernel {name}")
-            self._functions[name] = found
+            self._functions[name] = function
         return self._functions[name]
 
 
@@ -127,10 +127,10 @@ def compiled(file: str, device: torch.device, **definitions: str) -> Kernels:
 
     ``definitions``: names that stand for something else in the source. It is tried once.
     """
-    found = _tried(file, device, **definitions)
-    if isinstance(found, str):
-        raise CannotCompile(found)
-    return found
+    kernels = _tried(file, device, **definitions)
+    if isinstance(kernels, str):
+        raise CannotCompile(kernels)
+    return kernels
 
 
 @functools.cache
@@ -160,9 +160,9 @@ def _compile(source: str, file: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None):
         raise CannotCompile("NVRTC takes no program")
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
-        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+        if nvrtc.nvrtcCompileProgram(program, len(options), encoded):
             log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             raise CannotCompile(f"NVRTC refuses {file}: {log.decode(errors='replace').strip()[:500]}")
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
@@ -173,9 +173,9 @@ def _compile(source: str, file: str, options: list[str]) -> bytes:
 def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
-    found = ctypes.create_string_buffer(size.value)
-    read(program, found)
-    return found.raw
+    buffer = ctypes.create_string_buffer(size.value)
+    read(program, buffer)
+    return buffer.raw
 
 
 def _nvrtc() -> ctypes.CDLL:
@@ -191,10 +191,10 @@ def _nvrtc() -> ctypes.CDLL:
 @functools.cache
 def driver_version() -> int:
     """The version of CUDA that the driver is made for, as 13000."""
-    found = ctypes.c_int()
+    version = ctypes.c_int()
     driver = cuda_driver()
-    _check(driver, driver.cuDriverGetVersion(ctypes.byref(found)), "the driver does not report its version")
-    return found.value
+    _check(driver, driver.cuDriverGetVersion(ctypes.byref(version)), "the driver does not report its version")
+    return version.value
 
 
 def cuda_driver() -> ctypes.CDLL:

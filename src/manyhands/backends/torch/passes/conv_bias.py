@@ -44,7 +44,7 @@ def take_out_biases(trace: Trace, kinds: Sequence[str] = ("cuda",)) -> Trace:
     graph, new = trace.copied_graph()
     for node in forward:
         # What writes to the result in place, by itself or through a view, is a user that is in the way.
-        _add_after(graph, new[node], again=computing.issuperset(node.users))
+        _add_after(graph, new[node], for_each_user=computing.issuperset(node.users))
     for node in backward:
         _sum_beside(graph, new[node])
     return trace.rewritten(graph)
@@ -64,7 +64,7 @@ def _kind(node: Node) -> str:
     return str(first.meta["val"].device.type)
 
 
-def _add_after(graph: Graph, node: Node, *, again: bool) -> None:
+def _add_after(graph: Graph, node: Node, *, for_each_user: bool) -> None:
     """The convolution without its bias, and an addition for all users, or one again for each."""
     arguments: Any = node.args
     x, weight, bias, *others = arguments
@@ -84,17 +84,17 @@ def _add_after(graph: Graph, node: Node, *, again: bool) -> None:
     with graph.inserting_before(node):
         bare = graph.call_function(_aten.convolution.default, (x, weight, None, *others))
         bare.meta["val"] = like(result)
-        for user in list(node.users) if again else ():
+        for user in list(node.users) if for_each_user else ():
             user.replace_input_with(node, added(like(result)))
-        if not again:
+        if not for_each_user:
             node.replace_all_uses_with(added(result))  # views of it are views of this memory
     graph.erase_node(node)
 
 
 def _keeps_form(result: torch.Tensor, bias: Sequence[int]) -> bool:
     """Whether adding a bias of this shape gives the strides that the convolution's result has."""
-    alike = torch.empty_strided(result.shape, result.stride(), device="meta")
-    return (alike + torch.empty(bias, device="meta")).stride() == result.stride()
+    form = torch.empty_strided(result.shape, result.stride(), device="meta")
+    return (form + torch.empty(bias, device="meta")).stride() == result.stride()
 
 
 def _sum_beside(graph: Graph, node: Node) -> None:

@@ -27,10 +27,10 @@ def choose_convolutions(trace: Trace) -> tuple[Trace, str | None]:
     for node in rewriting.nodes(*INSTEAD):
         chosen = [choice.chosen_for(problem) for problem in problems_of(node.target, _values(node))]
         count += len(chosen)
-        ours = [way for way in chosen if way is not None and way.way is not None]
-        if ours and all(any(way.result == Form.of(value) for value in _results(node)) for way in ours):
+        faster = [way for way in chosen if way is not None and way.way is not None]
+        if faster and all(any(way.result == Form.of(value) for value in _results(node)) for way in faster):
             node.target = INSTEAD[node.target]
-            replaced += len(ours)
+            replaced += len(faster)
     return (rewriting.done(), f"{replaced} of {count} in faster ways") if replaced else (trace, None)
 
 

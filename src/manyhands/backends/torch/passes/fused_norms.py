@@ -102,7 +102,7 @@ def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm
         first, second = following.args[:2]
         # In place, the sum is in the memory of its first operand: that has to be the normalisation's own.
         other = second if first is y else first if following.target is _aten.add.Tensor else None
-        if isinstance(other, Node) and other is not y and _alike(other, node.args[0]):
+        if isinstance(other, Node) and other is not y and _same_form(other, node.args[0]):
             norm.addition = following
             following = _only_user(following)
     if following is not None and following.target in _RELU:
@@ -136,7 +136,7 @@ def _fits(node: Node) -> bool:
     return bool(training) and kernels.fits_form(x.meta["val"], *channels)
 
 
-def _alike(first: Any, second: Any) -> bool:
+def _same_form(first: Any, second: Any) -> bool:
     a, b = first.meta["val"], second.meta["val"]
     same = isinstance(a, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     return same and kernels.fits_form(a) and kernels.fits_form(b)
@@ -155,9 +155,9 @@ def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
         else:
             both = rewriting.call(kernels.statistics, _of_statistics(norm), forms)
             norm.mean, norm.deviation = rewriting.part(both, 0), rewriting.part(both, 1)
-    for number, ours in ((1, norm.mean), (2, norm.deviation)):
+    for number, computed in ((1, norm.mean), (2, norm.deviation)):
         for part in parts(node).get(number, ()):
-            part.replace_all_uses_with(ours)
+            part.replace_all_uses_with(computed)
             rewriting.graph.erase_node(part)
 
 
@@ -200,7 +200,7 @@ def _fits_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> bool:
     gradient, x, weight, *_ = arguments
     if not arguments[7] or x is not norm.inputs[0] or not rewriting.same(weight, norm.inputs[1]):
         return False
-    return _alike(gradient, x) and rewriting.unchanged(norm.inputs, norm.node, node)
+    return _same_form(gradient, x) and rewriting.unchanged(norm.inputs, norm.node, node)
 
 
 def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[str]:
@@ -241,10 +241,10 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
             masked_gradient,
         )
         whole = rewriting.call(kernels.backward, inputs, forms)
-        ours = [rewriting.part(whole, number) for number in range(3)]
+        gradients = [rewriting.part(whole, number) for number in range(3)]
     for number, old in parts(node).items():
         for part in old:
-            part.replace_all_uses_with(ours[number])
+            part.replace_all_uses_with(gradients[number])
             rewriting.graph.erase_node(part)
     rewriting.graph.erase_node(node)
     if fused:
@@ -259,7 +259,7 @@ def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) ->
     if norm.relu is None or gradient.target is not _aten.threshold_backward.default:
         return False
     incoming, result, threshold = gradient.args
-    if result is not norm.relu or threshold != 0 or not _alike(incoming, norm.inputs[0]):
+    if result is not norm.relu or threshold != 0 or not _same_form(incoming, norm.inputs[0]):
         return False
     return rewriting.unchanged([*norm.inputs, norm.relu], norm.last, node)
 
@@ -267,4 +267,4 @@ def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) ->
 def _is_sum(node: Node) -> bool:
     """Whether it adds two tensors of one form."""
     first, second = node.args[:2]
-    return isinstance(first, Node) and isinstance(second, Node) and first is not second and _alike(first, second)
+    return isinstance(first, Node) and isinstance(second, Node) and first is not second and _same_form(first, second)

@@ -97,7 +97,7 @@ class Rewriting:
         """What stands for a result of this form in the trace."""
         return like(torch.empty(shape, dtype=dtype, device="meta"), device)
 
-    def given(self, node: object) -> Node:
+    def node_of_input(self, node: object) -> Node:
         """A node for the same tensor of the caller's, to be used at the place where nodes are inserted."""
         assert isinstance(node, Node)
         if node.op == "placeholder":

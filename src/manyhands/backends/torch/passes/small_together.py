@@ -39,7 +39,7 @@ def cast_together(trace: Trace) -> tuple[Trace, str | None]:
         if len(group) < 2:
             continue
         with rewriting.graph.inserting_before(place):
-            sources = [rewriting.given(node.args[0]) for node in group]
+            sources = [rewriting.node_of_input(node.args[0]) for node in group]
             results = [rewriting.empty(node.meta["val"]) for node in group]
             rewriting.call(_aten._foreach_copy_.default, (results, sources))
         for node, result in zip(group, results, strict=True):

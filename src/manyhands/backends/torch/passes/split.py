@@ -118,7 +118,7 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
     if [result.shape for result in results] not in ([], [item.shape for item in first]):
         return False  # a norm of each tensor: how it is summed up may depend on the largest of the list
     # PyTorch has one kernel for a list of tensors that are all alike at their place, and a loop otherwise.
-    alike = [
+    same_form = [
         all(
             _form(value) == _form(item)
             for tensors in lists
@@ -126,7 +126,7 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
         )
         for place, item in enumerate(first)
     ]
-    return str(node.target).startswith(FUSED_UPDATES) or len(set(alike)) == 1
+    return str(node.target).startswith(FUSED_UPDATES) or len(set(same_form)) == 1
 
 
 def _lists(node: Node) -> list[Sequence[Any]]:

@@ -139,7 +139,7 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
         return False
     if len(listener.heard) != 1 or listener.heard[0][0] is not node.target:
         return False
-    return all(map(_alike, listener.heard[0][1], expected))
+    return all(map(_same_value, listener.heard[0][1], expected))
 
 
 def _fake(value: Any) -> Any:
@@ -162,9 +162,9 @@ def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     return written_out
 
 
-def _alike(first: Any, second: Any) -> bool:
+def _same_value(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(_alike, first, second))
+        return len(first) == len(second) and all(map(_same_value, first, second))
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return first is second
     return type(first) is type(second) and bool(first == second)

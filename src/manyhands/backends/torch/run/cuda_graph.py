@@ -78,7 +78,7 @@ class GraphRun:
         self._static = [_static(tensor) for tensor in inputs]
         self._written = _written_inputs(trace)
         # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
-        self._kept = [value.detach() for value in trace.constant_values()]
+        self._constants = [value.detach() for value in trace.constant_values()]
         self._changed = _written_constants(trace)
         streams = own_streams(self._device, len(plan.devices))
         self._multiplying = [streams[lane] for lane in _multiplying_lanes(trace, plan)]
@@ -93,14 +93,14 @@ class GraphRun:
         self._before: list[int] = []
         self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
         self._forms: list[Any] = []  # of that memory
-        self._again: list[int] | None = None  # which of these each result is, where one is there twice
+        self._repeats: list[int] | None = None  # which of these each result is, where one is there twice
         self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: what copies them after it
         self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
         try:
-            self._own = self._captured(self._static, self._moving)
+            self._copying = self._captured(self._static, self._moving)
         except CannotCompile:  # copies that cannot be found again in the graph
             self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
-            self._own = self._captured(self._static, self._moving)
+            self._copying = self._captured(self._static, self._moving)
         # A parameter is where the graph has it, or this would be the plan of another call.
         fixed = {number for number, tensor in enumerate(inputs) if type(tensor) is torch.nn.Parameter}
         self._before = [number for number in self._before if number not in fixed]
@@ -138,7 +138,7 @@ class GraphRun:
             self._forms = [_form(tensor) for tensor in dense]
             numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
             if len(distinct) < len(results):  # what is one tensor stays one
-                self._again = [numbers[id(result)] for result in results]
+                self._repeats = [numbers[id(result)] for result in results]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         if not can_be_copied(tensors, self._device):
@@ -190,12 +190,12 @@ class GraphRun:
             assert self._in_place is not None
             captured = self._in_place
         else:
-            captured = self._own
+            captured = self._copying
             self._copy_in(inputs, captured.copies_in)
         if fresh is not None:
             captured.copies_out.aim(fresh)  # type: ignore[union-attr]
         captured.replay()
-        if captured is self._own:
+        if captured is self._copying:
             self._copy_back(inputs)
             self._note(places, inputs)
         if self._changed or self._written:
@@ -207,7 +207,7 @@ class GraphRun:
             self._stream.synchronize()
         if fresh is None:
             return captured.outputs if self._keep is None else self._keep(captured.outputs)
-        return fresh if self._again is None else [fresh[number] for number in self._again]
+        return fresh if self._repeats is None else [fresh[number] for number in self._repeats]
 
     def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
         """Arguments on the GPU are copied by the graph, if it can; what is where the graph has it is left alone."""
@@ -232,7 +232,7 @@ class GraphRun:
         for number in self._back:
             tensor = inputs[number]
             # A result of the call before, given as argument, is this call's result now.
-            if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._own.outputs):
+            if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._copying.outputs):
                 tensor.detach().copy_(self._static[number])
 
     def _note(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> None:
@@ -245,7 +245,7 @@ class GraphRun:
             return
         with suppress(RuntimeError):  # nothing is lost: they are copied as before
             reserve_workspaces(self._multiplying, self._device, gradients=False)
-            self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._own.graph.pool())
+            self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._copying.graph.pool())
             self._places = places
 
     def _pays(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> bool:
@@ -254,10 +254,10 @@ class GraphRun:
             static.data_ptr() for static in self._static
         ):
             return False
-        again = sum(
-            output.untyped_storage().nbytes() for output in self._own.outputs if isinstance(output, torch.Tensor)
+        output_bytes = sum(
+            output.untyped_storage().nbytes() for output in self._copying.outputs if isinstance(output, torch.Tensor)
         )
-        return again <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
+        return output_bytes <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
 
 
 def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -87,13 +87,13 @@ def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
 
 def nodes_of(driver: ctypes.CDLL, graph: int, kind: int) -> Iterator[int]:
     """The nodes of one type."""
-    count, found = ctypes.c_size_t(), ctypes.c_int()
+    count, node_type = ctypes.c_size_t(), ctypes.c_int()
     _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)))
     nodes = (ctypes.c_void_p * count.value)()
     _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)))
     for node in nodes:
-        answer = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(found))
-        if node is not None and answer == 0 and found.value == kind:
+        answer = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(node_type))
+        if node is not None and answer == 0 and node_type.value == kind:
             yield node
 
 
@@ -144,7 +144,7 @@ def _neighbours(ask: ctypes._NamedFuncPointer, node: int) -> list[int] | None:
     nodes, edges = (ctypes.c_void_p * count.value)(), (_Edge * count.value)()
     if count.value:
         _check(ask(ctypes.c_void_p(node), nodes, edges, ctypes.byref(count)))
-    return None if any(bytes(edge) != bytes(_Edge()) for edge in edges) else [found or 0 for found in nodes]
+    return None if any(bytes(edge) != bytes(_Edge()) for edge in edges) else [node or 0 for node in nodes]
 
 
 def _pattern(value: int, size: int) -> int:

@@ -17,7 +17,7 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
     """
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
     copies: dict[int, torch.Tensor] = {}
-    alike: dict[Any, list[int]] = {}
+    by_form: dict[Any, list[int]] = {}
     for keys in _sharing(tensors) if sharing else ():
         storage = tensors[keys[0]].untyped_storage().clone()
         for key in keys:
@@ -28,10 +28,10 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
         if key in copies:
             continue
         if value.device.type == "cuda":
-            alike.setdefault((value.device, value.dtype), []).append(key)
+            by_form.setdefault((value.device, value.dtype), []).append(key)
         else:
             copies[key] = value.clone()
-    for keys in alike.values():
+    for keys in by_form.values():
         fresh = [torch.empty_like(tensors[key]) for key in keys]
         compat.foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
         copies.update(zip(keys, fresh, strict=True))

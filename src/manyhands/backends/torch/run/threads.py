@@ -104,7 +104,7 @@ class _Writer:
         self._made_by = {node: task for task, step in enumerate(trace.steps) for node in step.nodes}
         self._constants = {node: trace.constant(node) for node in trace.constants}
         self._slots: dict[tuple[Node, int], int] = {}  # (value, the lane that takes it; -1 is the caller)
-        self._given: dict[Node, list[int]] = {}
+        self._slots_of: dict[Node, list[int]] = {}
         self._gates: dict[tuple[int, int], int] = {}
         self._opened: dict[int, list[int]] = {}
         for task, others in plan.waits.items():
@@ -126,7 +126,7 @@ class _Writer:
                     self._slot(source, lane)
         stopped = self._code.name(Stopped)
         reuse = Reuse(
-            self._trace, {*self._given, *(output for output in self._trace.outputs if isinstance(output, Node))}
+            self._trace, {*self._slots_of, *(output for output in self._trace.outputs if isinstance(output, Node))}
         )
         for lane in range(len(self._tasks)):
             self._lane(lane, stopped, reuse)
@@ -135,7 +135,7 @@ class _Writer:
 
     def _slot(self, node: Node, lane: int) -> int:
         if (node, lane) not in self._slots:
-            self._given.setdefault(node, []).append(len(self._slots))
+            self._slots_of.setdefault(node, []).append(len(self._slots))
             self._slots[node, lane] = len(self._slots)
         return self._slots[node, lane]
 
@@ -194,7 +194,7 @@ class _Writer:
 
     def _give(self, task: int) -> None:
         for node in self._trace.steps[task].nodes:
-            for slot in self._given.get(node, ()):
+            for slot in self._slots_of.get(node, ()):
                 self._code.lines.append(f"    box[{slot}] = {node.name}")
         for gate in self._opened.get(task, ()):
             self._code.lines.append(f"    gates[{gate}].release()")
@@ -251,11 +251,11 @@ class ThreadRun:
                 if before != self.threads:
                     torch.set_num_threads(before)
         return [
-            box[slot] if slot is not None else self._given(value, inputs)
+            box[slot] if slot is not None else self._untouched(value, inputs)
             for slot, value in zip(self._code.results, self._trace.outputs, strict=True)
         ]
 
-    def _given(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    def _untouched(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """An output that no task makes: an argument, a constant of the trace, or a plain value."""
         if not isinstance(value, Node):
             return value

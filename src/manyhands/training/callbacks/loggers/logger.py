@@ -83,9 +83,9 @@ class Logger(Callback):
             if self._is_open:
                 self._background.hand_over(self.flush)
                 self._background.drain()
-        return self.kept()
+        return self.saved_state()
 
-    def kept(self) -> dict[str, Any]:
+    def saved_state(self) -> dict[str, Any]:
         """The state of this logger that a checkpoint keeps, as JSON."""
         return {}
 

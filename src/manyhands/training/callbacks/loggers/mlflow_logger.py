@@ -67,7 +67,7 @@ class MLflowLogger(Logger):
     def close(self) -> None:
         self._client.set_terminated(self._id, "FINISHED" if self._training.error is None else "FAILED")
 
-    def kept(self) -> dict[str, Any]:
+    def saved_state(self) -> dict[str, Any]:
         return {"id": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class WandbLogger(Logger):
     def close(self) -> None:
         self._run.finish(exit_code=0 if self._training.error is None else 1)
 
-    def kept(self) -> dict[str, Any]:
+    def saved_state(self) -> dict[str, Any]:
         return {"id": self._id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -108,16 +108,16 @@ def _forward(layer: Any, x: Any) -> Any:
     seat = getattr(_here, "seat", None)
     if seat is None or not autograd.is_training() or layer._kwargs["use_global_stats"]:
         return type(layer).forward(layer, x)
-    meeting, own = seat
+    meeting, seat_number = seat
     kwargs, device = layer._kwargs, x.context
     axis = kwargs["axis"] % len(x.shape)
     axes = tuple(number for number in range(len(x.shape)) if number != axis)
     count = x.size // x.shape[axis]
-    brought = meeting.exchange(own, (x.sum(axis=axes, keepdims=True), count))
+    brought = meeting.exchange(seat_number, (x.sum(axis=axes, keepdims=True), count))
     whole = sum(samples for _, samples in brought)
     mean = _sum([value for value, _ in brought], device) / whole
     away = x - mean
-    brought = meeting.exchange(own, (away * away).sum(axis=axes, keepdims=True))
+    brought = meeting.exchange(seat_number, (away * away).sum(axis=axes, keepdims=True))
     variance = _sum(brought, device) / whole
     shape = tuple(-1 if number == axis else 1 for number in range(len(x.shape)))
     result = away * (variance + kwargs["eps"]) ** -0.5

@@ -25,20 +25,20 @@ class Spared:
 
     def __init__(self, model: Any, trainer: gluon.Trainer) -> None:
         self._model, self._trainer = model, trainer
-        self._kept: list[Any] = []
+        self._copies: list[Any] = []
         self._average: Average | None = None
 
     def keep(self, average: Average | None = None) -> None:
         """To be called before a step; an average of the weights is part of what it changes."""
         self._average = average
         state.make_optimizer_states(self._trainer)  # what did not exist could not be put back
-        self._kept = [array.copy() for array in self._arrays()]
+        self._copies = [array.copy() for array in self._arrays()]
 
     def put_back(self, good: Any) -> None:
         """To be called after it: ``good`` says, on a device, whether the step was one."""
         with numpy_like():
             on_device = {device: good.as_in_ctx(device) for device in self._trainer._contexts}
-            for array, before in zip(self._arrays(), self._kept, strict=True):
+            for array, before in zip(self._arrays(), self._copies, strict=True):
                 chosen = mx.np.where(on_device[array.context], array.as_np_ndarray(), before.as_np_ndarray())
                 array.as_np_ndarray()[:] = chosen
 

@@ -40,7 +40,7 @@ class RepeatableDataset:
         self.dataset, self._seed, self._epoch = dataset, seed, 0
         # Not kept: it holds a copy of arrays that the dataset was made of.
         self._repeats = any(node.op == _REPEAT for node in _graph_of(dataset).node)
-        self._made: Any = None
+        self._rebuilt: Any = None
         self._iterations = 0  # of what was made
 
     def set_epoch(self, epoch: int) -> None:
@@ -49,13 +49,13 @@ class RepeatableDataset:
     def __iter__(self) -> Iterator[Any]:
         if self._repeats:
             return iter(self.made_anew(self._epoch))
-        if self._made is None or self._iterations > self._epoch:
-            self._made, self._iterations = self.made_anew(), 0
+        if self._rebuilt is None or self._iterations > self._epoch:
+            self._rebuilt, self._iterations = self.made_anew(), 0
         while self._iterations < self._epoch:  # each draws an order
-            iter(self._made)
+            iter(self._rebuilt)
             self._iterations += 1
         self._iterations += 1
-        return iter(self._made)
+        return iter(self._rebuilt)
 
     def __len__(self) -> int:
         return len(self.dataset)

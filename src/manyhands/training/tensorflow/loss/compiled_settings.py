@@ -87,10 +87,10 @@ def _overrides(model: Any, name: str) -> bool:
 
 
 def _metrics(model: Any) -> dict[str, Any]:
-    kept = model._compile_metrics if getattr(model, "compiled", False) else None
-    if kept is None:
+    compiled = model._compile_metrics if getattr(model, "compiled", False) else None
+    if compiled is None:
         return {}
-    both = {"metrics": kept._user_metrics, "weighted_metrics": kept._user_weighted_metrics}
+    both = {"metrics": compiled._user_metrics, "weighted_metrics": compiled._user_weighted_metrics}
     return {name: value for name, value in both.items() if value}
 
 

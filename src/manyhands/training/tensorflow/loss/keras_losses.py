@@ -100,8 +100,8 @@ class Losses:
 
 def _check_reductions(*losses: Losses) -> None:
     """Numbers for each sample cannot be added to one number: Keras fails there, too."""
-    some = [part for part in losses if part.mean is not None or part.sums or part.total is not None]
-    kinds = [part.total is not None and part.total.per_sample is not None for part in some]
+    present = [part for part in losses if part.mean is not None or part.sums or part.total is not None]
+    kinds = [part.total is not None and part.total.per_sample is not None for part in present]
     if any(kinds) and not all(kinds):
         raise BadSettings(
             "a loss with reduction=None gives numbers for each sample, to which other losses, regularizers and "

@@ -27,7 +27,12 @@ from manyhands.training.tensorflow.step.function import Function
 def try_loss(function: Function, data: Arrays) -> tuple[str | None, loss_trial.Chosen]:
     """Refuse a loss whose parts do not add up; or say why that could not be tried, and on which samples it was."""
     chosen, seeds = loss_trial.choose(data), itertools.count()
-    with _quiet(function.model), _kept(function), loader_randomness.kept(), tf.device("/device:CPU:0"):
+    with (
+        _quiet(function.model),
+        _variables_preserved(function),
+        loader_randomness.preserved(),
+        tf.device("/device:CPU:0"),
+    ):
         graph = _graph(function, data)
 
         def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
@@ -70,7 +75,7 @@ def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:
 
 
 @contextlib.contextmanager
-def _kept(function: Function) -> Iterator[None]:
+def _variables_preserved(function: Function) -> Iterator[None]:
     """Variables that Keras does not know get their values back."""
     before = [(variable, variable.numpy()) for _, variable in function.unknown]
     try:

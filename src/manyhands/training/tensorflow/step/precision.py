@@ -55,12 +55,12 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
 
 
 def _made_anew(model: Any, policy: str | None) -> Any:
-    def again(layer: Any) -> Any:
+    def rebuilt(layer: Any) -> Any:
         return type(layer).from_config(_with_policy(layer.get_config(), policy))
 
     # A model that is nothing but its layers is made of them: their classes need not be known by name.
     plain = type(model) is keras.Sequential or type(model) is Functional
-    return keras.models.clone_model(model, clone_function=again) if plain and model.built else again(model)
+    return keras.models.clone_model(model, clone_function=rebuilt) if plain and model.built else rebuilt(model)
 
 
 def _with_policy(config: Any, policy: str | None) -> Any:

@@ -47,12 +47,12 @@ class Step:
         """``optimizer``: None where nothing is trained."""
         self.strategy, self.function, self.optimizer, self.settings = strategy, function, optimizer, settings
         self.rate = None if optimizer is None else optimizers.rate_of(optimizer)
-        self.weights = [self._own(variable.numpy()) for variable in function.trained]
-        self.statistics = [self._own(variable.numpy()) for variable in function.statistics]
-        self.memory = [self._own(value) for value in memory]
-        self.sums = self._own(np.array([0, 0, 0, _NONE_BAD]))
+        self.weights = [self._per_replica(variable.numpy()) for variable in function.trained]
+        self.statistics = [self._per_replica(variable.numpy()) for variable in function.statistics]
+        self.memory = [self._per_replica(value) for value in memory]
+        self.sums = self._per_replica(np.array([0, 0, 0, _NONE_BAD]))
         # After the four figures: the totals of sums with a count of their own, and the counts.
-        self.test_sums = self._own(np.array([0, 0, 0, _NONE_BAD, *[0] * 2 * MOST_SUMS]))
+        self.test_sums = self._per_replica(np.array([0, 0, 0, _NONE_BAD, *[0] * 2 * MOST_SUMS]))
         self.averaged: list[Any] = []  # the weights (and statistics) of which an average is kept
         self.average: list[Any] = []
         self._decay = 0.0
@@ -66,7 +66,7 @@ class Step:
         self.share_statistics = _compiled(self._share_statistics)
         self.sums_together = _compiled(self._sums_together)
 
-    def _own(self, value: Array) -> Any:
+    def _per_replica(self, value: Array) -> Any:
         """A variable of which every replica has one, read and written without the others."""
         with self.strategy.scope():
             return tf.Variable(
@@ -81,7 +81,7 @@ class Step:
         floating = [variable for variable in self.statistics if averaging.buffers and variable.dtype.is_floating]
         self.averaged = [*self.weights, *floating]
         first = [self.on_each(variable)[0].numpy() for variable in self.averaged]
-        self.average = [self._own(value.astype(np.promote_types(value.dtype, np.float32))) for value in first]
+        self.average = [self._per_replica(value.astype(np.promote_types(value.dtype, np.float32))) for value in first]
         self._decay = averaging.decay
 
     def on_each(self, variable: Any) -> list[Any]:
@@ -370,8 +370,8 @@ def _no_figures() -> list[Any]:
     return [tf.zeros(length, tf.float64) for length in (BAD_STEP, MOST_SUMS, MOST_SUMS)]
 
 
-def _added(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    return [a + b for a, b in zip(some, others, strict=True)]
+def _added(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 def _add(variable: Any, figures: Any, bad_step: Any, more: Sequence[Any] = ()) -> None:

@@ -198,5 +198,5 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 def _started(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return backend.start_move(leaf, device, kept=True)  # a batch is ours alone
+        return backend.start_move(leaf, device, source_is_final=True)  # a batch is ours alone
     return backend.move_model(leaf, device) if backend.is_model(leaf) else leaf  # a PackedSequence moves itself

@@ -25,7 +25,7 @@ def can_be_read(data: Source) -> bool:
 def few_samples(data: Source, count: int) -> Batch:
     """The first samples, or for a stream its first batch."""
     if isinstance(data, Stream):
-        return next(_again(data).batches(0))
+        return next(_rereadable(data).batches(0))
     assert data.count is not None
     return take(data, np.arange(min(count, data.count)))
 
@@ -44,7 +44,7 @@ def first_batches(job: Job) -> Iterator[Batch]:
     stream = job.train
     assert isinstance(stream, Stream)
     if can_be_read(stream):
-        yield from _again(stream).batches(0)
+        yield from _rereadable(stream).batches(0)
         return
     for batch in stream.loader:
         job.train = dataclasses.replace(stream, loader=itertools.chain([batch], stream.loader))
@@ -52,7 +52,7 @@ def first_batches(job: Job) -> Iterator[Batch]:
         return
 
 
-def _again(stream: Stream) -> Stream:
+def _rereadable(stream: Stream) -> Stream:
     return dataclasses.replace(stream, loader=_plain(stream.loader), look=None)
 
 

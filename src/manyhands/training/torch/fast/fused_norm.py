@@ -113,7 +113,7 @@ class FusedNorms(TorchDispatchMode):
             note, added = self._note(other), tensor
         if note is None or not isinstance(note.pending, Norm) or note.pending.added is not None or alpha != 1:
             return self._sum(func, tensor, other) if alpha == 1 else NotImplemented
-        fitting = isinstance(added, torch.Tensor) and _alike(added, note.pending.x)
+        fitting = isinstance(added, torch.Tensor) and _same_form(added, note.pending.x)
         if not fitting or memory_id(added) == note.memory.cdata:
             return NotImplemented
         self._settle(added)
@@ -126,7 +126,12 @@ class FusedNorms(TorchDispatchMode):
     def _sum(self, func: Any, first: Any, second: Any) -> Any:
         """Put off the sum of two gradients whose shape is that of a ReLU's result: the ReLU's backward may take it."""
         both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape in self._shapes
-        if torch.is_grad_enabled() or not both or not _alike(first, second) or memory_id(first) == memory_id(second):
+        if (
+            torch.is_grad_enabled()
+            or not both
+            or not _same_form(first, second)
+            or memory_id(first) == memory_id(second)
+        ):
             return NotImplemented
         self._settle((first, second))
         if func is _aten.add.Tensor:
@@ -157,7 +162,7 @@ class FusedNorms(TorchDispatchMode):
     def _relu_backward(self, func: Any, gradient: Any, result: Any, threshold: Any) -> Any:
         rectified = self._rectified.get(memory_id(result))
         self._settle(result)
-        if rectified is None or rectified.result.expired() or threshold != 0 or not _alike(gradient, result):
+        if rectified is None or rectified.result.expired() or threshold != 0 or not _same_form(gradient, result):
             return NotImplemented
         note, first, more = self._note(gradient), gradient, None
         if note is not None and isinstance(note.pending, Sum):
@@ -174,7 +179,7 @@ class FusedNorms(TorchDispatchMode):
         self._settle((x, weight, batch_mean, deviation))
         for rectified in self._rectified.values():
             rectified.over(batch_mean)
-        if not training or not kernels.fits(x, weight, batch_mean, deviation) or not _alike(gradient, x):
+        if not training or not kernels.fits(x, weight, batch_mean, deviation) or not _same_form(gradient, x):
             return NotImplemented
         note = self._note(gradient)
         pending = note.pending if note is not None else None
@@ -189,7 +194,7 @@ class FusedNorms(TorchDispatchMode):
                 written = gradient
                 self._wanted |= {pending.number} if wanted else set()
                 del self._notes[memory_id(gradient)]
-            result = None if rectified.again(batch_mean) else pending.result
+            result = None if rectified.can_recompute_sign(batch_mean) else pending.result
             gradients = kernels.backward(pending.gradient, pending.more, *normal, rectified.bias, result, True, written)
             self.counts["backward past the ReLU"] += 1
             self.counts["of them of a sum"] += pending.more is not None
@@ -259,14 +264,15 @@ class FusedNorms(TorchDispatchMode):
     def _reduce(self, note: Note, pending: Gradient) -> bool:
         """Write a gradient by the first half of the backward of its normalisation; False where there is none."""
         rectified = self._rectified.get(memory_id(pending.result))
-        kept = note.tensor()
-        if rectified is None or rectified.normal is None or kept is None:
+        masked_gradient = note.tensor()
+        if rectified is None or rectified.normal is None or masked_gradient is None:
             return False
         x, mean, deviation = rectified.normal
-        result = None if rectified.again(mean) else pending.result
+        result = None if rectified.can_recompute_sign(mean) else pending.result
         parts = (x, mean, deviation, rectified.weight, rectified.bias, result)
-        sums = kernels.reduce_(kept, pending.gradient, pending.more, *parts)
-        self._reduced[memory_id(kept)] = StorageWeakRef(kept.untyped_storage()), memory_id(mean), sums
+        sums = kernels.reduce_(masked_gradient, pending.gradient, pending.more, *parts)
+        storage = StorageWeakRef(masked_gradient.untyped_storage())
+        self._reduced[memory_id(masked_gradient)] = storage, memory_id(mean), sums
         self.counts["backward past the ReLU"] += 1
         self.counts["of them of a sum"] += pending.more is not None
         return True
@@ -298,6 +304,6 @@ def is_clean(values: Iterable[torch.Tensor]) -> bool:
     return not has_nan or not bool(torch.stack(has_nan).any())
 
 
-def _alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_form(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     same = tensor.shape == other.shape and tensor.dtype == other.dtype and tensor.device == other.device
     return same and kernels.fits(tensor) and kernels.fits(other)

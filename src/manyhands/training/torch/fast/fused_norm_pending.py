@@ -156,7 +156,7 @@ class Rectified:
         if self._mean.cdata == memory_id(mean):
             self.normal = None
 
-    def again(self, mean: torch.Tensor) -> bool:
+    def can_recompute_sign(self, mean: torch.Tensor) -> bool:
         """Whether the kernel can compute the sign again instead of reading the ReLU's result."""
         return self._unchanged and self._mean.cdata == memory_id(mean) and self._version == _version(self.bias)
 

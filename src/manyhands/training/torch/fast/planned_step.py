@@ -124,9 +124,9 @@ class PlannedStep:
                 yield from [functools.partial(self._timed, step, marks)] * _STEPS
         while not all(_is_over(end) for marks in times.values() for _, end in marks):
             yield captured
-        ours, theirs = (statistics.median(_seconds(*pair) for pair in marks) for marks in times.values())
-        self._seconds = ours, theirs
-        yield self._win(planned if ours < theirs else captured, uses_plan=ours < theirs)
+        by_plan, by_capture = (statistics.median(_seconds(*pair) for pair in marks) for marks in times.values())
+        self._seconds = by_plan, by_capture
+        yield self._win(planned if by_plan < by_capture else captured, uses_plan=by_plan < by_capture)
 
     def _timed(self, step: Step, times: list[tuple[_Mark, _Mark]]) -> None:
         begin = self._mark()

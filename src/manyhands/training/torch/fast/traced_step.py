@@ -77,10 +77,10 @@ class TracedStep:
         with planning.untouched(trace, []) as put_back:
             run = self._executor(trace, planning.plan_of(self._schedule))
             put_back()
-            theirs = self._observed(self._captured, written)
+            of_capture = self._observed(self._captured, written)
             put_back()
-            ours = self._observed(lambda: run.replay([]), written)
-        if not all(map(torch.equal, ours, theirs)):
+            of_plan = self._observed(lambda: run.replay([]), written)
+        if not all(map(torch.equal, of_plan, of_capture)):
             self._why = "its results are not those of the captured step to the bit"
             self._captured()
             return

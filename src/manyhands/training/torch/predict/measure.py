@@ -52,7 +52,7 @@ def profile(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = settings or Settings()
     try:
-        with randomness.kept(device), host_heap.retained() if device.type == "cpu" else contextlib.nullcontext():
+        with randomness.preserved(device), host_heap.retained() if device.type == "cpu" else contextlib.nullcontext():
             measured, half = _profile(model, batch, loss, optimizer, settings, device)
             if device.type != "cpu":
                 return measured

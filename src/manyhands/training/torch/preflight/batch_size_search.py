@@ -107,7 +107,7 @@ class Search:
     def _tried(self, device: torch.device, shard: int, micro: int | None) -> bool:
         """Whether a few steps of a shard could be made."""
         try:
-            with randomness.kept(device):
+            with randomness.preserved(device):
                 loop_of(self._job(shard, micro), world.World(0, 1, device), lambda event: None)[0].fit()
             return True
         except LossIsNotANumber:  # after its step

@@ -75,7 +75,7 @@ def _refusal(job: Job, inputs: tuple[Any, ...]) -> str | None:
     """Why a copy of the model does not take these inputs, in its own words; None where it does."""
     model, inputs = _copy(job, inputs)
     try:
-        with torch.no_grad(), randomness.kept(next(model.parameters()).device):
+        with torch.no_grad(), randomness.preserved(next(model.parameters()).device):
             model.eval()(*inputs)
     except Exception as error:
         shapes = [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()]
@@ -171,12 +171,12 @@ def _of_kinds(job: Job) -> str | None:
         return None
     changes = list(_changes(job, tuple(batch)))
     for count in range(1, min(len(changes), _AT_ONCE) + 1):
-        for some in itertools.combinations(changes, count):
+        for chosen in itertools.combinations(changes, count):
             changed = tuple(batch)
-            for _, change in some:
+            for _, change in chosen:
                 changed = change(changed)
             if _works(job, changed):
-                return "; ".join(words for words, _ in some)
+                return "; ".join(words for words, _ in chosen)
     return None
 
 
@@ -331,7 +331,7 @@ def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
 def _loss(job: Job, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     first = next(model.parameters())
     dtype = first.dtype if job.settings.precision == "fp64" else None
-    with randomness.kept(first.device):
+    with randomness.preserved(first.device):
         return placed(job.objective, first.device, dtype)(model, batch)[0]
 
 

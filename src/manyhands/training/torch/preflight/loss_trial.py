@@ -45,7 +45,7 @@ def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
     Refuses a loss that is known to be neither.
     """
     try:
-        with randomness.kept(next(model.parameters()).device):
+        with randomness.preserved(next(model.parameters()).device):
             tried, objective = _copy(model, job.objective)
             tried.eval()  # no dropout, and no statistics of the batch
             if isinstance(objective, OwnStep):
@@ -124,8 +124,8 @@ def _unlike(pool: Batch) -> Iterator[Batch]:
 def _look(tensor: torch.Tensor) -> Look:
     flat = tensor.reshape(len(tensor), -1)
     seen = loss_trial.looked_at(*flat.shape)
-    some = flat if len(seen) == len(flat) else flat[torch.from_numpy(seen).to(flat.device)]
-    return Look(_numbers(some[:, :WIDTH]), seen)
+    sampled = flat if len(seen) == len(flat) else flat[torch.from_numpy(seen).to(flat.device)]
+    return Look(_numbers(sampled[:, :WIDTH]), seen)
 
 
 def _numbers(tensor: torch.Tensor) -> Array:

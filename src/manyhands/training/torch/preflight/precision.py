@@ -128,7 +128,7 @@ def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: tor
     if not samples.can_be_read(job.train):
         return None
     numbers = bf16_numbers(model)
-    with randomness.kept(device):
+    with randomness.preserved(device):
         try:
             batch = samples.few_samples(job.train, _TWO)
             _make_pass(model, objective, batch, numbers)

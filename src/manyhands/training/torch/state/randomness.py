@@ -49,7 +49,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def kept(device: torch.device) -> Iterator[None]:
+def preserved(device: torch.device) -> Iterator[None]:
     """Afterwards the random numbers go on as if nothing had been drawn within."""
     before = as_tensors(device)
     try:

@@ -70,14 +70,14 @@ class ActivationCheckpoints:
             if not torch.is_grad_enabled():
                 return call(*args, **options)
 
-            def again() -> tuple[Any, Any]:
+            def contexts() -> tuple[Any, Any]:
                 return contextlib.nullcontext(), _statistics_kept(module)
 
             # In a CUDA graph the state of random numbers cannot be read; what is captured has drawn none.
             captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             before = None if captured else _random_numbers()
             output = checkpoint(
-                call, *args, use_reentrant=False, preserve_rng_state=not captured, context_fn=again, **options
+                call, *args, use_reentrant=False, preserve_rng_state=not captured, context_fn=contexts, **options
             )
             self.drew = self.drew or (before is not None and before != _random_numbers())
             return output
