@@ -1,6 +1,6 @@
 """Compares the predictor with real ranks on this machine's CPU: ``python benchmarks/predict_ranks.py [--model lenet]``.
 
-Measures one device's step, how devices made of the CPU slow each other down, and the link between them (Gloo); predicts
+Measures one device's step, how virtual CPU devices slow each other down, and the link between them (Gloo); predicts
 1, 2 and 4 ranks, then trains with as many. Both are done several times in turns, so that a machine whose speed changes
 slows both down. Run it on a quiet machine; the load is printed.
 """

@@ -3,8 +3,8 @@
     python examples/scripts/plain_loop.py
 
 Each device has a replica of the net. A step splits the batch, runs forward and backward passes on all devices at
-once, adds the gradients up and updates every replica. It runs on all GPUs; with fewer than two, on two devices made
-of the CPU.
+once, adds the gradients up and updates every replica. It runs on all GPUs; with fewer than two, on two virtual
+CPU devices.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ X.device, mh.device_of(X) == device
 # %% [markdown]
 # ## Several devices without a GPU
 #
-# `virtual_devices(2)` makes two devices out of the CPU. They stand in for GPUs, and PyTorch's own names mean them too: code
+# `virtual_devices(2)` makes two virtual CPU devices. They stand in for GPUs, and PyTorch's own names mean them too: code
 # that was written for two GPUs runs as it is. They show whether such code is *right*; how *fast* it would be they cannot
 # show, because all of them share the same cores.
 

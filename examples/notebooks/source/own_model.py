@@ -2,7 +2,7 @@
 # # Your own model and data
 #
 # The trainer takes any `nn.Module`, any loss and any `Dataset`. This notebook fits a regression of its own with a data set of its own, a
-# metric, early stopping and the best checkpoint, on two devices that are made of the CPU.
+# metric, early stopping and the best checkpoint, on two virtual CPU devices.
 
 # %%
 import matplotlib.pyplot as plt

@@ -3,8 +3,8 @@
 #
 # `mh.Trainer` trains on every GPU of a machine, or on the CPU where there is none. Its promise: **N devices give the
 # answer of one device, only sooner.** This notebook trains on one device and on two, and compares the weights. The two are
-# made of the CPU, each a process of its own, so everything runs on a laptop. They share its cores: two GPUs would be
-# sooner, two devices made of one CPU are not.
+# virtual CPU devices, each a process, so everything runs on a laptop. They share its cores: two GPUs would be
+# sooner, two virtual devices are not.
 
 # %%
 import torch

@@ -139,7 +139,7 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
             console.print(f"{answer['framework']}: does not start: {answer['error']}")
         elif answer["virtual"]:
             console.print(
-                f"{answer['framework']}: {answer['virtual']} virtual devices made of the CPU stand in for GPUs "
+                f"{answer['framework']}: {answer['virtual']} virtual CPU devices stand in for GPUs "
                 "(MANYHANDS_VIRTUAL_DEVICES)"
             )
     if not facts["frameworks"]:

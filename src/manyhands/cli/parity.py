@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         type=flags.whole_number(2),
         default=2,
         metavar="N",
-        help="devices made of the CPU, to compare with one; default: 2",
+        help="virtual CPU devices, to compare with one; default: 2",
     )
     option("--batch-size", **flags.COUNT, default=16, help="samples of one step over all devices together; default: 16")
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)

@@ -17,7 +17,7 @@ from manyhands.placement.moves import VIRTUAL_DEVICES
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
-        help="run a PyTorch script written for several GPUs on virtual devices made of the CPU",
+        help="run a PyTorch script written for several GPUs on virtual CPU devices",
         description="Runs a script as 'python script.py' would, with virtual devices in the place of its GPUs: "
         "x.cuda(1), device='cuda:1', torch.cuda and nn.DataParallel mean them (docs/virtual-devices.md).",
     )

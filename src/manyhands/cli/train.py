@@ -79,8 +79,8 @@ def _add_what(group: Any) -> None:
     option("--model", choices=flags.MODELS, help="default: resnet18 on a GPU, else lenet")
     option(
         "--devices",
-        help="as devices= in Python: gpu (all of them), 2 (GPUs, else made of the CPU), gpu:0,gpu:1, cpu, cpu:2 (two "
-        "made of the CPU), gpu:0,cpu; default: all GPUs, else the CPU",
+        help="as devices= in Python: gpu (all of them), 2 (GPUs, else virtual CPU devices), gpu:0,gpu:1, "
+        "cpu, cpu:2 (two virtual CPU devices), gpu:0,cpu; default: all GPUs, else the CPU",
     )
     option(
         "--data",

@@ -71,7 +71,7 @@ class Bench:
         return self._virtual_devices[first : first + count]
 
     def for_trainer(self, count: int) -> Any:
-        """So many devices as ``mh.Trainer(devices=...)`` takes them: GPUs, or devices made of the CPU.
+        """So many devices as ``mh.Trainer(devices=...)`` takes them: GPUs, or virtual CPU devices.
 
         All of them are GPUs or none is: one GPU is not compared with two cores.
         """

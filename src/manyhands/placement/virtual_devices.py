@@ -62,9 +62,9 @@ class VirtualDeviceHolders(Generic[D]):
             if not have:
                 self._backend.virtual_devices(count, as_cuda=as_cuda)
                 self._stays = True
-                words = "virtual devices made of the CPU stand in for GPUs"
+                words = "virtual CPU devices stand in for GPUs"
                 if count == 1:
-                    words = "virtual device made of the CPU stands in for a GPU"
+                    words = "virtual CPU device stands in for a GPU"
                 print(f"manyhands: {count} {words} in {self._backend.name}", file=sys.stderr)
             return VirtualDevices(map(self._backend.gpu, range(count)), self, created=not have)
 

@@ -153,7 +153,7 @@ class Profile:
         return sum(bucket.size for bucket in self.buckets)
 
     def threads(self, devices: int) -> int:
-        """Of each device made of the CPU: they share its cores."""
+        """Of each virtual CPU device: they share the CPU's cores."""
         return max(1, self.cores // devices) if self.cores else 0
 
     def slowdown(self, devices: int) -> float:

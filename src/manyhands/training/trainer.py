@@ -55,7 +55,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: 0.
         gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
         devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none; also ``"auto"`` and
-            ``-1``), a number (``2``), ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two made of the CPU), or a list of names
+            ``-1``), a number (``2``), ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two virtual CPU devices), or a list of names
             (``["gpu:0", "gpu:1"]``) or of the framework's own objects. Default: None, as ``num_gpus`` says.
         batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
             Default: None, the data's own, else 256.
@@ -150,12 +150,12 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
 
     def _choose_devices(self, devices: Any) -> None:
         """Turn ``devices`` into a list of devices, and into the options that create them."""
-        choice = device_choice.meant(devices, self.backend, self._made_of_cpu)
+        choice = device_choice.meant(devices, self.backend, self._virtual_cpus)
         vars(self).update(choice.options, devices=choice.devices)
         self._device_note = choice.note
 
-    def _made_of_cpu(self, count: int) -> dict[str, Any]:
-        """The trainer's options for so many devices made of the CPU."""
+    def _virtual_cpus(self, count: int) -> dict[str, Any]:
+        """The trainer's options for so many virtual CPU devices."""
         return device_choice.on_virtual_devices(self.backend, count)
 
     # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on

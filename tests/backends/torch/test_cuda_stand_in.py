@@ -198,7 +198,7 @@ def test_every_way_to_name_a_device() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_who_asks_for_the_truth_gets_it() -> None:
-    assert "virtual device 1 (made of the CPU" in torch.cuda.get_device_name(1)
+    assert "virtual device 1 (CPU" in torch.cuda.get_device_name(1)
     assert torch.cuda.get_device_capability() == (0, 0)
     assert torch.cuda.get_device_properties("cuda:1").name == torch.cuda.get_device_name(1)
     assert str(mh.devices()[2].device) == "virtual:1"

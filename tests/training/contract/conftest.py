@@ -13,7 +13,7 @@ from manyhands.training.commands import recipes
 
 @pytest.fixture(scope="session")
 def own_recipes(framework: str, mh: Any) -> Any:
-    """The framework's recipes, with devices made of the CPU before it starts."""
+    """The framework's recipes, with virtual CPU devices before it starts."""
     mh.Trainer(1, devices=f"cpu:{MOST}")
     return recipes.of(framework)
 

@@ -32,7 +32,7 @@ def test_a_model_learns(bench: Bench) -> None:
 
 
 def test_devices_are_printed_alike(bench: Bench) -> None:
-    """Two devices made of the CPU are processes in PyTorch and CPUs of the framework's own elsewhere."""
+    """Two virtual CPU devices are processes in PyTorch and CPUs of the framework's own elsewhere."""
     trainer = bench.mh.Trainer(1, **bench.on(2))
     assert trainer.device_names == ["virtual:0", "virtual:1"]
     assert bench.mh.Trainer(1).device_names == ["cpu"]

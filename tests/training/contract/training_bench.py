@@ -1,4 +1,4 @@
-"""One framework's training, as the contract suite sees it: recipes, devices made of the CPU, and a few real images."""
+"""One framework's training, as the contract suite sees it: recipes, virtual CPU devices, and a few real images."""
 
 from __future__ import annotations
 

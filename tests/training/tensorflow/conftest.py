@@ -1,4 +1,4 @@
-"""Three devices made of the CPU, before anything starts TensorFlow."""
+"""Three virtual CPU devices, before anything starts TensorFlow."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 ======================  ==============================================================================
 ``"gpu"``, ``"all"``    all GPUs; the CPU where there is none, as with ``mh.try_gpu()``; also ``"cuda"``,
                         ``"auto"``, ``-1``
-``2``, ``"2"``          that many devices: GPUs, or where there is none, devices made of the CPU
+``2``, ``"2"``          that many devices: GPUs, or where there is none, virtual CPU devices
 ``"cpu"``               the CPU
-``"cpu:2"``             two devices made of the CPU (``"cpu:1"`` and ``"cpu:0"`` are the CPU)
+``"cpu:2"``             two virtual CPU devices (``"cpu:1"`` and ``"cpu:0"`` are the CPU)
 ``"gpu:0"``             that GPU; an error where it is not there
 ``"gpu:0,gpu:1"``       those devices, as the list ``["gpu:0", "gpu:1"]``
 ======================  ==============================================================================
@@ -27,10 +27,10 @@ from manyhands.backends.protocol import Backend
 from manyhands.device import Device
 from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
 
-MadeOfCpu = Callable[[int], dict[str, Any]]
+VirtualCpus = Callable[[int], dict[str, Any]]
 _MOST_OF_CPU = 64
 _ALL_GPUS = ("gpu", "cuda", "all", "auto", "-1")
-_WRITE = "Write gpu (all of them), 2 (that many), gpu:0,gpu:1, cpu, or cpu:2 for two devices made of the CPU"
+_WRITE = "Write gpu (all of them), 2 (that many), gpu:0,gpu:1, cpu, or cpu:2 for two virtual CPU devices"
 _NO_GPU = "there is no GPU here, so the job is on the CPU"
 
 
@@ -43,23 +43,23 @@ class Choice:
     note: str | None = None
 
 
-def meant(devices: Any, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
-    """The devices that a user means; ``made_of_cpu`` gives the trainer's options for that many made of the CPU."""
+def meant(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+    """The devices that a user means; ``virtual_cpus`` gives the trainer's options for that many virtual CPU devices."""
     if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
-        return _of_text("-1", backend, made_of_cpu)
+        return _of_text("-1", backend, virtual_cpus)
     if isinstance(devices, Integral) and not isinstance(devices, bool):
-        return _as_many(devices, int(devices), backend, made_of_cpu)
+        return _as_many(devices, int(devices), backend, virtual_cpus)
     if isinstance(devices, str):
-        return _of_text(devices, backend, made_of_cpu)
+        return _of_text(devices, backend, virtual_cpus)
     if isinstance(devices, Device) or backend.is_device(devices):
         return Choice([devices])
     return Choice(devices)
 
 
-def _of_text(text: str, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+def _of_text(text: str, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     words = text.strip().lower()
     if words.isdecimal():
-        return _as_many(text, int(words), backend, made_of_cpu)
+        return _as_many(text, int(words), backend, virtual_cpus)
     if words in _ALL_GPUS:
         gpus = [f"gpu:{number}" for number in range(backend.num_gpus())]
         note = None if gpus or words in ("all", "auto") else f"devices={text!r}: {_NO_GPU}"
@@ -67,24 +67,24 @@ def _of_text(text: str, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu)
     kind, colon, count = words.partition(":")
     if kind == "cpu" and "," not in words:
         if colon and (not count.isdecimal() or int(count) > _MOST_OF_CPU):
-            raise BadDevice(f"devices={text!r}: write cpu, or cpu:2 for two devices made of the CPU")
-        return _of_cpu(int(count or 1) or 1, made_of_cpu)
+            raise BadDevice(f"devices={text!r}: write cpu, or cpu:2 for two virtual CPU devices")
+        return _of_cpu(int(count or 1) or 1, virtual_cpus)
     names = [part.strip() for part in text.strip().split(",")]
     _check_names(text, names)
     _check_gpus(text, names, backend)
     return Choice(names)
 
 
-def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     if count < 1:
         raise BadDevice(f"devices={devices!r}: give a number of at least 1, 'gpu' for all GPUs, or 'cpu'")
     # Asked of the machine first: to look for GPUs starts JAX and TensorFlow, and they make no CPU devices after that.
     gpus = backend.num_gpus() if backend.virtual_count() or machine.may_have_gpus() else 0
     if not gpus:
-        return _of_cpu(count, made_of_cpu)
+        return _of_cpu(count, virtual_cpus)
     if count > gpus:
         here = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        raise BadDevice(f"devices={devices!r}: {here} here. Give fewer, or 'cpu:{count}' for devices made of the CPU")
+        raise BadDevice(f"devices={devices!r}: {here} here. Give fewer, or 'cpu:{count}' for virtual CPU devices")
     return Choice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
 
 
@@ -93,8 +93,8 @@ def _standing_in(gpus: list[str], backend: Backend[Any, Any, Any]) -> list[Any]:
     return [backend.gpu(number) for number in range(len(gpus))] if backend.virtual_count() else gpus
 
 
-def _of_cpu(count: int, made_of_cpu: MadeOfCpu) -> Choice:
-    options = {"devices": ["cpu"]} if count == 1 else made_of_cpu(count)
+def _of_cpu(count: int, virtual_cpus: VirtualCpus) -> Choice:
+    options = {"devices": ["cpu"]} if count == 1 else virtual_cpus(count)
     return Choice(options.pop("devices"), options)
 
 
@@ -112,7 +112,7 @@ def _check_gpus(text: str, names: list[str], backend: Backend[Any, Any, Any]) ->
         if re.fullmatch(r"(gpu|cuda)(:\d+)?", name.lower()) and Device.parse(name).index >= backend.num_gpus():
             raise NoSuchDevice(
                 f"devices={text!r}: there is no {name} here (manyhands devices shows what there is). Write cpu, or "
-                "cpu:2 for two devices made of the CPU"
+                "cpu:2 for two virtual CPU devices"
             )
 
 
@@ -128,6 +128,6 @@ def _check_names(text: str, names: list[str]) -> None:
         if label in devices:
             raise DuplicateDevices(
                 f"devices={text!r}: {label} stands there more than once. Name each device once, or write "
-                f"cpu:{len(names)} for {len(names)} devices made of the CPU"
+                f"cpu:{len(names)} for {len(names)} virtual CPU devices"
             )
         devices.append(label)

@@ -51,7 +51,7 @@ class Trainer(BaseTrainer):
         "precision='fp16'": "the loss would have to be scaled; give 'bf16', which needs none",
         "shard": "FSDP2 is PyTorch's; TensorFlow's replicas hold all weights",
         "activation_checkpointing": "in Keras the layers say it themselves: build the model in a keras.RematScope",
-        "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
+        "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",

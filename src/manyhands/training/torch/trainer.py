@@ -63,7 +63,7 @@ class Trainer(BaseTrainer):
     def _check_options(self) -> None:
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
 
-    def _made_of_cpu(self, count: int) -> dict[str, Any]:
+    def _virtual_cpus(self, count: int) -> dict[str, Any]:
         """Each is a process of its own."""
         workers = self._option("workers")
         if workers.per_device != 1:

@@ -42,7 +42,7 @@ def get_sync_debug_mode() -> int:
 
 def get_device_name(device: Any = None) -> str:
     """The truth, for everybody who asks: which virtual device, and what it is made of."""
-    return f"virtual device {index_of(device)} (made of the CPU: {machine.host_name()})"
+    return f"virtual device {index_of(device)} (CPU: {machine.host_name()})"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:

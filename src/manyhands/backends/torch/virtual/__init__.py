@@ -1,4 +1,4 @@
-"""Numbered devices made of the CPU, so that PyTorch code for several GPUs runs, and fails, as it would there.
+"""Virtual CPU devices, so that PyTorch code for several GPUs runs, and fails, as it would there.
 
 A :class:`VirtualTensor` is a tensor that is on virtual device 1 and holds a plain tensor inside; every operation is
 computed on what is inside, and its results are wrapped again. Operands on different devices are refused in PyTorch's

@@ -94,5 +94,5 @@ def _device(device: Any) -> torch.device | None:
 
     (native,) = Placement(backend).distinct([device])
     if native.type == "cpu" and native.index:
-        raise BadSettings(f"device={device!r} is made of the CPU, which is what is measured: give device='cpu'")
+        raise BadSettings(f"device={device!r} is a virtual device. Measure the CPU itself: device='cpu'")
     return native

@@ -46,7 +46,7 @@ def profile(
 ) -> Profile:
     """Measure a step of the model on the batch, and on halves and quarters of it.
 
-    ``crowds``: with so many devices made of the CPU at once, too, to see how they slow each other down.
+    ``crowds``: with so many virtual CPU devices at once, too, to see how they slow each other down.
     """
     checks.check_trainable(model)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
