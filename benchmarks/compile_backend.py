@@ -46,23 +46,23 @@ class Ensemble(nn.Module):
 
 def rows(tiny: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
     """Each net and the shape of its batches."""
-    some = 4 if tiny else 64
-    made: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-        "mlps": (Ensemble, (some, 256)),
-        "resnet18": (lambda: models.resnet18(10, in_channels=3), (some, 3, 32, 32)),
+    batch = 4 if tiny else 64
+    rows_by_name: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+        "mlps": (Ensemble, (batch, 256)),
+        "resnet18": (lambda: models.resnet18(10, in_channels=3), (batch, 3, 32, 32)),
     }
     try:
         import torchvision
     except ImportError:
-        return made
+        return rows_by_name
     vision = torchvision.models
-    made["googlenet"] = (
+    rows_by_name["googlenet"] = (
         lambda: vision.googlenet(num_classes=10, aux_logits=False, init_weights=False),
-        (some, 3, 64, 64),
+        (batch, 3, 64, 64),
     )
-    made["mobilenet-v3"] = (lambda: vision.mobilenet_v3_small(num_classes=10), (some, 3, 64, 64))
-    made["vit-b-16"] = (lambda: vision.vit_b_16(num_classes=10, image_size=64), (some, 3, 64, 64))
-    return made
+    rows_by_name["mobilenet-v3"] = (lambda: vision.mobilenet_v3_small(num_classes=10), (batch, 3, 64, 64))
+    rows_by_name["vit-b-16"] = (lambda: vision.vit_b_16(num_classes=10, image_size=64), (batch, 3, 64, 64))
+    return rows_by_name
 
 
 class Loop:

@@ -33,8 +33,8 @@ import parallel_overhead
 import parallel_planning
 import torch
 from parallel_case import Case, synchronize
-from parallel_results import Wanted, kept
-from parallel_ways import COMPILED, OURS, Skipped, ours, ways
+from parallel_results import Wanted, copied
+from parallel_ways import COMPILED, OURS, Skipped, ways, with_manyhands
 
 from manyhands import machine
 
@@ -86,7 +86,14 @@ def measure(case: Case, device: torch.device, quick: bool, only: Sequence[str] =
 
 def _measure(case: Case, device: torch.device, quick: bool, only: Sequence[str]) -> dict[str, Any]:
     wanted = Wanted(case)
-    row: dict[str, Any] = {"name": case.name, "seconds": {}, "spread": {}, "difference": {}, "told": {}, "left_out": {}}
+    row: dict[str, Any] = {
+        "name": case.name,
+        "seconds": {},
+        "spread": {},
+        "difference": {},
+        "verdict": {},
+        "left_out": {},
+    }
     row["naive"] = case.naive
 
     def add(name: str, make: Callable[[], Callable[[], Any]]) -> None:
@@ -94,12 +101,12 @@ def _measure(case: Case, device: torch.device, quick: bool, only: Sequence[str])
             return
         try:
             work = make()
-            right, words, apart = wanted.told(kept(work()))
+            right, words, apart = wanted.judge(copied(work()))
             if not right:
                 row["left_out"][name] = words
                 return
             median, least, most = median_seconds(work, device, quick)
-            right, later, _ = wanted.told(kept(work()))  # after many calls ours reads its arguments in place
+            right, later, _ = wanted.judge(copied(work()))  # after many calls ours reads its arguments in place
             if not right:
                 row["left_out"][name] = f"after many calls: {later}"
                 return
@@ -111,7 +118,7 @@ def _measure(case: Case, device: torch.device, quick: bool, only: Sequence[str])
             row["left_out"][name] = f"failed: {type(error).__name__}: {error}".splitlines()[0][:160]
             return
         row["seconds"][name], row["spread"][name] = median, (least, most)
-        row["difference"][name], row["told"][name] = apart, words
+        row["difference"][name], row["verdict"][name] = apart, words
         print(f"  {name:<30}{median * 1e3:10.3f} ms  {words}", flush=True)
 
     print(case.name, flush=True)
@@ -123,14 +130,14 @@ def _measure(case: Case, device: torch.device, quick: bool, only: Sequence[str])
         if name == COMPILED and (device.type != "cuda" or not case.graph):
             continue
         start = time.perf_counter()
-        work, fast = ours(case, name)
+        work, fast = with_manyhands(case, name)
         add(name, lambda work=work: work)  # type: ignore[misc]
         row.setdefault("planning", time.perf_counter() - start)
         row.setdefault("explained", {})[name] = fast.explain() if fast._last else ""
         tidy(device)
     row["bounds"] = {
-        name: median_seconds(lambda one=one: one(*case.arguments), device, quick)[0]  # type: ignore[misc]
-        for name, one in case.bounds.items()
+        name: median_seconds(lambda bound=bound: bound(*case.arguments), device, quick)[0]  # type: ignore[misc]
+        for name, bound in case.bounds.items()
     }
     for name, seconds in row["bounds"].items():
         print(f"  bound: {name:<23}{seconds * 1e3:10.3f} ms", flush=True)
@@ -166,7 +173,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             by_hand,
             batched,
         )
-        cells = [f"{one / best:.2f}" if one else "-" for one in others]
+        cells = [f"{seconds / best:.2f}" if seconds else "-" for seconds in others]
         bound = max(row["bounds"].values(), default=None)
         widths = (8, 8, 9, 9, 9)
         print(
@@ -218,7 +225,7 @@ def main() -> int:
     makers["overhead-4"] = lambda: parallel_overhead.overhead(device, flags.tiny, 4)
     makers["overhead-1"] = lambda: parallel_overhead.overhead(device, flags.tiny, 1)
     wanted = flags.rows.split(",") if flags.rows else [""]
-    chosen = [name for name in makers if any(name.startswith(one.strip()) for one in wanted)]
+    chosen = [name for name in makers if any(name.startswith(prefix.strip()) for prefix in wanted)]
     if not chosen:
         print(f"no such row: {flags.rows}. There are {', '.join(makers)}", file=sys.stderr)
         return 2
@@ -235,7 +242,7 @@ def main() -> int:
             with open(flags.json, "w") as file:
                 json.dump({"header": header(device), "rows": rows}, file, indent=1)
     print_table(rows)
-    slower = parallel_limits.told(parallel_limits.against_eager(rows, OURS), LEAST, "eager")
+    slower = parallel_limits.report_below(parallel_limits.against_eager(rows, OURS), LEAST, "eager")
     if any("NOT EQUAL" in why for row in rows for why in row["left_out"].values()):
         return 1
     return 0 if flags.tiny else slower  # times of small sizes are noise

@@ -38,19 +38,19 @@ def chains(size: int, device: torch.device, numbers: str = "", *, count: int = 8
     factors = [(torch.randn(size, size, device=device) / size**0.5).to(dtype) for _ in range(count)]
     streams = streams_on(count, device)
 
-    def one(x: Tensor, w: Tensor) -> Tensor:
+    def chain(x: Tensor, w: Tensor) -> Tensor:
         for _ in range(length):
             x = x @ w
         return x
 
     def plain(xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
-        return [one(x, w) for x, w in zip(xs, ws, strict=True)]
+        return [chain(x, w) for x, w in zip(xs, ws, strict=True)]
 
     def by_hand(xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
-        return spread([lambda x=x, w=w: one(x, w) for x, w in zip(xs, ws, strict=True)], streams)
+        return spread([lambda x=x, w=w: chain(x, w) for x, w in zip(xs, ws, strict=True)], streams)
 
     def batched(xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
-        return list(one(torch.stack(xs), torch.stack(ws)))
+        return list(chain(torch.stack(xs), torch.stack(ws)))
 
     def exact(xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
         return plain([x.double() for x in xs], [w.double() for w in ws])
@@ -153,19 +153,19 @@ def ensemble(device: torch.device, *, members: int = 8, width: int = 256, batch:
 
     def one_step(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
         # Leaves made here: a gradient is gathered on the stream that its leaf was first used on, outside of a capture.
-        own = {name: parameter.detach().requires_grad_() for name, parameter in net.named_parameters()}
-        loss = cross_entropy(torch.func.functional_call(net, own, (x,)), y)
-        return [loss.detach(), *torch.autograd.grad(loss, list(own.values()))]
+        leaves = {name: parameter.detach().requires_grad_() for name, parameter in net.named_parameters()}
+        loss = cross_entropy(torch.func.functional_call(net, leaves, (x,)), y)
+        return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
 
     def by_hand(x: Tensor, y: Tensor) -> list[Tensor]:
         parts = spread([lambda net=net: one_step(net, x, y) for net in nets], streams)
-        return [torch.stack([part[0] for part in parts]).sum(), *(one for part in parts for one in part[1:])]
+        return [torch.stack([part[0] for part in parts]).sum(), *(gradient for part in parts for gradient in part[1:])]
 
     stacked, buffers = torch.func.stack_module_state(nets)  # type: ignore[arg-type]
     skeleton = copy.deepcopy(nets[0]).to("meta")
 
-    def one_loss(own: Any, rest: Any, x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(torch.func.functional_call(skeleton, (own, rest), (x,)), y)
+    def one_loss(parameters: Any, buffers: Any, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(torch.func.functional_call(skeleton, (parameters, buffers), (x,)), y)
 
     def batched(x: Tensor, y: Tensor) -> list[Tensor]:
         losses = torch.vmap(one_loss, in_dims=(0, 0, None, None))(stacked, buffers, x, y)
@@ -200,8 +200,8 @@ def resnet(batch: int, device: torch.device, *, small: bool = False) -> Case:
     def in_graph() -> Work:
         # A net of its own, first used on the stream that is captured: the gradient of a parameter is gathered on the
         # stream of its first use, and the other ways use theirs on the default stream, which a capture cannot join.
-        own = copy.deepcopy(net)
-        return _compiled_step(forward_of(own), list(own.parameters()), None)
+        copied = copy.deepcopy(net)
+        return _compiled_step(forward_of(copied), list(copied.parameters()), None)
 
     forward, parameters = forward_of(net), list(net.parameters())
     wide = copy.deepcopy(net).double()

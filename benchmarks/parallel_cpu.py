@@ -11,6 +11,7 @@ Results are compared with plain execution before anything is timed. Targets on t
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import statistics
@@ -100,7 +101,7 @@ def main(rounds: int) -> int:
         with torch.no_grad():
             chosen[name] = one_row(name, program, inputs, threads, rounds)
     print(f"load after: {os.getloadavg()[0]:.1f}")
-    return parallel_limits.told(chosen, LEAST, "the better plain way")
+    return parallel_limits.report_below(chosen, LEAST, "the better plain way")
 
 
 def one_row(name: str, program: Program, inputs: list[torch.Tensor], threads: int, rounds: int) -> float:
@@ -121,9 +122,9 @@ def one_row(name: str, program: Program, inputs: list[torch.Tensor], threads: in
             ways[way]()
             if number:
                 times[way].append(time.perf_counter() - start)
-    medians = [statistics.median(own) for own in times]
+    medians = [statistics.median(seconds) for seconds in times]
     better = min(times[:2], key=statistics.median)
-    ratios = [statistics.median(b / own for b, own in zip(better, mine, strict=True)) for mine in times[2:]]
+    ratios = [statistics.median(map(operator.truediv, better, seconds)) for seconds in times[2:]]
     quarters = statistics.quantiles(better, n=4)
     spread = quarters[2] / quarters[0]
     print(
@@ -148,11 +149,11 @@ def plain(program: Program, inputs: list[torch.Tensor], threads: int) -> Callabl
 def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Callable[[], Any]:
     """As many lanes as threads, whether that is better or not."""
     call = planning.call(tuple(inputs), {})
-    found = planning.trace(program, call)
-    measured = graph(costs(planning, found, None).tasks)
-    _, made = choose_cpu.better(measured, threads)
-    check(made)
-    run = planning.thread_run(found, planning.plan_of(made), threads)
+    trace = planning.trace(program, call)
+    measured = graph(costs(planning, trace, None).tasks)
+    _, planned = choose_cpu.better(measured, threads)
+    check(planned)
+    run = planning.thread_run(trace, planning.plan_of(planned), threads)
     return lambda: run.replay(inputs)
 
 

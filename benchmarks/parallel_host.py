@@ -23,10 +23,10 @@ def products_to_host(device: torch.device, *, size: int = 4000, count: int = 50)
 
     def by_hand(x: Tensor) -> list[Tensor]:
         current = torch.cuda.current_stream()
-        results, kept = [], []
+        results, alive = [], []
         for _ in range(count):
             y = x @ x
-            kept.append(y)
+            alive.append(y)
             copying[0].wait_stream(current)
             with torch.cuda.stream(copying[0]):
                 results.append(torch.empty(y.shape, pin_memory=True).copy_(y, non_blocking=True))
@@ -80,7 +80,7 @@ def pipeline(device: torch.device, *, size: int = 2048, count: int = 16, depth: 
 
     def by_hand(batches: list[Tensor]) -> list[Tensor]:
         incoming, computing, outgoing = lanes
-        results, kept = [], []
+        results, alive = [], []
         for batch in batches:
             with torch.cuda.stream(incoming):
                 x = batch.to(device, non_blocking=True)
@@ -90,7 +90,7 @@ def pipeline(device: torch.device, *, size: int = 2048, count: int = 16, depth: 
             outgoing.wait_stream(computing)
             with torch.cuda.stream(outgoing):
                 results.append(torch.empty(y.shape, pin_memory=True).copy_(y, non_blocking=True))
-            kept += [x, y]
+            alive += [x, y]
         outgoing.synchronize()
         return results
 

@@ -11,16 +11,16 @@ def below(ratios: Mapping[str, float], least: float, of: str) -> list[str]:
     return [f"below {least} of {of}: {name}, {ratio:.3f}" for name, ratio in ratios.items() if ratio < least]
 
 
-def told(ratios: Mapping[str, float], least: float, of: str) -> int:
+def report_below(ratios: Mapping[str, float], least: float, of: str) -> int:
     """Print them, or that there are none: the exit code, 1 where something is below."""
     lines = below(ratios, least, of)
     print("\n".join(lines) if lines else f"never below {least} of {of} ({len(ratios)} compared)")
     return 1 if lines else 0
 
 
-def against_eager(rows: Iterable[Mapping[str, Any]], ours: Iterable[str]) -> dict[str, float]:
+def against_eager(rows: Iterable[Mapping[str, Any]], ways: Iterable[str]) -> dict[str, float]:
     """For each row and each way of ours, where both were timed, how many times as fast as eager it is."""
-    names = list(ours)
+    names = list(ways)
     return {
         f"{row['name']}, {name}": row["seconds"]["eager"] / row["seconds"][name]
         for row in rows

@@ -12,8 +12,8 @@ from typing import Any
 import parallel_cases
 import torch
 from parallel_case import Case, synchronize
-from parallel_results import Wanted, kept
-from parallel_ways import COMPILED, OURS, captured, ours
+from parallel_results import Wanted, copied
+from parallel_ways import COMPILED, OURS, captured, with_manyhands
 from torch.utils._pytree import tree_map
 
 
@@ -30,13 +30,13 @@ def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
     works = {"one-stream graph": captured(case.function, case.arguments, device)}
     by_hand = "streams in a graph"
     works[by_hand] = captured(case.captured[by_hand], case.arguments, device)
-    works |= {name: ours(case, name)[0] for name in OURS if name != COMPILED}
+    works |= {name: with_manyhands(case, name)[0] for name in OURS if name != COMPILED}
     works |= {f"{name}, arguments elsewhere at every call": elsewhere(case, name) for name in OURS if name != COMPILED}
     wanted = Wanted(case)
     for name, work in list(works.items()):
         for _ in range(100):  # ours reads its arguments in place by then
             work()
-        right, words, _ = wanted.told(kept(work()))
+        right, words, _ = wanted.judge(copied(work()))
         if not right:
             row["left_out"][name] = words
             del works[name]
@@ -48,7 +48,7 @@ def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
             work()
             times[name].append(time.perf_counter() - start)
             synchronize(device)
-    row["seconds"] = {name: statistics.median(own) for name, own in times.items()}
+    row["seconds"] = {name: statistics.median(seconds) for name, seconds in times.items()}
     print(row["name"])
     bare = [row["seconds"].get(name, math.nan) for name in ("one-stream graph", by_hand)]
     for name, seconds in row["seconds"].items():
@@ -59,6 +59,6 @@ def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
 
 def elsewhere(case: Case, name: str) -> Callable[[], Any]:
     """A way of ours, with the arguments and with copies of them in turns: it never comes to read them in place."""
-    _, fast = ours(case, name)
-    given = itertools.cycle((case.arguments, tree_map(torch.clone, case.arguments)))
-    return lambda: fast(*next(given))
+    _, fast = with_manyhands(case, name)
+    arguments = itertools.cycle((case.arguments, tree_map(torch.clone, case.arguments)))
+    return lambda: fast(*next(arguments))

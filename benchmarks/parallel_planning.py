@@ -30,20 +30,20 @@ def planning() -> dict[str, Any]:
             memories = {memory for task in tasks for memory in task.writes if memory >= 0}
             footprint = Footprint(dict.fromkeys(memories, 1), frozenset(), frozenset())
             held = 0.0
-            times, own = [], []
+            times, processor = [], []
             for _ in range(3):
                 start, begin = time.perf_counter(), time.process_time()
                 planned = schedule(graph(tasks), lanes, switch_seconds=1e-6)
                 check(planned)
                 simulate(planned, wait_seconds=1e-6)
                 times.append(time.perf_counter() - start)
-                own.append(time.process_time() - begin)
+                processor.append(time.process_time() - begin)
                 begin = time.process_time()
                 check(thrifty(planned, footprint, len(memories) // 2))
                 held = max(held, time.process_time() - begin)
             name = f"{count} tasks, {form}"
             row["seconds"][name] = statistics.median(times)
-            text = f"{row['seconds'][name] * 1e3:.1f} ms, processor {statistics.median(own) * 1e3:.1f} ms"
+            text = f"{row['seconds'][name] * 1e3:.1f} ms, processor {statistics.median(processor) * 1e3:.1f} ms"
             text += f"; held back {held * 1e3:.1f} ms more"
             print(f"  schedule, check, simulate {name}: {text}")
     return row
@@ -57,7 +57,7 @@ def _programs(count: int) -> dict[str, list[Task]]:
         return Task("copy", frozenset({number}), frozenset({-1 - number}), "gpu:0", "copy out", seconds=1e-6)
 
     return {
-        "each is copied out": [one for i in range(1, count, 2) for one in (task(i, {-1}, i), copy(i))],
+        "each is copied out": [step for i in range(1, count, 2) for step in (task(i, {-1}, i), copy(i))],
         "each needs two earlier ones": [task(i, {i - 7, i - 31}, i) for i in range(count)],
         "eight chains": [task(i, {i % 8}, i % 8) for i in range(count)],
         "one to all to one": [*(task(i, {-1}, i) for i in range(count - 1)), task(0, set(range(count - 1)), -1)],

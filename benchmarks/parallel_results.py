@@ -14,17 +14,17 @@ from manyhands.backends.torch.run import float64
 from manyhands.errors import CannotBeExact
 
 
-def kept(results: Any) -> list[torch.Tensor]:
-    return [one.detach().clone() for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
+def copied(results: Any) -> list[torch.Tensor]:
+    return [leaf.detach().clone() for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
 
 
-def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def difference(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """0 where all is equal to the bit, else the norm of the difference over that of what was expected, all together."""
-    if len(found) != len(expected) or any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
+    if len(results) != len(expected) or any(a.shape != b.shape for a, b in zip(results, expected, strict=True)):
         return float("inf")
-    if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+    if all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)):
         return 0.0
-    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(results, expected, strict=True))
     whole = sum(float(b.double().square().sum()) for b in expected)
     return (apart / max(whole, 1e-300)) ** 0.5
 
@@ -34,22 +34,22 @@ class Wanted:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._expected = kept(case.function(*case.arguments))
+        self._expected = copied(case.function(*case.arguments))
 
     @functools.cached_property
     def _exactly(self) -> list[torch.Tensor]:
         assert self._case.exact is not None
-        return kept(self._case.exact(*self._case.arguments))
+        return copied(self._case.exact(*self._case.arguments))
 
-    def told(self, found: list[torch.Tensor]) -> tuple[bool, str, float]:
+    def judge(self, results: list[torch.Tensor]) -> tuple[bool, str, float]:
         """Whether results are right, in words, and their difference from eager's."""
-        apart = difference(found, self._expected)
+        apart = difference(results, self._expected)
         if apart == 0:
             return True, "equal to the bit", apart
         if self._case.exact is not None and apart < float("inf"):
             with contextlib.suppress(CannotBeExact):
                 coarse = torch.finfo(self._case.coarse).eps
-                verdict = float64.verdict(found, self._expected, self._exactly, coarse)
+                verdict = float64.verdict(results, self._expected, self._exactly, coarse)
                 if verdict.accepted:
                     return True, f"as exact as eager ({verdict.error:.2f} of its error)", apart
                 return False, f"NOT EQUAL to eager, and {verdict.words}", apart

@@ -54,8 +54,8 @@ def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
     if device.type != "cuda":
         raise Skipped("compiled on a GPU only")
     torch._dynamo.reset()
-    made = case.compiled() if case.compiled else _marked(torch.compile(case.function, mode="reduce-overhead"))
-    return lambda: made(*case.arguments)
+    inductor = case.compiled() if case.compiled else _marked(torch.compile(case.function, mode="reduce-overhead"))
+    return lambda: inductor(*case.arguments)
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def ours(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
+def with_manyhands(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
     fast = Parallel(case.function, planning, **OURS[name])
     return lambda: fast(*case.arguments), fast
 
@@ -74,12 +74,12 @@ def ours(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
 def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[], Any]]]:
     """For each way what makes it, so that each is made when its turn comes and its memory goes with it."""
     arguments = case.arguments
-    found: dict[str, Callable[[], Callable[[], Any]]] = {}
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {}
     for name, other in case.others.items():
-        found[name] = lambda other=other: lambda: other(*arguments)  # type: ignore[misc]
+        makers[name] = lambda other=other: lambda: other(*arguments)  # type: ignore[misc]
     if case.graph:
-        found["one-stream graph"] = lambda: captured(case.function, arguments, device)
-        found["compile, reduce-overhead"] = lambda: compiled(case, device)
+        makers["one-stream graph"] = lambda: captured(case.function, arguments, device)
+        makers["compile, reduce-overhead"] = lambda: compiled(case, device)
     for name, other in case.captured.items():
-        found[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
-    return found
+        makers[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
+    return makers

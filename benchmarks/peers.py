@@ -205,9 +205,9 @@ def accelerate(problem: Problem, precision: str) -> Outcome:
     accelerator = Accelerator(
         mixed_precision=precision, cpu=not on_gpu, dataloader_config=DataLoaderConfiguration(non_blocking=on_gpu)
     )
-    own = problem.net()
+    model = problem.net()
     net, optimizer, loader = accelerator.prepare(
-        own, torch.optim.SGD(own.parameters(), lr=problem.lr), loader_in_memory(problem)
+        model, torch.optim.SGD(model.parameters(), lr=problem.lr), loader_in_memory(problem)
     )
     watch, losses = Stopwatch(problem.device), []
     for _ in range(problem.epochs):

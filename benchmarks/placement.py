@@ -57,16 +57,16 @@ def main(framework: str) -> None:
     assert mh.to(x, device) is x
     tree = {"layers": [{"weight": mh.copy(x), "bias": mh.copy(x)} for _ in range(500)]}
     assert mh.to(tree, device) is tree
-    one = median_microseconds(lambda: mh.to(x, device), 10_000)
+    single = median_microseconds(lambda: mh.to(x, device), 10_000)
     many = median_microseconds(lambda: mh.to(tree, device), 20)
-    own = {"check": check, "move": move}
-    theirs = {name: median_microseconds(lambda call=call: call(x, device), 10_000) for name, call in own.items()}
+    plain = {"check": check, "move": move}
+    theirs = {name: median_microseconds(lambda call=call: call(x, device), 10_000) for name, call in plain.items()}
     version = importlib.import_module(framework).__version__
     print(f"{framework} {version}, Python {platform.python_version()}, {platform.machine()}; medians of 9")
-    print(f"  one tensor in place: {one:.2f} us; 1,000 in a tree: {many:.0f} us")
+    print(f"  one tensor in place: {single:.2f} us; 1,000 in a tree: {many:.0f} us")
     for name, microseconds in theirs.items():
         print(
-            f"  the framework's own {name}: {microseconds:.2f} us, so {one - microseconds:+.2f} us for one and "
+            f"  the framework's own {name}: {microseconds:.2f} us, so {single - microseconds:+.2f} us for one and "
             f"x{many / 1000 / microseconds:.2f} for 1,000"
         )
 

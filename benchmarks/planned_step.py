@@ -159,14 +159,14 @@ def measure(name: str, ways: list[str], device: str, tiny: bool) -> None:
         first, *timed = (row["seconds"] for row in result.rows)
         seconds[way] = statistics.median(timed)
         weights[way] = [parameter.detach().cpu() for parameter in net.parameters()]
-        told = [note for note in result.notes if "step" in note and "one CUDA graph" not in note]
+        notes = [note for note in result.notes if "step" in note and "one CUDA graph" not in note]
         more = f"the first epoch {first - seconds[way]:5.1f} s more"
-        print(f"  {way:<12}{seconds[way] / steps * 1e3:9.3f} ms a step, {more}", *told, sep="\n    ", flush=True)
+        print(f"  {way:<12}{seconds[way] / steps * 1e3:9.3f} ms a step, {more}", *notes, sep="\n    ", flush=True)
     for way in ways:
         if way == "planned" or "planned" not in ways:
             continue
         pairs = zip(weights["planned"], weights[way], strict=True)
-        apart = max(float((one - other).norm() / other.norm()) for one, other in pairs)
+        apart = max(float((weight - other).norm() / other.norm()) for weight, other in pairs)
         same = "to the bit" if all(map(torch.equal, weights["planned"], weights[way])) else f"to {apart:.0e}"
         print(f"  planned is {seconds[way] / seconds['planned']:.2f}x {way}, equal {same}", flush=True)
         if way == "captured" and same != "to the bit":

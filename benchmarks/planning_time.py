@@ -66,7 +66,7 @@ def inception(device: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 FUNCTIONS = {"resnet": resnet, "transformer": transformer, "inception": inception}
 
 
-def one(name: str) -> None:
+def plan_alone(name: str) -> None:
     import torch
     import torch._dynamo
 
@@ -80,10 +80,10 @@ def one(name: str) -> None:
     fast(*arguments)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    spent, own = time.perf_counter() - start, time.process_time() - begin
+    spent, processor = time.perf_counter() - start, time.process_time() - begin
     parts = next((line.strip() for line in fast.explain().splitlines() if line.startswith("  planned in")), "")
     tasks = 0 if fast.planned.costed is None else len(fast.planned.costed.tasks)
-    print(f"{spent:6.2f} s, processor {own:5.2f} s, {tasks} tasks; {parts}", flush=True)
+    print(f"{spent:6.2f} s, processor {processor:5.2f} s, {tasks} tasks; {parts}", flush=True)
 
 
 def parts(name: str) -> None:
@@ -101,10 +101,10 @@ def parts(name: str) -> None:
     extra = (trace,) if "trace" in inspect.signature(planning.guards).parameters else ()
     check: Any = planning.guards(function, arguments, {}, *extra)  # type: ignore[call-arg]
     guarded = time.process_time()
-    asked, own = least_seconds(lambda: check(arguments, {})), least_seconds(trace.holds)
+    asked, traced = least_seconds(lambda: check(arguments, {})), least_seconds(trace.holds)
     print(
         f"capture {captured - begin:5.2f} s, guards {guarded - captured:5.2f} s; "
-        f"a call asks Dynamo {asked * 1e6:5.0f} us, our own guards {own * 1e6:5.0f} us",
+        f"a call asks Dynamo {asked * 1e6:5.0f} us, our own guards {traced * 1e6:5.0f} us",
         flush=True,
     )
 
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--child", choices=FUNCTIONS, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
-        (parts if flags.parts else one)(flags.child)
+        (parts if flags.parts else plan_alone)(flags.child)
         return 0
     for name in [flags.only] if flags.only else FUNCTIONS:
         with tempfile.TemporaryDirectory() as folder:

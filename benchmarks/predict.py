@@ -222,23 +222,25 @@ def cases(tables: tuple[Table, ...]) -> Iterator[Case]:
     for table in tables:
         between = link(table.link, table.per_node)
         profile = Profile.of(table.one, table.gradient_bytes, batch_size=64, tensors=table.tensors)
-        made = rows(profile, between, [*table.several], 64, per_device=not table.strong, assumptions=table.assumptions)
-        for row, published in zip(made, table.several.values(), strict=True):
+        forecast = rows(
+            profile, between, [*table.several], 64, per_device=not table.strong, assumptions=table.assumptions
+        )
+        for row, published in zip(forecast, table.several.values(), strict=True):
             ideal = table.one / row.devices if table.strong else table.one
             pays = ideal / published >= PAYS
             yield Case(table, row.devices, published, row.seconds, pays, row.pays, between.nodes(row.devices) == 1)
 
 
 def summary(group: tuple[Table, ...]) -> dict[str, Any]:
-    found = [*cases(group)]
-    inside = [abs(case.error) for case in found if case.within_a_node and case.table.timed]
+    compared = [*cases(group)]
+    inside = [abs(case.error) for case in compared if case.within_a_node and case.table.timed]
     return {
         "rows": len(inside),
         "median_error": statistics.median(inside),
         "worst_error": max(inside),
-        "verdicts_right": sum(case.published_pays == case.predicted_pays for case in found),
-        "verdicts": len(found),
-        "cases": found,
+        "verdicts_right": sum(case.published_pays == case.predicted_pays for case in compared),
+        "verdicts": len(compared),
+        "cases": compared,
     }
 
 
@@ -249,10 +251,10 @@ def main() -> None:
     answer = {}
     for title, group in (("tables", TABLES), ("more tables", MORE_TABLES), ("last tables", LAST_TABLES)):
         result = summary(group)
-        found = result.pop("cases")
-        answer[title] = {**result, "cases": [_as_dict(case) for case in found]}
+        compared = result.pop("cases")
+        answer[title] = {**result, "cases": [_as_dict(case) for case in compared]}
         if not as_json:
-            _show(title, result, found)
+            _show(title, result, compared)
     if as_json:
         print(json.dumps(answer, indent=2))
 
@@ -269,7 +271,7 @@ def _as_dict(case: Case) -> dict[str, Any]:
     }
 
 
-def _show(title: str, result: dict[str, Any], found: list[Case]) -> None:
+def _show(title: str, result: dict[str, Any], compared: list[Case]) -> None:
     print(
         f"{title}: {result['rows']} rows within a node, median error {result['median_error']:.1%}, worst "
         f"{result['worst_error']:.1%}; whether N devices pay was right in {result['verdicts_right']} of "
@@ -278,7 +280,7 @@ def _show(title: str, result: dict[str, Any], found: list[Case]) -> None:
         "|---|---|---|---|---|---|---|"
     )
     words = {True: "yes", False: "no"}
-    for case in found:
+    for case in compared:
         print(
             f"| {case.table.source} | {case.table.model} | {case.devices} | {case.published * 1e3:.4g} ms | "
             f"{case.predicted * 1e3:.4g} ms | {case.error:+.1%} | {words[case.published_pays]}, "

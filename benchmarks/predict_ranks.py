@@ -24,16 +24,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small-resnet", help="default: small-resnet")
     parser.add_argument("--batch-size", type=int, default=128, help="over all ranks together; default: 128")
-    parser.add_argument("--rounds", type=int, default=3, help="predictions, each with its trainings; default: 3")
+    parser.add_argument("--rounds", type=int, default=3, help="forecasts, each with its trainings; default: 3")
     options = parser.parse_args()
     model, batch = entry.example(options.model, options.batch_size)
     print(f"load before: {os.getloadavg()[0]:.1f}, cores: {machine.usable_cores()}, torch {torch.__version__}\n")
     errors: dict[int, list[float]] = {ranks: [] for ranks in RANKS}
     for number in range(options.rounds):
-        made = mh.predict(model, batch, devices=RANKS, link="measured", precision="fp32", device="cpu")
+        forecast = mh.predict(model, batch, devices=RANKS, link="measured", precision="fp32", device="cpu")
         if not number:
-            print(made, "\n\n| round | ranks | predicted | of it lost | real | error |\n|---|---|---|---|---|---|")
-        for row in made.rows:
+            print(forecast, "\n\n| round | ranks | predicted | of it lost | real | error |\n|---|---|---|---|---|---|")
+        for row in forecast.rows:
             real = real_seconds(options.model, row.devices, batch)
             errors[row.devices].append(row.seconds / real - 1)
             lost = ", ".join(

@@ -54,7 +54,7 @@ class Step:
 
     graph: torch.cuda.CUDAGraph
     gradients: dict[str, torch.Tensor]
-    told: list[str]
+    explained: list[str]
     peak: int  # bytes of the GPU while it was captured
 
 
@@ -96,7 +96,7 @@ class Problem:
         return self.redundant.explain() if self.redundant is not None else "no redundant biases"
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: one.grad.clone() for name, one in self.net.named_parameters() if one.grad is not None}
+        return {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
 
     def reset(self) -> None:
         self.net.load_state_dict(self.state)
@@ -114,7 +114,7 @@ def exactly(problem: Problem) -> dict[str, torch.Tensor]:
     problem.reset()
     wide = copy.deepcopy(problem.net).double()
     torch.nn.functional.cross_entropy(wide(problem.images.double()), problem.labels).backward()
-    return {name: one.grad for name, one in wide.named_parameters() if one.grad is not None}
+    return {name: p.grad for name, p in wide.named_parameters() if p.grad is not None}
 
 
 def captured(problem: Problem, *, compiled: bool, lanes: bool, most_held: int) -> Step:
@@ -141,7 +141,7 @@ def captured(problem: Problem, *, compiled: bool, lanes: bool, most_held: int) -
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
         peak = torch.cuda.max_memory_allocated()
-        left = {name: one.grad for name, one in problem.net.named_parameters() if one.grad is not None}
+        left = {name: p.grad for name, p in problem.net.named_parameters() if p.grad is not None}
         problem.net.load_state_dict(problem.state)
         graph.replay()
     torch.cuda.synchronize()
@@ -151,20 +151,20 @@ def captured(problem: Problem, *, compiled: bool, lanes: bool, most_held: int) -
 Gradients = dict[str, torch.Tensor]
 
 
-def compare(found: Gradients, wanted: Gradients, exact: Gradients | None) -> tuple[bool, str]:
+def compare(gradients: Gradients, wanted: Gradients, exact: Gradients | None) -> tuple[bool, str]:
     """Whether gradients are right, and how they stand to eager's, in words; ``exact`` ones for a compiled row."""
-    if found.keys() != wanted.keys():
-        return False, f"missing: {', '.join(sorted(wanted.keys() - found.keys()))}"
-    if all(torch.equal(found[key], right) for key, right in wanted.items()):
+    if gradients.keys() != wanted.keys():
+        return False, f"missing: {', '.join(sorted(wanted.keys() - gradients.keys()))}"
+    if all(torch.equal(gradients[key], right) for key, right in wanted.items()):
         return True, "equal to the bit"
     if exact is not None:
-        three = ([one[key] for key in wanted] for one in (found, wanted, exact))
+        three = ([side[key] for key in wanted] for side in (gradients, wanted, exact))
         verdict = float64.verdict(*three, torch.finfo(torch.bfloat16).eps)
         return verdict.accepted, verdict.words
     largest = max(float(right.norm()) for right in wanted.values())
-    off = {key: float((found[key] - right).norm()) / largest for key, right in wanted.items()}
+    off = {key: float((gradients[key] - right).norm()) / largest for key, right in wanted.items()}
     name = max(off, key=off.__getitem__)
-    return all(one <= CLOSE for one in off.values()), f"off by {off[name]:.1e} of the largest gradient ({name})"
+    return all(error <= CLOSE for error in off.values()), f"off by {off[name]:.1e} of the largest gradient ({name})"
 
 
 def milliseconds(graph: torch.cuda.CUDAGraph, device: torch.device) -> list[float]:
@@ -182,15 +182,15 @@ def milliseconds(graph: torch.cuda.CUDAGraph, device: torch.device) -> list[floa
 
 
 def run(rows: list[str], problem: Problem, *, keep: bool, most_held: float | None, explain: bool) -> int:
-    twice = 2 * sum(one.numel() * one.element_size() for one in problem.net.parameters())
+    twice = 2 * sum(parameter.numel() * parameter.element_size() for parameter in problem.net.parameters())
     held = twice if most_held is None else int(most_held * 1e6)
     wanted = eager(problem)
     exact = exactly(problem)
     if not keep:
-        with_all, told = wanted, problem.leave_out()
+        with_all, left_out = wanted, problem.leave_out()
         wanted = eager(problem)
         right, words = compare(wanted, with_all, exact)
-        print(f"{told}; eager without them against eager with all: {words if right else f'WRONG, {words}'}")
+        print(f"{left_out}; eager without them against eager with all: {words if right else f'WRONG, {words}'}")
     failed = 0
     first: float | None = None
     print(f"{'row':16}{'ms':>9}{'min':>9}{'max':>9}{'x graph':>9}{'peak MB':>9}  gradients against eager")
@@ -217,7 +217,7 @@ def run(rows: list[str], problem: Problem, *, keep: bool, most_held: float | Non
         times_told = f"{median:9.3f}{min(times):9.3f}{max(times):9.3f}{ratio:>9}"
         print(f"{row:16}{times_told}{(step.peak - before) / 1e6:9.0f}  {words}")
         if explain:
-            print("\n".join(step.told))
+            print("\n".join(step.explained))
         del step
     return failed
 

@@ -67,8 +67,8 @@ def kind_of(name: str) -> str:
     >>> kind_of("sm90_xmma_dgrad_implicit_gemm_bf16"), kind_of("reduce_result_keep_sum"), kind_of("softmax")
     ('convolution, input gradient', 'BatchNorm, backward', 'others')
     """
-    ours = (kind for kind, words in OUR_KINDS if name.startswith(words))
-    return next(ours, next((kind for kind, words in KINDS if any(word in name for word in words)), "others"))
+    own_kinds = (kind for kind, words in OUR_KINDS if name.startswith(words))
+    return next(own_kinds, next((kind for kind, words in KINDS if any(word in name for word in words)), "others"))
 
 
 def busy_of(spans: list[tuple[float, float]]) -> float:

@@ -53,13 +53,13 @@ def prepare(program: Any, device: Any, dtype: Any, ways: Sequence[str]) -> None:
     for way in ways:
         if way in ("compile", "manyhands compile"):
             with contextlib.suppress(Exception):
-                run = made(way, program, device, dtype)
+                run = callable_for(way, program, device, dtype)
                 for _ in range(2):
                     run()
             tidy(device)
 
 
-def made(way: str, program: Any, device: Any, dtype: Any) -> Callable[[], Any]:
+def callable_for(way: str, program: Any, device: Any, dtype: Any) -> Callable[[], Any]:
     """The program ready to be called in this way."""
     return ready(way, program, device, dtype)[0]
 
@@ -95,17 +95,17 @@ def _captured(running: Any, device: Any) -> Callable[[], Any]:
 
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    kept = [one.clone() for one in running.state()]
+    before = [tensor.clone() for tensor in running.state()]
     with torch.cuda.stream(side):
         for _ in range(3):
             running.call(*running.arguments)
     torch.cuda.current_stream(device).wait_stream(side)
-    running.put_back(kept)
+    running.put_back(before)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = running.call(*running.arguments)
 
-    def replay(kept: Any = running) -> Any:  # its weights and arguments: the graph knows no more than addresses
+    def replay(alive: Any = running) -> Any:  # its weights and arguments: the graph knows no more than addresses
         graph.replay()
         return result
 
@@ -138,18 +138,18 @@ def comparison(program: Any, device: Any, dtype: Any) -> Callable[[list[Any]], s
     plain = of(eager)
     exactly = of(Running(program, device, dtype, exact=True))
 
-    def told(ours: list[Any]) -> str:
-        if all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)):
+    def verdict_of(results: list[Any]) -> str:
+        if all(torch.equal(a, b) for a, b in zip(results, plain, strict=True)):
             return "bits"
         try:
-            verdict = float64.verdict(ours, plain, exactly, torch.finfo(dtype).eps, before=before)
+            verdict = float64.verdict(results, plain, exactly, torch.finfo(dtype).eps, before=before)
         except CannotBeExact as error:
             return f"not comparable: {error}"
         if not verdict.accepted:
             raise AssertionError(f"wrong: {verdict.words}")
         return f"{verdict.error:.2f} of eager's error"
 
-    return told
+    return verdict_of
 
 
 def measured(runs: dict[str, Callable[[], Any]], device: Any, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -169,7 +169,7 @@ def measured(runs: dict[str, Callable[[], Any]], device: Any, rounds: int) -> tu
         for way in names[turn:] + names[:turn]:
             for each in (False, True):
                 times[each][way].append(timed(runs[way], calls[way], device, each=each))
-    return tuple({way: statistics.median(own) for way, own in times[each].items()} for each in (False, True))  # type: ignore[return-value]
+    return tuple({way: statistics.median(seconds) for way, seconds in times[each].items()} for each in (False, True))  # type: ignore[return-value]
 
 
 def timed(run: Callable[[], Any], calls: int, device: Any, *, each: bool) -> float:
@@ -213,7 +213,7 @@ def child(flags: argparse.Namespace) -> None:
         _restore("MANYHANDS_CACHE", cache)
         print("ready", flush=True)
         sys.stdin.readline()
-    row: dict[str, Any] = {"name": program.name, "told": {}, "failed": {}, "first_s": {}, "explained": {}}
+    row: dict[str, Any] = {"name": program.name, "verdict": {}, "failed": {}, "first_s": {}, "explained": {}}
     if flags.no_graph:
         row["failed"]["graph"] = flags.no_graph
     compared = comparison(program, device, dtype)
@@ -222,7 +222,7 @@ def child(flags: argparse.Namespace) -> None:
         start = time.perf_counter()
         try:
             run, running, fast = ready(way, program, device, dtype)
-            row["told"][way] = compared(observed(run, running, program.trains))
+            row["verdict"][way] = compared(observed(run, running, program.trains))
             row["first_s"][way] = time.perf_counter() - start
             if fast is not None:
                 row["explained"][way] = fast.explain()
@@ -325,45 +325,45 @@ class Suite:
     def run(self, names: Sequence[str]) -> None:
         size = max(1, self._flags.together)
         for begin in range(0, len(names), size):
-            some = names[begin : begin + size]
+            batch = names[begin : begin + size]
             if self.left() <= 0:
-                self.left_out.update(dict.fromkeys(some, "no time was left"))
+                self.left_out.update(dict.fromkeys(batch, "no time was left"))
                 continue
-            self._batch(some)
+            self._batch(batch)
 
     def _batch(self, names: Sequence[str]) -> None:
         hold = self._flags.together > 1
         if not hold:
             (name,) = names
-            one = Child(name, self._flags, hold=False)
-            self._take(one, min(self.left(), self._flags.timeout))
+            child = Child(name, self._flags, hold=False)
+            self._take(child, min(self.left(), self._flags.timeout))
             return
         children = [Child(name, self._flags, hold=True) for name in names]
         try:
             end = time.monotonic() + min(self.left(), self._flags.timeout)
             waiting = []
-            for one in children:
-                if one.wait_for("ready", max(0.0, end - time.monotonic())) is None:
-                    self.left_out[one.name] = one.why_ended() or "took too long to compile"
-                    one.end()
+            for child in children:
+                if child.wait_for("ready", max(0.0, end - time.monotonic())) is None:
+                    self.left_out[child.name] = child.why_ended() or "took too long to compile"
+                    child.end()
                 else:
-                    waiting.append(one)
-            for one in waiting:
-                one.go_on()
-                self._take(one, min(self.left(), self._flags.timeout))
+                    waiting.append(child)
+            for child in waiting:
+                child.go_on()
+                self._take(child, min(self.left(), self._flags.timeout))
         finally:
-            for one in children:
-                one.end()
+            for child in children:
+                child.end()
 
-    def _take(self, one: Child, seconds: float) -> None:
-        text = one.wait_for(MARK, max(0.0, seconds))
+    def _take(self, child: Child, seconds: float) -> None:
+        text = child.wait_for(MARK, max(0.0, seconds))
         if text is None:
             late = "no time was left" if self.left() <= 0 else f"it took longer than {seconds:.0f} s"
-            self.left_out[one.name] = one.why_ended() or late
-            one.end()
-            print(f"{one.name:<20} {self.left_out[one.name]}", flush=True)
+            self.left_out[child.name] = child.why_ended() or late
+            child.end()
+            print(f"{child.name:<20} {self.left_out[child.name]}", flush=True)
             return
-        one.end()
+        child.end()
         self.rows.append(json.loads(text))
         show(self.rows[-1])
         self.save()
@@ -391,19 +391,19 @@ def header() -> str:
 def ratios(row: dict[str, Any]) -> dict[str, float]:
     """How many times as fast as others ours is: above 1 ours wins."""
     seconds = row["seconds"]
-    found = {}
+    by_name = {}
     if "manyhands" in seconds and "graph" in seconds:
-        found["manyhands/graph"] = seconds["graph"] / seconds["manyhands"]
-        found["manyhands/graph, waited"] = row["waited"]["graph"] / row["waited"]["manyhands"]
+        by_name["manyhands/graph"] = seconds["graph"] / seconds["manyhands"]
+        by_name["manyhands/graph, waited"] = row["waited"]["graph"] / row["waited"]["manyhands"]
     if "manyhands compile" in seconds and "compile" in seconds:
-        found["compile/compile"] = seconds["compile"] / seconds["manyhands compile"]
+        by_name["compile/compile"] = seconds["compile"] / seconds["manyhands compile"]
     others = [seconds[way] for way in WAYS if way in seconds and way not in OURS]
-    own = [seconds[way] for way in OURS if way in seconds]
-    if others and own:
-        found["best/best"] = min(others) / min(own)
-    if "eager" in seconds and own:
-        found["best/eager"] = seconds["eager"] / min(own)
-    return found
+    planned = [seconds[way] for way in OURS if way in seconds]
+    if others and planned:
+        by_name["best/best"] = min(others) / min(planned)
+    if "eager" in seconds and planned:
+        by_name["best/eager"] = seconds["eager"] / min(planned)
+    return by_name
 
 
 def show(row: dict[str, Any]) -> None:
@@ -415,9 +415,9 @@ def show(row: dict[str, Any]) -> None:
     ]
     gained = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios(row).items())
     print(f"{row['name']:<20}" + "".join(cells) + "  " + gained, flush=True)
-    told = ", ".join(f"{way}: {words}" for way, words in row["told"].items() if way != "eager")
+    verdicts = ", ".join(f"{way}: {words}" for way, words in row["verdict"].items() if way != "eager")
     first = ", ".join(f"{way} {seconds:.1f}" for way, seconds in row["first_s"].items())
-    print(f"{'':<20}results: {told}; first calls, s: {first}", flush=True)
+    print(f"{'':<20}results: {verdicts}; first calls, s: {first}", flush=True)
     for way, explained in row["explained"].items():
         print(f"{'':<20}{way}: {explained.partition(': ')[2].splitlines()[0]}", flush=True)
     for way, why in row["failed"].items():
@@ -426,12 +426,12 @@ def show(row: dict[str, Any]) -> None:
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Geometric means of the ratios, and the least of each."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for row in rows:
         for name, ratio in ratios(row).items():
-            found.setdefault(name, []).append(ratio)
-    whole = {name: math.exp(statistics.fmean(map(math.log, own))) for name, own in found.items()}
-    return whole | {f"least {name}": min(own) for name, own in found.items()}
+            by_name.setdefault(name, []).append(ratio)
+    whole = {name: math.exp(statistics.fmean(map(math.log, values))) for name, values in by_name.items()}
+    return whole | {f"least {name}": min(values) for name, values in by_name.items()}
 
 
 def options() -> argparse.Namespace:
@@ -459,8 +459,8 @@ def main() -> int:
     from suite_programs import programs
 
     known = list(programs(flags.quick))
-    wanted = [one.strip() for one in flags.programs.split(",") if one.strip()]
-    names = [name for name in known if not wanted or any(name.startswith(one) for one in wanted)]
+    wanted = [prefix.strip() for prefix in flags.programs.split(",") if prefix.strip()]
+    names = [name for name in known if not wanted or any(name.startswith(prefix) for prefix in wanted)]
     if flags.list or not names:
         print("\n".join(known))
         return 0 if flags.list else 2

@@ -39,29 +39,29 @@ class Running:
         net, inputs = program.make()
         low = dtype if not program.trains else torch.float32  # training keeps its weights, and casts (autocast)
         net = net.to(device).to(low).train(program.trains)
-        given = [tensor.to(device) if not tensor.is_floating_point() else tensor.to(device, low) for tensor in inputs]
-        if any(tensor.dim() == 4 for tensor in given):
+        moved = [tensor.to(device) if not tensor.is_floating_point() else tensor.to(device, low) for tensor in inputs]
+        if any(tensor.dim() == 4 for tensor in moved):
             net = net.to(memory_format=torch.channels_last)
-            given = [tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor for tensor in given]
+            moved = [tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor for tensor in moved]
         if exact:
-            net, given = net.double(), [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+            net, moved = net.double(), [tensor.double() if tensor.is_floating_point() else tensor for tensor in moved]
         self.net, self.compiled = net, net  # who compiles a net in a loop replaces the second
         self._device, self._cast = device.type, program.trains and not exact and dtype is not torch.float32
         self._dtype = dtype
         if program.trains:
-            labels = torch.arange(given[0].shape[0], device=device) % program.labels
+            labels = torch.arange(moved[0].shape[0], device=device) % program.labels
             self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-            self.arguments: tuple[Any, ...] = (*given, labels)
+            self.arguments: tuple[Any, ...] = (*moved, labels)
             self.call: Callable[..., Any] = self._step
         else:
-            self.arguments, self.call = tuple(given), self._infer
+            self.arguments, self.call = tuple(moved), self._infer
 
-    def _infer(self, *given: torch.Tensor) -> Any:
+    def _infer(self, *arguments: torch.Tensor) -> Any:
         with torch.no_grad():
-            return self.compiled(*given)
+            return self.compiled(*arguments)
 
-    def _step(self, *given: torch.Tensor) -> torch.Tensor:
-        *inputs, labels = given
+    def _step(self, *arguments: torch.Tensor) -> torch.Tensor:
+        *inputs, labels = arguments
         self.optimizer.zero_grad()
         with torch.autocast(self._device, self._dtype, enabled=self._cast):
             answers = self.compiled(*inputs)
@@ -73,11 +73,11 @@ class Running:
     def state(self) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in (*self.net.parameters(), *self.net.buffers())]
 
-    def put_back(self, kept: list[torch.Tensor]) -> None:
+    def put_back(self, before: list[torch.Tensor]) -> None:
         """What was there before some steps, with momenta that count for nothing."""
         with torch.no_grad():
-            for tensor, before in zip(self.state(), kept, strict=True):
-                tensor.copy_(before)
+            for tensor, value in zip(self.state(), before, strict=True):
+                tensor.copy_(value)
             for state in self.optimizer.state.values() if hasattr(self, "optimizer") else ():
                 state["momentum_buffer"].zero_()
 
@@ -144,11 +144,11 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = []
+        skips = []
         for number, block in enumerate(self.down):
             x = block(x if not number else nn.functional.max_pool2d(x, 2))
-            kept.append(x)
-        for up, join, skip in zip(reversed(self.up), reversed(self.join), reversed(kept[:-1]), strict=True):
+            skips.append(x)
+        for up, join, skip in zip(reversed(self.up), reversed(self.join), reversed(skips[:-1]), strict=True):
             x = join(torch.cat([up(x), skip], 1))
         return self.head(x).mean((2, 3))
 
@@ -278,11 +278,11 @@ class Lstm(nn.Module):
 
 def programs(quick: bool) -> dict[str, Program]:
     """All programs by name; ``quick``: sizes for a try on a CPU."""
-    found = [*_own(quick), *_vision(quick)]
-    return {program.name: program for program in found}
+    listed = [*_custom(quick), *_vision(quick)]
+    return {program.name: program for program in listed}
 
 
-def _own(quick: bool) -> list[Program]:
+def _custom(quick: bool) -> list[Program]:
     def images(count: int, size: int) -> torch.Tensor:
         return torch.randn(count, 3, size, size)
 
@@ -350,7 +350,7 @@ def _vision(quick: bool) -> list[Program]:
         return lambda: (getattr(models, name)(weights=None, **how), (torch.randn(batch, 3, size, size),))
 
     plain: dict[str, Any] = {"aux_logits": False, "init_weights": False}
-    some = 2 if quick else 64
+    batch = 2 if quick else 64
     return [
         Program("resnet50", net("resnet50", 1)),
         Program("densenet121", net("densenet121", 1)),
@@ -360,9 +360,9 @@ def _vision(quick: bool) -> list[Program]:
         Program("vit-b-16", net("vit_b_16", 1, image_size=size)),
         Program("convnext-tiny", net("convnext_tiny", 1)),
         Program("vgg16", net("vgg16", 1)),
-        Program("resnet18-train", net("resnet18", some, 32, num_classes=10), labels=10),
-        Program("googlenet-train", net("googlenet", some, 64, num_classes=10, dropout=0.0, **plain), labels=10),
-        Program("vit-train", net("vit_b_16", some, 64, image_size=64, num_classes=10), labels=10),
+        Program("resnet18-train", net("resnet18", batch, 32, num_classes=10), labels=10),
+        Program("googlenet-train", net("googlenet", batch, 64, num_classes=10, dropout=0.0, **plain), labels=10),
+        Program("vit-train", net("vit_b_16", batch, 64, image_size=64, num_classes=10), labels=10),
     ]
 
 

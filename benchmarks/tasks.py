@@ -45,7 +45,7 @@ class Row(NamedTuple):
     count: int
     plain: dict[str, Way]
     executor: Callable[[int], list[Any]]
-    ours: Callable[[int], list[Any]]
+    with_tasks: Callable[[int], list[Any]]
     threads: tuple[int, ...] = THREADS
 
 
@@ -62,12 +62,12 @@ def independent(count: int) -> Row:
         with ThreadPoolExecutor(threads) as pool:
             return [future.result() for future in [pool.submit(same, number) for number in range(count)]]
 
-    def ours(threads: int) -> list[Any]:
+    def with_tasks(threads: int) -> list[Any]:
         with mh.parallel(threads=threads):
             return [future.result() for future in [mh.task(same)(number) for number in range(count)]]
 
     plain = {"plain": lambda: [same(number) for number in range(count)]}
-    return Row(f"{count} independent tasks", count, plain, executor, ours)
+    return Row(f"{count} independent tasks", count, plain, executor, with_tasks)
 
 
 def one_at_a_time(count: int) -> Row:
@@ -75,12 +75,12 @@ def one_at_a_time(count: int) -> Row:
         with ThreadPoolExecutor(threads) as pool:
             return [pool.submit(same, number).result() for number in range(count)]
 
-    def ours(threads: int) -> list[Any]:
+    def with_tasks(threads: int) -> list[Any]:
         with mh.parallel(threads=threads):
             return [mh.task(same)(number).result() for number in range(count)]
 
     plain = {"plain": lambda: [same(number) for number in range(count)]}
-    return Row(f"{count} tasks, each waited for", count, plain, executor, ours)
+    return Row(f"{count} tasks, each waited for", count, plain, executor, with_tasks)
 
 
 def chain(count: int) -> Row:
@@ -100,14 +100,14 @@ def chain(count: int) -> Row:
                 future = pool.submit(after, future)
             return [future.result()]
 
-    def ours(threads: int) -> list[Any]:
+    def with_tasks(threads: int) -> list[Any]:
         with mh.parallel(threads=threads):
             future = mh.task(same)(0)
             for _ in range(count):
                 future = mh.task(following)(future)
             return [future.result()]
 
-    return Row(f"a chain of {count} futures", count, {"plain": plain}, executor, ours)
+    return Row(f"a chain of {count} futures", count, {"plain": plain}, executor, with_tasks)
 
 
 def tensors_read(count: int) -> Row:
@@ -117,12 +117,12 @@ def tensors_read(count: int) -> Row:
         with ThreadPoolExecutor(threads) as pool:
             return [future.result() for future in [pool.submit(same, x, y) for _ in range(count)]]
 
-    def ours(threads: int) -> list[Any]:
+    def with_tasks(threads: int) -> list[Any]:
         with mh.parallel(threads=threads):
             return [future.result() for future in [mh.task(same)(x, y) for _ in range(count)]]
 
     plain = {"plain": lambda: [same(x, y) for _ in range(count)]}
-    return Row(f"{count} tasks that read two tensors", count, plain, executor, ours)
+    return Row(f"{count} tasks that read two tensors", count, plain, executor, with_tasks)
 
 
 def tensor_written(count: int) -> Row:
@@ -147,14 +147,14 @@ def tensor_written(count: int) -> Row:
                 future = pool.submit(after, future, x)
         return [x]
 
-    def ours(threads: int) -> list[Any]:
+    def with_tasks(threads: int) -> list[Any]:
         x = torch.zeros(4)
         with mh.parallel(threads=threads):
             for _ in range(count):
                 mh.task(write, writes=(x,))(x)
         return [x]
 
-    return Row(f"{count} tasks that write one tensor", count, {"plain": plain}, executor, ours)
+    return Row(f"{count} tasks that write one tensor", count, {"plain": plain}, executor, with_tasks)
 
 
 def products(count: int, size: int, threads: int) -> Row:
@@ -182,18 +182,18 @@ def products(count: int, size: int, threads: int) -> Row:
         with ThreadPoolExecutor(threads) as pool:
             return [future.result() for future in [pool.submit(ten_alone, x) for x in inputs]]
 
-    def ours(threads: int) -> list[Any]:
+    def with_tasks(threads: int) -> list[Any]:
         with mh.parallel(threads=threads):
             return [future.result() for future in [mh.task(ten_alone)(x) for x in inputs]]
 
     ways = {"plain": lambda: plain(1), f"plain, {threads} threads": lambda: plain(threads)}
-    return Row(f"{count} tasks of ten products {size}x{size}", count, ways, executor, ours, threads=(threads,))
+    return Row(f"{count} tasks of ten products {size}x{size}", count, ways, executor, with_tasks, threads=(threads,))
 
 
 def measure(row: Row, rounds: int) -> None:
     ways: dict[str, Way] = dict(row.plain)
     for threads in row.threads:
-        for name, way in (("executor", row.executor), ("task", row.ours)):
+        for name, way in (("executor", row.executor), ("task", row.with_tasks)):
             ways[f"{name} {threads}"] = lambda way=way, threads=threads: way(threads)  # type: ignore[misc]
     expected = row.plain["plain"]()
     for name, way in ways.items():
@@ -211,15 +211,15 @@ def measure(row: Row, rounds: int) -> None:
     tell(row, times)
 
 
-def furthest(found: list[Any], expected: list[Any]) -> float:
+def furthest(results: list[Any], expected: list[Any]) -> float:
     """How far results are from those that are expected; numbers are to be the same."""
-    assert len(found) == len(expected)
+    assert len(results) == len(expected)
     apart = 0.0
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(other, torch.Tensor):
-            apart = max(apart, float((one - other).abs().max()))
+    for result, wanted in zip(results, expected, strict=True):
+        if isinstance(wanted, torch.Tensor):
+            apart = max(apart, float((result - wanted).abs().max()))
         else:
-            assert one == other
+            assert result == wanted
     return apart
 
 
@@ -229,9 +229,9 @@ def tell(row: Row, times: dict[str, list[float]]) -> None:
 
     better = min(row.plain, key=lambda name: statistics.median(times[name]))
     print(row.name)
-    for name, own in times.items():
-        quarters = statistics.quantiles(own, n=4)
-        each = statistics.median(own) / row.count * 1e6
+    for name, seconds in times.items():
+        quarters = statistics.quantiles(seconds, n=4)
+        each = statistics.median(seconds) / row.count * 1e6
         words = f"  {name:<18}{each:10.2f} us a task, spread {quarters[2] / quarters[0]:.2f}"
         if name.startswith("task"):
             words += f"; {ratio(name, name.replace('task', 'executor'))} of the executor"

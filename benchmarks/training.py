@@ -131,11 +131,11 @@ def compare(rows: list[str], problem: Problem) -> tuple[list[dict[str, Any]], li
 
 def add_ratios(measured: list[dict[str, Any]]) -> None:
     """How many times as fast as the fastest framework, and as the eager loop by hand."""
-    by_row = {one["row"]: one["seconds"] for one in measured}
+    by_row = {row["row"]: row["seconds"] for row in measured}
     best = min((by_row[row] for row in FRAMEWORKS if row in by_row), default=None)
-    for one in measured:
-        one["times_best_peer"] = best / one["seconds"] if best else None
-        one["times_eager"] = by_row["eager"] / one["seconds"] if "eager" in by_row else None
+    for row in measured:
+        row["times_best_peer"] = best / row["seconds"] if best else None
+        row["times_eager"] = by_row["eager"] / row["seconds"] if "eager" in by_row else None
 
 
 def print_table(measured: list[dict[str, Any]]) -> None:
@@ -153,13 +153,13 @@ def print_table(measured: list[dict[str, Any]]) -> None:
         "peak MB",
     )
     print(f"{'row':28}" + "".join(f"{title:>9}" for title in titles))
-    for one in measured:
-        ratios = [f"{one[key]:.2f}" if one[key] else "-" for key in ("times_best_peer", "times_eager")]
-        cells = [f"{one[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
-        cells += [f"{one['images_per_second']:.0f}", *ratios, f"{one['train_loss']:.4f}", f"{one['val_acc']:.4f}"]
-        cells += [f"{one['first_epoch_extra']:.1f}", f"{one['total']:.1f}"]
-        cells += [f"{one['peak'] / 1e6:.0f}" if one["peak"] else "-"]
-        print(f"{one['row']:28}" + "".join(f"{cell:>9}" for cell in cells))
+    for row in measured:
+        ratios = [f"{row[key]:.2f}" if row[key] else "-" for key in ("times_best_peer", "times_eager")]
+        cells = [f"{row[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
+        cells += [f"{row['images_per_second']:.0f}", *ratios, f"{row['train_loss']:.4f}", f"{row['val_acc']:.4f}"]
+        cells += [f"{row['first_epoch_extra']:.1f}", f"{row['total']:.1f}"]
+        cells += [f"{row['peak'] / 1e6:.0f}" if row["peak"] else "-"]
+        print(f"{row['row']:28}" + "".join(f"{cell:>9}" for cell in cells))
     print("x peer: speed against the best of book, Lightning and Accelerate; x eager: against the loop tuned by hand.")
     print("1st +s: the first epoch over the median (warm-up; compiling, where it is done); total s: the whole call.")
     print("peak MB: the GPU's memory, data on it included; ddp: the loop by hand with its buckets of gradients.")
@@ -198,7 +198,7 @@ def by_turns(ways: dict[str, Callable[[], Outcome]], rounds: int) -> dict[str, l
 
 def print_ratio(what: str, above: list[float], below: list[float], wanted: str) -> float:
     ratio = statistics.median(above) / statistics.median(below)
-    pairs = sorted(one / other for one, other in zip(above, below, strict=True))
+    pairs = sorted(first / second for first, second in zip(above, below, strict=True))
     print(f"{what}: {ratio:.3f} (by pairs {pairs[0]:.3f} to {pairs[-1]:.3f}; wanted {wanted})")
     return ratio
 
@@ -220,7 +220,7 @@ def cpu_scaling(problem: Problem, rounds: int) -> dict[str, Any]:
     """One device against a loop by hand; two ranks of one thread against one rank of two."""
     torch.set_num_threads(machine.usable_cores())
     print(f"{torch.get_num_threads()} threads; medians of {rounds} rounds, taken in turns, each after a first epoch")
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for model, batch, steps in SCALING:
         small = scaling_problem(problem, model, batch, steps)
         ways = {"by hand": partial(by_hand, small), "1 rank": partial(manyhands, small)}
@@ -231,11 +231,14 @@ def cpu_scaling(problem: Problem, rounds: int) -> dict[str, Any]:
         print(
             f"{model}, batch {batch}, {steps} steps, {'bf16' if small.bf16_is_quick else 'fp32'}: {shown}", flush=True
         )
-        hand, one = seconds["by hand"], seconds["1 rank"]
-        found[model] = {"seconds": seconds, "over_hand": print_ratio("  time, 1 rank / by hand", one, hand, "<= 1.03")}
+        hand, rank = seconds["by hand"], seconds["1 rank"]
+        figures[model] = {
+            "seconds": seconds,
+            "over_hand": print_ratio("  time, 1 rank / by hand", rank, hand, "<= 1.03"),
+        }
         if two := seconds.get("2 ranks"):
-            found[model]["two_ranks"] = print_ratio("  speed, 2 ranks x 1 / 1 rank x 2 threads", one, two, ">= 0.9")
-    return found
+            figures[model]["two_ranks"] = print_ratio("  speed, 2 ranks x 1 / 1 rank x 2 threads", rank, two, ">= 0.9")
+    return figures
 
 
 # --- the command
@@ -298,17 +301,17 @@ def main() -> int:
     left_out: list[str] = []
     if flags.accuracy or flags.cpu_scaling:
         print(words.split("; n = ")[0] if flags.accuracy else words.split(f"; {flags.model}")[0])
-        found: Any = accuracy(problem) if flags.accuracy else cpu_scaling(problem, flags.rounds)
+        measured: Any = accuracy(problem) if flags.accuracy else cpu_scaling(problem, flags.rounds)
     else:
-        found, left_out = compare(flags.rows, problem)
-        add_ratios(found)
+        measured, left_out = compare(flags.rows, problem)
+        add_ratios(measured)
         print("\n" + words)
         for line in left_out:
             print(line)
-        print_table(found)
+        print_table(measured)
     if flags.json:
         with open(flags.json, "w") as file:
-            json.dump({"header": words, "found": found, "left_out": left_out}, file, indent=1)
+            json.dump({"header": words, "measured": measured, "left_out": left_out}, file, indent=1)
     return 1 if any("FAILED" in line for line in left_out) else 0
 
 

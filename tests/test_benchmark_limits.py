@@ -13,10 +13,10 @@ FILE = ROOT / "benchmarks" / "parallel_limits.py"
 
 
 def test_what_is_below_is_named_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    told = runpy.run_path(str(FILE))["told"]
-    assert told({"chains, manyhands": 5.0, "resnet, reuse": 0.98}, 0.98, "eager") == 0
+    report_below = runpy.run_path(str(FILE))["report_below"]
+    assert report_below({"chains, manyhands": 5.0, "resnet, reuse": 0.98}, 0.98, "eager") == 0
     assert capsys.readouterr().out == "never below 0.98 of eager (2 compared)\n"
-    assert told({"chains, manyhands": 5.0, "resnet, reuse": 0.9751, "mlp, compile": 0.5}, 0.98, "eager") == 1
+    assert report_below({"chains, manyhands": 5.0, "resnet, reuse": 0.9751, "mlp, compile": 0.5}, 0.98, "eager") == 1
     assert (
         capsys.readouterr().out
         == "below 0.98 of eager: resnet, reuse, 0.975\nbelow 0.98 of eager: mlp, compile, 0.500\n"
