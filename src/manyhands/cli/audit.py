@@ -30,10 +30,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "audit",
         usage="manyhands audit [options] (SCRIPT | -m MODULE) [arguments of the program]",
-        help="run a program and list every hidden wait and copy: line, cost, what removing it gains, cure",
+        help="run a program and list every hidden wait and copy, with its line, cost, gain and cure",
         description="Runs a program unchanged and ends with a table on stderr, most expensive wait first. The exit "
         f"code is the program's; {WAITS_TOO_LONG} if it is 0 and --fail-over is exceeded. A comment "
-        "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md says what is seen.",
+        "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md lists what is detected.",
     )
     option = parser.add_argument
     option(
@@ -43,29 +43,29 @@ def add(commands: Any) -> None:
     option(
         "--as-if-gpu",
         action="store_true",
-        help="predict without a GPU: a virtual device stands in for one; default: audit the GPU that is there",
+        help="predict without a GPU: a virtual device stands in for one; default: audit the GPU",
     )
     option(
         "--profile",
         **flags.FILE,
-        help="what `manyhands devices --measure --json` printed, for --as-if-gpu; default: an H200's",
+        help="output of `manyhands devices --measure --json` on the GPU that --as-if-gpu predicts; default: an H200's",
     )
     option(
         "--prove",
         action="store_true",
-        help="run the program again, at most 50 steps of it, as it is and with the findings cured: compare the results "
-        "and measure the gain; default: estimate the gain",
+        help="run at most 50 steps again, unchanged and with the findings cured, compare the results and measure "
+        "the gain; default: estimate the gain",
     )
-    option("--json", **flags.FILE, help="write the report (docs/audit.md); default: no file")
-    option("--sarif", **flags.FILE, help="write code-scanning annotations; default: no file")
-    option("--html", **flags.FILE, help="write a page to look at; default: no file")
+    option("--json", **flags.FILE, help="write the report as JSON (docs/audit.md); default: no file")
+    option("--sarif", **flags.FILE, help="write the findings as SARIF, for code scanning; default: no file")
+    option("--html", **flags.FILE, help="write the report as one HTML page; default: no file")
     option(
         "--fail-over",
         type=_percent,
         metavar="P%",
         help=f"exit with {WAITS_TOO_LONG} if removing the findings gains more than P%% of a step; default: never",
     )
-    option("--baseline", **flags.FILE, help="report only what a former --json does not have; default: all")
+    option("--baseline", **flags.FILE, help="report only findings that this earlier --json report lacks; default: all")
     parser.set_defaults(run_command=run, program=[])
 
 

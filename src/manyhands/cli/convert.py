@@ -13,9 +13,9 @@ from manyhands.device import FRAMEWORKS
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
-        help="make a run's weights ready for another framework",
-        description="Makes a new run with the same weights in the other framework's form. It can be loaded there "
-        "(mh.load_model(RUN)) and trained on (manyhands train --resume RUN). No framework needs to be installed.",
+        help="convert a run's weights for another framework",
+        description="Creates a new run with the same weights in the layout of another framework. Load it there with "
+        "mh.load_model(RUN), or continue it with manyhands train --resume RUN. Needs no framework installed.",
     )
     option = parser.add_argument
     option("run", type=flags.folder, metavar="RUN", help="the folder of a run")
@@ -25,13 +25,13 @@ def add(commands: Any) -> None:
         "--names",
         type=Path,
         metavar="TABLE",
-        help="a JSON table of names, for a model of your own: docs/training.md (default: the tables of mh's models)",
+        help="a JSON table of weight names, for your own model (docs/training.md); default: those of manyhands' models",
     )
     option(
         "--like",
         type=flags.folder,
         metavar="RUN",
-        help="a run of the new model; its names and shapes are checked (default: they are not)",
+        help="a run of the target model, to check names and shapes against; default: no check",
     )
     parser.set_defaults(run_command=run)
 

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "devices",
         help="every device with its name, memory and load, and with --measure its real speed",
-        description="Every device of every installed framework. No GPU, no driver, no framework: still an answer.",
+        description="Lists every device of every installed framework. Works without a GPU, a driver or a framework.",
     )
     option = parser.add_argument
     option("--measure", action="store_true", help="measure copy bandwidth and matmul rate; default: no")
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         "--framework",
         action="append",
         choices=FRAMEWORKS,
-        help="ask only this framework (may be given several times); default: all that are installed",
+        help="only this framework (repeat for several); default: all that are installed",
     )
     parser.set_defaults(run_command=run)
 

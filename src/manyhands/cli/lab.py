@@ -27,28 +27,28 @@ _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "lab",
-        help="experiments on this machine: when do two devices, overlap, lanes, capture pay? tables, plots, a report",
-        description="Without arguments: the list of experiments. docs/lab.md says how to read a report.",
+        help="run experiments on this machine: when do two devices, overlap, lanes and capture pay?",
+        description="Without arguments, lists the experiments. docs/lab.md explains the reports.",
     )
     parser.set_defaults(run_command=_list)
-    actions = parser.add_subparsers(dest="action", metavar="run", help="run experiments; without it they are listed")
+    actions = parser.add_subparsers(dest="action", metavar="run", help="without it, the experiments are listed")
     running = actions.add_parser(
         "run",
         help="run experiments and write a report",
-        description="Runs experiments on the devices that are here. Virtual devices stand in where there are too few, "
-        "and are marked. Exit code: 0; 1 if an experiment failed; 2 for bad input; 130 after Ctrl-C, which keeps what "
-        "is finished.",
+        description="Runs experiments on this machine's devices. Virtual devices stand in where there are too few, "
+        "and are marked. Exit code: 0; 1 if an experiment failed; 2 for bad input; 130 after Ctrl-C, which keeps "
+        "finished experiments.",
     )
     option = running.add_argument
-    option("names", nargs="+", metavar="NAME", help="experiments by name, or all")
+    option("names", nargs="+", metavar="NAME", help="names of experiments, or all")
     option(
         "--framework",
         action="append",
         choices=FRAMEWORKS,
-        help="may be given several times; default: the first that is installed",
+        help="repeat for several; default: the first that is installed",
     )
     option("--quick", action="store_true", help="small sizes, few rounds; default: no")
-    option("--html", **flags.FILE, help="write the report as one page; default: see --out")
+    option("--html", **flags.FILE, help="write the report as one HTML page; default: see --out")
     option("--json", **flags.FILE, help="write the raw trials; default: see --out")
     option(
         "--out",

@@ -16,23 +16,23 @@ from manyhands.errors import BadSettings
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "parallel",
-        help="spread a function's work over lanes; explain it, draw it, show when what runs",
-        description="Plans script.py:function for the arguments that inputs() of the same script gives (a tuple, or a "
-        "dict of arguments by name; none: no arguments), runs it, and prints what was chosen and why.",
+        help="run a function's work in parallel lanes; explain it, draw it, show its timeline",
+        description="Plans and runs script.py:function, and prints the chosen plan and why. The arguments come from "
+        "inputs() in the same script, which returns a tuple, or a dict by name; without it there are none.",
     )
     option = parser.add_argument
-    option("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, as script.py:step")
+    option("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, for example script.py:step")
     flags.add_framework(option, "that the function is written in")
     option("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
     option(
         "--timeline",
         **flags.FILE,
-        help="write when what ran: a trace (.json) or a picture (.png, .svg); default: no file",
+        help="write the timeline: a trace (.json) or a picture (.png, .svg); default: no file",
     )
     option(
         "--devices",
         **flags.COUNT,
-        help="also say what it would take on this many devices (simulated); default: no forecast",
+        help="also forecast the time on this many devices (simulated); default: no forecast",
     )
     parser.set_defaults(run_command=run)
 

@@ -18,13 +18,14 @@ def add(commands: Any) -> None:
         "parity",
         help="train a few steps on 1 and on N devices, and print the largest difference",
         description="Compares weights after 50 steps in float64 (limit 1e-12) and after 5 in float32 (limit 1e-5). "
-        "Beyond that limit a net with kinks passes if N devices are no further from float64 than one is.",
+        "Beyond 1e-5 a net still passes if N devices are no further from float64 than one device is.",
     )
     option = parser.add_argument
     option(
         "model",
         metavar="MODEL_OR_SCRIPT",
-        help="resnet18, lenet, small-resnet, mlp, or script.py:function, which gives (model, (X, y)) or (.., .., loss)",
+        help="resnet18, lenet, small-resnet, mlp, or script.py:function, which returns (model, (X, y)) or "
+        "(model, (X, y), loss)",
     )
     flags.add_framework(option, "that the model is written in")
     option(
@@ -32,9 +33,9 @@ def add(commands: Any) -> None:
         type=flags.whole_number(2),
         default=2,
         metavar="N",
-        help="virtual CPU devices, to compare with one; default: 2",
+        help="virtual CPU devices to compare with one device; default: 2",
     )
-    option("--batch-size", **flags.COUNT, default=16, help="samples of one step over all devices together; default: 16")
+    option("--batch-size", **flags.COUNT, default=16, help="samples per step, over all devices together; default: 16")
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
 

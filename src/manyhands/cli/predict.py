@@ -22,50 +22,56 @@ _DEVICES = ",".join(map(str, DEVICES))
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "predict",
-        help="what N devices would give: time per step, efficiency, memory, and whether they pay",
-        description="Measures a training step on one device and predicts N of them: time, which term eats the gain, "
-        "the batch size at which they pay, device-hours, and peak memory by what it holds. The first line says where "
-        "devices do not pay or a batch does not fit.",
+        help="predict N devices: time per step, efficiency, memory, and whether they pay",
+        description="Measures a training step on one device and predicts N devices: time per step, what limits the "
+        "gain, the batch size from which they pay, device-hours, and peak memory by category. The first line warns "
+        "where more devices do not pay or a batch does not fit.",
     )
     option = parser.add_argument
     option(
         "script",
         nargs="?",
         metavar="SCRIPT:MAKE",
-        help="a file and a function in it that gives (model, (X, y)) or (model, (X, y), loss)",
+        help="a file and a function in it that returns (model, (X, y)) or (model, (X, y), loss)",
     )
     option(
-        "--model", choices=flags.MODELS, help="one of manyhands train, on noise; default: resnet18 on a GPU, else lenet"
+        "--model",
+        choices=flags.MODELS,
+        help="a model of manyhands train, on random data; default: resnet18 on a GPU, else lenet",
     )
     flags.add_framework(option)
     option(
         "--batch-size",
         **flags.COUNT,
-        help="samples of a step, over all devices together; default: the script's, else 256 on a GPU and 128 on a CPU",
+        help="samples per step, over all devices together; default: the script's, else 256 on a GPU and 128 on a CPU",
     )
     option(
         "--per-device",
         action="store_true",
-        help="the batch size is each device's (weak scaling); default: divided over the devices",
+        help="batch size per device (weak scaling); default: the batch is divided over the devices",
     )
     option("--devices", type=_counts, default=_DEVICES, metavar="N,N", help=f"numbers of devices; default: {_DEVICES}")
     option(
         "--link",
         default="pcie",
-        help="nvlink, pcie, ethernet-100g, pcie+ethernet-25g, measured (between the devices here), or a JSON file; "
-        "default: pcie",
+        help="nvlink, pcie, ethernet-100g, pcie+ethernet-25g, measured (between this machine's devices), or a JSON "
+        "file; default: pcie",
     )
-    option("--per-node", **flags.COUNT, help="devices in one machine; default: what is usual for the link")
+    option("--per-node", **flags.COUNT, help="devices per machine; default: the usual number for the link")
     option(
         "--precision",
         choices=["auto", "fp32", "bf16", "fp64"],
         default="auto",
-        help="what layers compute in; default: auto, as manyhands train",
+        help="number format of the layers; default: auto, as in manyhands train",
     )
-    option("--optimizer", metavar="NAME", help="by its name, as adamw; default: sgd, or the model's own")
+    option(
+        "--optimizer",
+        metavar="NAME",
+        help="name of the optimizer, for example adamw; default: the model's own, else sgd",
+    )
     option("--profile", **flags.FILE, help="predict from a stored profile; default: measure here")
-    option("--save-profile", **flags.FILE, help="store what was measured; default: no file")
-    option("--plot", **flags.FILE, help="draw it as .png or .svg; default: no file")
+    option("--save-profile", **flags.FILE, help="store the measured profile; default: no file")
+    option("--plot", **flags.FILE, help="plot the prediction as .png or .svg; default: no file")
     option("--json", action="store_true", help="print JSON (docs/predict.md describes it); default: tables")
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 

@@ -18,13 +18,17 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="run a PyTorch script written for several GPUs on virtual CPU devices",
-        description="Runs a script as 'python script.py' would, with virtual devices in the place of its GPUs: "
-        "x.cuda(1), device='cuda:1', torch.cuda and nn.DataParallel mean them (docs/virtual-devices.md).",
+        description="Runs a script as 'python script.py' would, on virtual devices instead of GPUs: x.cuda(1), "
+        "device='cuda:1', torch.cuda and nn.DataParallel use them (docs/virtual-devices.md).",
     )
     option = parser.add_argument
-    option("--devices", **flags.COUNT, help=f"how many there are; default: {VIRTUAL_DEVICES} in the environment, or 2")
-    option("script", type=Path, metavar="SCRIPT", help="a file, as train.py")
-    option("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
+    option(
+        "--devices",
+        **flags.COUNT,
+        help=f"number of virtual devices; default: {VIRTUAL_DEVICES} in the environment, or 2",
+    )
+    option("script", type=Path, metavar="SCRIPT", help="a file, for example train.py")
+    option("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     parser.set_defaults(run_command=run)
 
 

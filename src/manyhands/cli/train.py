@@ -61,12 +61,12 @@ _SETTINGS = {"epochs": "max_epochs"}  # the trainer's name where it is another o
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a model on Fashion-MNIST on every device there is",
-        description="Train on Fashion-MNIST: resnet18 for 10 epochs on GPUs, lenet for 4 epochs without one; where the "
-        f"full data set is not there, {_EPOCHS_OF_SUBSET} epochs of the small subset that comes with manyhands.",
+        help="train a model on Fashion-MNIST on every device",
+        description="Trains on Fashion-MNIST: resnet18 for 10 epochs on GPUs, lenet for 4 epochs without one. Where "
+        f"the full data set is missing, {_EPOCHS_OF_SUBSET} epochs of the small subset that comes with manyhands.",
     )
-    _add_what(parser.add_argument_group("what is trained, and on what"))
-    _add_how(parser.add_argument_group("how it is trained"))
+    _add_what(parser.add_argument_group("model, data and devices"))
+    _add_how(parser.add_argument_group("training"))
     _add_step(parser.add_argument_group("step", "How a step is run, and how its batch is divided."))
     _add_limits(parser.add_argument_group("limits", "Where training ends, and when to evaluate."))
     _add_checkpoints(parser.add_argument_group("run and checkpoints", "Where figures and checkpoints are written."))
@@ -86,7 +86,8 @@ def _add_what(group: Any) -> None:
         "--data",
         type=flags.folder,
         metavar="FOLDER",
-        help="with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the small subset",
+        help="folder with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the "
+        "small subset",
     )
 
 
@@ -95,21 +96,21 @@ def _add_how(group: Any) -> None:
     option(
         "--epochs",
         **flags.COUNT,
-        help=f"times through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
+        help=f"passes through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
     )
     option(
         "--batch-size",
         **flags.COUNT,
         help="samples per step, over all devices together; default: 256 on a GPU, else 128",
     )
-    option("--lr", type=flags.rate, metavar="RATE", help="the cycle's highest learning rate; default: 0.1, CPU 0.05")
+    option("--lr", type=flags.rate, metavar="RATE", help="peak learning rate of the cycle; default: 0.1, on a CPU 0.05")
     option(
         "--precision",
         choices=["auto", "fp32", "bf16", "fp16", "fp64"],
-        help="what layers compute in; default: auto, which is bf16 where the hardware is made for it, else fp32",
+        help="number format of the layers; default: auto, which is bf16 where the hardware supports it well, else fp32",
     )
     seed = flags.whole_number(0)
-    option("--seed", type=seed, metavar="N", help="of the weights and the order of samples; default: 0")
+    option("--seed", type=seed, metavar="N", help="seed of the weights and the sample order; default: 0")
     option("--quiet", action="store_true", help="no progress display; default: show it")
 
 
@@ -120,7 +121,7 @@ def _add_step(group: Any) -> None:
     option(
         "--accumulate", **flags.COUNT, help="gradient accumulation: micro-batches per step on each device; default: 1"
     )
-    option("--micro-batch-size", **flags.COUNT, help="or by their size; default: no limit")
+    option("--micro-batch-size", **flags.COUNT, help="the same by size: samples per micro-batch; default: no limit")
     option(
         "--batch-stats",
         choices=["per_device", "global"],
@@ -139,12 +140,14 @@ def _add_step(group: Any) -> None:
 def _add_limits(group: Any) -> None:
     """The options of :class:`manyhands.training.options.Limits`."""
     option = group.add_argument
-    option("--max-steps", **flags.COUNT, help="end after this many steps of the run; default: no limit")
-    option("--max-time", metavar="TIME", help="end after this training time of the run: 2h, 1h30m, 90s; default: none")
-    option("--limit-batches", **flags.COUNT, help="training batches of an epoch; default: all")
-    option("--limit-val-batches", **flags.COUNT, help="batches of an evaluation; default: all")
-    option("--evaluate-every", metavar="N_UNIT", help="'500 steps' or '2 epochs'; default: every epoch")
-    option("--overfit-batches", **flags.COUNT, help="train on the same N batches always; default: off")
+    option("--max-steps", **flags.COUNT, help="stop after this many steps of the run; default: no limit")
+    option(
+        "--max-time", metavar="TIME", help="stop after this training time of the run: 2h, 1h30m, 90s; default: no limit"
+    )
+    option("--limit-batches", **flags.COUNT, help="training batches per epoch; default: all")
+    option("--limit-val-batches", **flags.COUNT, help="batches per evaluation; default: all")
+    option("--evaluate-every", metavar="N_UNIT", help="evaluate every '500 steps' or '2 epochs'; default: every epoch")
+    option("--overfit-batches", **flags.COUNT, help="train on the same N batches in every epoch; default: off")
 
 
 def _add_checkpoints(group: Any) -> None:
@@ -153,13 +156,13 @@ def _add_checkpoints(group: Any) -> None:
         "--run",
         type=flags.folder,
         metavar="FOLDER",
-        help="a new run's folder; default: one under runs/, named by the time",
+        help="folder of a new run; default: one under runs/, named by the time",
     )
     option(
         "--resume",
         type=flags.folder,
         metavar="RUN",
-        help="go on with that run from its last checkpoint, with the options it was begun with; auto: with the one in "
+        help="continue this run from its last checkpoint, with the options it was started with; auto: the run in "
         "--run, if there is one; default: a new run",
     )
     option(
@@ -168,7 +171,7 @@ def _add_checkpoints(group: Any) -> None:
         metavar="STEPS",
         help="steps between checkpoints; default: one at the end of every epoch",
     )
-    option("--keep-checkpoints", **flags.COUNT, help="how many of the newest to keep; default: 3")
+    option("--keep-checkpoints", **flags.COUNT, help="keep this many of the newest; default: 3")
 
 
 def run(options: argparse.Namespace) -> int:
