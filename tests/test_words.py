@@ -54,7 +54,7 @@ def test_an_index_is_a_number(index: Any) -> None:
 
 def test_lists_of_devices() -> None:
     check_distinct(["gpu:0", "gpu:1"])
-    with pytest.raises(DuplicateDevices, match="gpu:0 stands more than once"):
+    with pytest.raises(DuplicateDevices, match="gpu:0 appears more than once"):
         check_distinct(["gpu:0", "gpu:1", "gpu:0"])
     with pytest.raises(BadDevice):
         check_distinct([])

@@ -83,9 +83,7 @@ def check_index(index: object) -> int:
         raise BadDevice(f"a device is numbered 0, 1, 2, ...; {index!r} is not a number of that kind")
     number = cast(int, index).__index__()
     if number < 0:
-        raise BadDevice(
-            f"a device is numbered 0, 1, 2, ...; {number} is none of these (there is no counting from the end)"
-        )
+        raise BadDevice(f"a device is numbered 0, 1, 2, ...; {number} is not one of these (no negative numbers)")
     return number
 
 
@@ -104,7 +102,7 @@ def check_distinct(names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DuplicateDevices(
-            f"{', '.join(twice)} stands more than once in [{', '.join(names)}]: two replicas or shards on one device "
+            f"{', '.join(twice)} appears more than once in [{', '.join(names)}]: two replicas or shards on one device "
             "would be one and the same memory. Name each device once; for several devices on a machine "
             "without GPUs set MANYHANDS_VIRTUAL_DEVICES=2"
         )

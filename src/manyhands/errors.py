@@ -4,57 +4,61 @@
 
     ManyhandsError
      +- DeviceError
-     |   +- BadDevice            a name or a number that cannot be a device        (ValueError)
+     |   +- BadDevice            a name or a number that is not a device           (ValueError)
      |   +- NoSuchDevice         a device that this machine does not have          (RuntimeError)
-     |   +- DuplicateDevices     one device twice in a list                        (ValueError)
+     |   +- DuplicateDevices     the same device twice in a list                   (ValueError)
      |   +- DeviceMismatch       tensors that must be together are not             (RuntimeError)
      |   +- SeveralDevices       one device was asked for, there are several       (RuntimeError)
      |   +- PlacementFailed      the framework put a tensor somewhere else         (RuntimeError)
-     |   +- VirtualDevicesError  virtual devices cannot be made (any more)         (RuntimeError)
+     |   +- VirtualDevicesError  virtual devices requested too late, or twice      (RuntimeError)
      +- DataError
      |   +- ForeignTensor        an array of another framework                     (TypeError)
-     |   +- NotATensor           no tensor where one is needed                     (TypeError)
+     |   +- NotATensor           something else where a tensor is needed           (TypeError)
      |   +- BadBatch             a batch that cannot be split or put together      (ValueError)
-     |   +- BadShares            shares that are no shares                         (ValueError)
+     |   +- BadShares            shares that are negative, all zero or too few     (ValueError)
      |   +- ChangedInFlight      a source was written to while it was being copied (RuntimeError)
      |   +- BadLabels            labels that a model has no output for             (ValueError)
-     |   +- BadDataFile          a data file that is damaged or not what it should be  (ValueError)
-     |   +- DataNotFound         data files that are not where they were said to be  (FileNotFoundError)
+     |   +- BadDataFile          a damaged or wrong data file                      (ValueError)
+     |   +- DataNotFound         data files that are missing                       (FileNotFoundError)
      +- NotJson                  a value that JSON cannot hold exactly             (ValueError)
-     +- BadRunFolder             a folder that is no run, or a run with bad files  (ValueError)
+     +- BadRunFolder             a folder that is not a run, or has damaged files  (ValueError)
      +- BadProfile               a profile or link file that cannot be used        (ValueError)
      +- RunInUse                 another job writes to the run's folder            (RuntimeError)
      +- CheckpointError
      |   +- BadCheckpoint        something that cannot be saved as a checkpoint    (ValueError)
      |   +- NoCheckpoint         nothing to load                                   (FileNotFoundError)
      |   +- CheckpointDamaged    a file of a checkpoint is missing or was changed  (ValueError)
-     |   +- CheckpointNotWritten no space or another refusal of the disk           (OSError)
+     |   +- CheckpointNotWritten the disk is full or refuses to write              (OSError)
      |   +- WrongCheckpoint      a checkpoint of another model, data set or job    (ValueError)
      +- TrainingError
-     |   +- BadSettings          settings that no job can have                     (ValueError)
-     |   |   +- UnknownOption    an option that a trainer does not have            (TypeError)
+     |   +- BadSettings          invalid settings                                  (ValueError)
+     |   |   +- UnknownOption    an option that the trainer does not have          (TypeError)
      |   +- LossIsNotANumber     a loss that is infinite or NaN                    (ArithmeticError)
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
-     |   +- CallbackFailed       a callback of the user's raised an error          (RuntimeError)
-     |   +- MetricFailed         a metric of the user's raised an error            (RuntimeError)
-     +- HiddenWait               the host waited for a device where that is forbidden  (RuntimeError)
+     |   +- CallbackFailed       a user's callback raised an error                 (RuntimeError)
+     |   +- MetricFailed         a user's metric raised an error                   (RuntimeError)
+     +- HiddenWait               the host waited for a device in a no-wait block   (RuntimeError)
      +- EngineError
-     |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
-     |   |   +- NotYet           one that can perhaps be traced at its next call
+     |   +- CannotTrace          a function that cannot be traced                  (RuntimeError)
+     |   |   +- MustRunAsWritten a call whose operations must run as written
+     |   |   +- NotYet           a function that the next call may trace
+     |   |   +- ChangesOutside   a function that changes state outside itself
+     |   +- CannotGuard          a function that Dynamo cannot follow              (RuntimeError)
      |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
+     |   +- CannotCompile        kernels that cannot be compiled on this device    (RuntimeError)
      |   +- CannotBeExact        a function that cannot be computed more exactly   (RuntimeError)
-     |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
+     |   +- UnsafeSchedule       a schedule that does not order a conflict         (RuntimeError)
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      |   +- UndeclaredWrite      a task wrote to what it did not declare           (RuntimeError)
-     |   +- WaitsForItself       tasks that wait for each other in a circle        (RuntimeError)
+     |   +- WaitsForItself       tasks that wait for each other: a deadlock        (RuntimeError)
      +- ResultsDiffer            ways that should compute the same did not         (ArithmeticError)
-     +- NotHere                  an experiment that this machine cannot show       (RuntimeError)
-     +- FrameworkMissing         the framework of this door is not installed       (ImportError)
+     +- NotHere                  an experiment that cannot run on this machine     (RuntimeError)
+     +- FrameworkMissing         the framework of this import is not installed     (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
 Each is also the built-in exception that a caller would think of first. A message says what was
-asked, why it cannot be, and what to write instead.
+requested, why it failed, and what to write instead.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class DeviceError(ManyhandsError):
 
 
 class BadDevice(DeviceError, ValueError):
-    """A name or a number that cannot be a device, here or anywhere."""
+    """A name or a number that is not a device on any machine."""
 
 
 class NoSuchDevice(DeviceError, RuntimeError):
@@ -79,7 +83,7 @@ class NoSuchDevice(DeviceError, RuntimeError):
 
 
 class DuplicateDevices(DeviceError, ValueError):
-    """One device twice in a list: two replicas on it would be one and the same tensor."""
+    """The same device twice in a list: two replicas on it would share their memory."""
 
 
 class DeviceMismatch(DeviceError, RuntimeError):
@@ -87,7 +91,7 @@ class DeviceMismatch(DeviceError, RuntimeError):
 
 
 class SeveralDevices(DeviceError, RuntimeError):
-    """A single device was asked for, but the value lives on several."""
+    """One device is required, but the value is on several."""
 
 
 class PlacementFailed(DeviceError, RuntimeError):
@@ -95,7 +99,7 @@ class PlacementFailed(DeviceError, RuntimeError):
 
 
 class VirtualDevicesError(DeviceError, RuntimeError):
-    """Virtual devices were asked for too late, twice, or in a number that cannot be."""
+    """Virtual devices were requested too late, twice with different numbers, or in an invalid number."""
 
 
 class DataError(ManyhandsError):
@@ -107,7 +111,7 @@ class ForeignTensor(DataError, TypeError):
 
 
 class NotATensor(DataError, TypeError):
-    """A tensor is needed and something else was given."""
+    """Something else where a tensor is needed."""
 
 
 class BadBatch(DataError, ValueError):
@@ -127,27 +131,27 @@ class BadLabels(DataError, ValueError):
 
 
 class BadDataFile(DataError, ValueError):
-    """A file of a data set that is damaged, or is not what its place or its header says."""
+    """A data file that is damaged, or contradicts its name or its header."""
 
 
 class DataNotFound(DataError, FileNotFoundError):
-    """The files of a data set are not in the place that was given."""
+    """The files of a data set are missing."""
 
 
 class NotJson(ManyhandsError, ValueError):
-    """A value that would come back from JSON as another one, or not at all."""
+    """A value that JSON cannot store exactly."""
 
 
 class BadRunFolder(ManyhandsError, ValueError):
-    """A folder that is not a run's, or a file in a run's folder that cannot be read."""
+    """A folder that is not a run, or a file of a run that cannot be read."""
 
 
 class BadProfile(ManyhandsError, ValueError):
-    """A file with a profile or a link that cannot be read, written, or is of another version."""
+    """A profile or link file that cannot be read or written, or has another version."""
 
 
 class RunInUse(ManyhandsError, RuntimeError):
-    """Another job, that still runs, writes to the run's folder."""
+    """Another running job writes to the run's folder."""
 
 
 class CheckpointError(ManyhandsError):
@@ -155,11 +159,11 @@ class CheckpointError(ManyhandsError):
 
 
 class BadCheckpoint(CheckpointError, ValueError):
-    """A step, a blob's name or a number of checkpoints to keep that cannot be."""
+    """An invalid step, name of a blob, or number of checkpoints to keep."""
 
 
 class NoCheckpoint(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was to be loaded from."""
+    """There is no checkpoint to load."""
 
 
 class CheckpointDamaged(CheckpointError, ValueError):
@@ -167,11 +171,11 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
 
 class CheckpointNotWritten(CheckpointError, OSError):
-    """The disk refused; older checkpoints are still there, and training can go on."""
+    """The disk refused to write. Older checkpoints are intact, and training can continue."""
 
 
 class WrongCheckpoint(CheckpointError, ValueError):
-    """A whole checkpoint, but of another model, data set or job."""
+    """An intact checkpoint of another model, data set or job."""
 
 
 class TrainingError(ManyhandsError):
@@ -179,11 +183,11 @@ class TrainingError(ManyhandsError):
 
 
 class BadSettings(TrainingError, ValueError):
-    """Settings that no job can have."""
+    """Invalid settings."""
 
 
 class UnknownOption(BadSettings, TypeError):
-    """An option that a trainer does not have; the message names the one that is meant."""
+    """An option that the trainer does not have. The message suggests the closest one."""
 
 
 class LossIsNotANumber(TrainingError, ArithmeticError):
@@ -195,15 +199,15 @@ class NotSendable(TrainingError, TypeError):
 
 
 class WorkerFailed(TrainingError, RuntimeError):
-    """A worker died, raised, or makes no step any more; the message names its rank."""
+    """A worker died, raised an error or hangs. The message names its rank."""
 
 
 class CallbackFailed(TrainingError, RuntimeError):
-    """A callback raised an error; the message names it and the moment, ``__cause__`` is the error itself."""
+    """A callback raised an error; the message names the callback and the event, ``__cause__`` is the error."""
 
 
 class MetricFailed(TrainingError, RuntimeError):
-    """A metric raised an error; the message names it and what it was given, ``__cause__`` is the error itself."""
+    """A metric raised an error; the message names the metric and its inputs, ``__cause__`` is the error."""
 
 
 class HiddenWait(ManyhandsError, RuntimeError):
@@ -215,13 +219,13 @@ class EngineError(ManyhandsError):
 
 
 class CannotTrace(EngineError, RuntimeError):
-    """A function that cannot be traced, most often because it looks at values."""
+    """A function that cannot be traced, most often because it reads values."""
 
-    holds: Callable[[], bool] | None = None  # whether that is still so, where it may change
+    holds: Callable[[], bool] | None = None  # whether the reason still holds, where it may change
 
 
 class MustRunAsWritten(CannotTrace):
-    """A call that is run as it is written: its operations are observed one by one, or its arguments share memory."""
+    """A call that must run as written: its operations are observed one by one, or its arguments share memory."""
 
 
 class CannotGuard(EngineError, RuntimeError):
@@ -233,19 +237,19 @@ class NotYet(CannotTrace):
 
 
 class ChangesOutside(CannotTrace):
-    """A function that changes something outside itself: at its first call only, as what fills a cache, or at every."""
+    """A function that changes state outside itself: only at its first call (a cache), or at every call."""
 
 
 class CannotFuse(EngineError, RuntimeError):
-    """A function none of whose operations can be compiled together here."""
+    """A function none of whose operations can be fused."""
 
 
 class CannotCompile(EngineError, RuntimeError):
-    """Kernels of our own cannot be compiled or launched on this device."""
+    """manyhands' own kernels cannot be compiled or launched on this device."""
 
 
 class CannotBeExact(EngineError, RuntimeError):
-    """A function that cannot be run with wider numbers, to see how exact its results are; or it says nothing."""
+    """A function that cannot be run in higher precision, to check its results, or whose check says nothing."""
 
 
 class UnsafeSchedule(EngineError, RuntimeError):
@@ -253,27 +257,27 @@ class UnsafeSchedule(EngineError, RuntimeError):
 
 
 class TaskCancelled(EngineError, RuntimeError):
-    """A task that was not run: one that it needs failed, or its scope was left by an error."""
+    """A task that did not run: a task that it needs failed, or an error left its scope."""
 
 
 class UndeclaredWrite(EngineError, RuntimeError):
-    """An argument of a task was written to while the task ran, and the task had not declared it."""
+    """An argument was written to during a task that did not declare it in ``writes``."""
 
 
 class WaitsForItself(EngineError, RuntimeError):
-    """A task asked for a result that cannot be there before it is over itself."""
+    """A task waits for a result that needs the task itself to finish: a deadlock."""
 
 
 class ResultsDiffer(ManyhandsError, ArithmeticError):
-    """Two ways of an experiment gave different results, so that their times mean nothing."""
+    """Two variants of an experiment gave different results, so their times cannot be compared."""
 
 
 class NotHere(ManyhandsError, RuntimeError):
-    """An experiment has nothing to show on this machine or in this framework."""
+    """An experiment that cannot run on this machine or in this framework."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):
-    """The framework behind a door is not installed."""
+    """The framework of an import such as ``manyhands.jax`` is not installed."""
 
 
 class PackageMissing(ManyhandsError, ImportError):
@@ -281,6 +285,6 @@ class PackageMissing(ManyhandsError, ImportError):
 
 
 def first_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says."""
+    """An error's type and the first line of its message."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first[:200]}"

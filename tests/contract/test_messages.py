@@ -24,7 +24,7 @@ NO_GPU = (
 )
 ONE_DEVICE = "BadDevice: a list of devices is needed, 'cpu' is one device: write ['cpu']"
 TWICE = (
-    "DuplicateDevices: cpu stands more than once in [cpu, cpu]: two replicas or shards on one device would be one and "
+    "DuplicateDevices: cpu appears more than once in [cpu, cpu]: two replicas or shards on one device would be one and "
     "the same memory. Name each device once; for several devices on a machine without GPUs set "
     "MANYHANDS_VIRTUAL_DEVICES=2"
 )
@@ -47,7 +47,7 @@ PLACEMENT: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda mh, x: mh.synchronize(3), NOT_A_DEVICE),
     (
         lambda mh, x: mh.gpu(-1),
-        "BadDevice: a device is numbered 0, 1, 2, ...; -1 is none of these (there is no counting from the end)",
+        "BadDevice: a device is numbered 0, 1, 2, ...; -1 is not one of these (no negative numbers)",
     ),
     (lambda mh, x: mh.split(x, "cpu"), ONE_DEVICE),
     (
@@ -135,7 +135,7 @@ TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
     (
         lambda mh, model: mh.Trainer(1, quiet=True, loss="mse").fit(model, (X, Y.astype(np.float32))),
         "BadBatch: the model's answer to a sample has shape (4,), and its target (): the loss compares each number of "
-        "the answer with a target of its own; give targets of the answer's shape",
+        "the answer with one target; give targets of the answer's shape",
     ),
     (
         lambda mh, model: mh.Trainer(1, quiet=True, metrics=["nonsense"]),

@@ -97,7 +97,7 @@ def test_updates_with_infinite_gradients_are_taken_back(fast: bool) -> None:
 
 def test_two_ranks_on_one_gpu_are_not_sharded() -> None:
     """NCCL refuses two ranks on one GPU, and Gloo does not gather CUDA tensors."""
-    with pytest.raises(BadSettings, match="every rank needs a GPU of its own"):
+    with pytest.raises(BadSettings, match="every rank needs its own GPU"):
         trained(net(), workers=Workers(per_device=2), step=Step(shard=True))
 
 

@@ -154,6 +154,6 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=100)
     assert child.returncode == 130
-    assert "what is finished is in the report" in err
+    assert "the report has the finished experiments" in err
     first, second = Report.from_data(json.loads(page.read_text())).results
     assert (first.status, second.status) == ("done", "interrupted")

@@ -132,7 +132,7 @@ def test_a_move_under_way_is_not_its_value() -> None:
         lambda x: mh.split(x, [GPU0]),
         lambda x: mh.gather([x], GPU0),
     ):
-        with pytest.raises(NotATensor, match=r"call its result\(\) first"):
+        with pytest.raises(NotATensor, match=r"pass its result\(\)"):
             call(tree_of_arrivals)
 
 
@@ -274,7 +274,7 @@ def test_virtual_devices_stand_in_for_gpus(capsys: pytest.CaptureFixture[str]) -
     made = mh.virtual_devices(2)
     assert made == mh.try_all_gpus() == [FakeDevice("virtual", 0), FakeDevice("virtual", 1)]
     assert mh.virtual_devices(2) == made
-    assert capsys.readouterr().err.count("2 virtual devices") == 1
+    assert capsys.readouterr().err.count("2 virtual CPU devices") == 1
     assert mh.to(FakeTensor([1]), "gpu:1").device == mh.gpu(1)
     assert [str(record.device) for record in mh.devices()] == ["cpu", "virtual:0", "virtual:1"]
     with pytest.raises(VirtualDevicesError):

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         if report is not None and options.prove:
             report.proof = _prove(report, data["record"], settings, program, Path(folder))
     if report is None:
-        print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: there is no report", file=sys.stderr)
+        print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: no report", file=sys.stderr)
         return _same_end(code)
     if baseline is not None:
         report = reports.new_since(report, baseline)
@@ -125,8 +125,8 @@ def run(options: argparse.Namespace) -> int:
         return WAITS_TOO_LONG
     if options.fail_over is not None and report.gain is None and report.findings:
         print(
-            "manyhands audit: --fail-over was not applied: what a step takes is not known here, so that there is no "
-            "part of it to compare (docs/audit.md)",
+            "manyhands audit: --fail-over was not applied: the time of a step is unknown here, so there is nothing "
+            "to compare with (docs/audit.md)",
             file=sys.stderr,
         )
     return _same_end(code)
@@ -246,7 +246,7 @@ def _show(report: Report, options: argparse.Namespace) -> None:
     from manyhands.audit.reports import html, sarif, table
 
     if report.ended == "syntax-error":
-        print(f"manyhands audit: {report.program} has a syntax error, so that nothing was run", file=sys.stderr)
+        print(f"manyhands audit: {report.program} has a syntax error, so nothing was run", file=sys.stderr)
     elif report.ended != "no-module":  # the program's process has said it
         if report.ended.startswith(("exit", "exception")):
             ended = report.ended.replace("exit", "exit code").replace("exception", "an exception:")

@@ -36,18 +36,18 @@ def of(name: str) -> str:
 
 
 def changed(name: str, value: Any, before: Any) -> str:
-    """What a resumed run has now, and what it was begun with.
+    """What a resumed run has now, and what it was started with.
 
     >>> changed("lr", 0.2, 0.05), changed("fast", False, True)
-    ('--lr 0.2: the run was begun with 0.05', '--no-fast: the run was begun with --fast')
+    ('--lr 0.2: the run was started with 0.05', '--no-fast: the run was started with --fast')
     >>> changed("data", "b", None), changed("shares", None, "0.7,0.3")
-    ('--data b: the run was begun without it', 'no --shares: the run was begun with 0.7,0.3')
+    ('--data b: the run was started without it', 'no --shares: the run was started with 0.7,0.3')
     """
     if isinstance(before, bool):
         begun = f"with {_with_value(name, before)}"
     else:
         begun = "without it" if before is None else f"with {before}"
-    return f"{_with_value(name, value)}: the run was begun {begun}"
+    return f"{_with_value(name, value)}: the run was started {begun}"
 
 
 def _with_value(name: str, value: Any) -> str:

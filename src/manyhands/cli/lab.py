@@ -132,7 +132,7 @@ def _run_all(jobs: list[tuple[str, Experiment]], report: Report, output: Output)
             if len(report.results) < len(jobs):
                 report = _interrupted(report, *jobs[len(report.results)])
             output.write(report)
-            print("manyhands lab: interrupted; what is finished is in the report", file=sys.stderr)
+            print("manyhands lab: interrupted; the report has the finished experiments", file=sys.stderr)
             code = _INTERRUPTED
         else:
             code = _FAILED if any(result.status == "failed" for result in report.results) else 0

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if drawing := parity.drawing_layers(recipes.layers(model)):
         print(
-            f"The model draws random numbers in {', '.join(drawing)}. Every device draws its own, by design, so that "
+            f"The model draws random numbers in {', '.join(drawing)}. Every device draws its own, by design, so "
             "several devices differ from one. Set the rate to 0 to compare everything else."
         )
     return 1

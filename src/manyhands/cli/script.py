@@ -31,7 +31,7 @@ def load(text: str) -> tuple[Any, Any]:
         raise BadSettings(f"there is no function {name!r} in {path}")
     function = getattr(module, name)
     if not callable(function):
-        raise BadSettings(f"{name} in {path} is no function, but of type {type(function).__name__}")
+        raise BadSettings(f"{name} in {path} is not a function but of type {type(function).__name__}")
     return module, function
 
 

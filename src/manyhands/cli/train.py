@@ -235,32 +235,32 @@ def _find_run(options: argparse.Namespace) -> None:
     if options.resume != Path("auto"):
         return
     if options.run is None:
-        raise BadSettings("--resume auto goes on with the run in --run FOLDER: give --run, or the run as --resume RUN")
+        raise BadSettings("--resume auto continues the run in --run FOLDER: give --run, or the run as --resume RUN")
     options.resume = options.run if RunFolder(options.run).config_path.exists() else None
 
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that the resumed run was begun with; none for a new run."""
+    """The options that the resumed run was started with; none for a new run."""
     from manyhands.training import launcher
     from manyhands.training.checkpoints.run_folder import RunFolder
 
     if options.resume is None:
         if options.run is not None and RunFolder(options.run).config_path.exists():
             raise BadRunFolder(
-                f"--run {options.run}: there is a run already. manyhands train --resume {options.run} goes on with it; "
+                f"--run {options.run}: there is a run already. manyhands train --resume {options.run} continues it; "
                 "for a new run name another folder"
             )
         return {}
     if options.run is not None and options.run.resolve() != options.resume.resolve():
-        raise BadSettings(f"--run {options.run} --resume {options.resume}: a run goes on in its own folder. Give one")
+        raise BadSettings(f"--run {options.run} --resume {options.resume}: a run continues in its own folder")
     run = RunFolder(options.resume)
     if not launcher.is_first() and not run.config_path.exists():  # on another machine
         return {}
     begun: dict[str, Any] = RunFolder.open(options.resume).config.get("train", {})
     if begun.get("model") not in flags.MODELS:
         raise BadRunFolder(
-            f"--resume {options.resume}: this is no run of manyhands train, so its model is known to your own program "
-            f"only. Go on with it there: Trainer(run={str(options.resume)!r}, resume='auto')"
+            f"--resume {options.resume}: manyhands train did not start this run, so only your own program knows its "
+            f"model. Continue it there: Trainer(run={str(options.resume)!r}, resume='auto')"
         )
     begun = {"framework": FRAMEWORKS[0], **begun}
     if options.framework not in (None, begun["framework"]):
@@ -279,8 +279,8 @@ def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]
         if name in asked and name in begun and asked[name] != begun[name]:
             flag = flags.of(name)
             raise BadSettings(
-                f"{flag} {asked[name]}: {options.resume} was begun with {flag} {begun[name]}, and another one makes it "
-                f"another job. Leave {flag} out, or begin a new run"
+                f"{flag} {asked[name]}: {options.resume} was started with {flag} {begun[name]}, and another one would "
+                f"make it another job. Leave {flag} out, or start a new run"
             )
     if "data" in asked:
         asked["data"] = str(asked["data"].expanduser().absolute())
@@ -291,7 +291,7 @@ def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]
 
 
 def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Namespace) -> FashionMnist:
-    """The data set; a resumed run's is the one that it was begun with."""
+    """The data set; a resumed run's is the one that it was started with."""
     from manyhands.training.data import fashion_mnist
 
     try:
@@ -300,14 +300,14 @@ def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Name
         if options.data is not None or folder is None or not begun:
             raise
         raise DataNotFound(
-            f"{options.resume} was begun with the data in {folder}, and they are not there any more. If they were "
-            "moved, name their folder with --data"
+            f"{options.resume} was started with the data in {folder}, which are no longer there. If they were moved, "
+            "name their folder with --data"
         ) from error
     count, before = len(data.train.labels), begun.get("samples")
     if before not in (None, count):
         raise WrongCheckpoint(
-            f"{options.resume} was begun with {before:,} samples to train on, and {data.directory} has {count:,}. Name "
-            "the folder of its data with --data"
+            f"{options.resume} was started with {before:,} samples to train on, and {data.directory} has {count:,}. "
+            "Name the folder of its data with --data"
         )
     return data
 
@@ -357,7 +357,7 @@ def _leave(folder: Path, *, interrupted: bool) -> None:
     if not interrupted:
         return
     if store.latest(RunFolder(folder).checkpoints) is not None:
-        print(f"go on from the last checkpoint with: manyhands train --resume {folder}", file=sys.stderr)
+        print(f"continue from the last checkpoint with: manyhands train --resume {folder}", file=sys.stderr)
     else:
         print("there was no checkpoint yet; --checkpoint-every STEPS writes more of them", file=sys.stderr)
 

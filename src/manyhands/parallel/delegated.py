@@ -154,7 +154,7 @@ class Parallel(ParallelFunction[P, R]):
                 )
         for value in reached.objects:
             if (kind := why_unwatched(value)) is not None:
-                raise CannotTrace(f"it uses {kind}, and a change of what that gives cannot be noticed")
+                raise CannotTrace(f"it uses {kind}, whose changes cannot be noticed")
         for value in reached.arrays:
             if getattr(value, "nbytes", 0) > _WATCHED:
                 shape = getattr(value, "shape", None)

@@ -239,8 +239,8 @@ class Parallel(ParallelFunction[P, R]):
             moments = timed()
         except Exception as error:
             raise EngineError(
-                f"it cannot be run with made-up arguments ({first_line(error)}): timeline(path, simulated=True) draws "
-                "it from the costs of its tasks"
+                f"it cannot be run with substitute arguments ({first_line(error)}): timeline(path, simulated=True) "
+                "draws it from the costs of its tasks"
             ) from error
         return timeline_of(schedule, moments, f"measured; {self.planned.how}")
 

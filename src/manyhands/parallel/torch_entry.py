@@ -54,8 +54,8 @@ class _Open(Scope):
         for name, value in self._options.items():
             if value != _DEFAULTS[name] and name != "synchronous":
                 raise EngineError(
-                    f"with parallel({name}={value}): tasks are run as they are written, so that there is no plan to "
-                    f"make; write with parallel(): here, and parallel(fn, {name}={value}) for a function"
+                    f"with parallel({name}={value}): explicit tasks are not planned; write with parallel(): here, and "
+                    f"parallel(fn, {name}={value}) for a function"
                 )
         return super().__enter__()
 

@@ -106,7 +106,7 @@ class Placement(Generic[T, D, M]):
         if self.backend.is_tensor(leaf):
             return True
         if isinstance(leaf, Arrival):
-            raise NotATensor("a move that is under way is not its value yet: call its result() first, and give that")
+            raise NotATensor("a move in progress is not a tensor yet: pass its result()")
         framework = _framework_of(leaf)
         if framework not in (None, self.backend.name):
             raise ForeignTensor(

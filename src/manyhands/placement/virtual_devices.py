@@ -72,7 +72,7 @@ class VirtualDeviceHolders(Generic[D]):
         """A block begins; ``made``: its own call has made the devices, so that they end with the last block."""
         if created and not self._backend.CAPABILITIES.virtual_can_end:
             raise VirtualDevicesError(
-                f"{self._backend.name} cannot undo virtual devices, so they cannot be held by a with block: call "
+                f"{self._backend.name} cannot undo virtual devices, so a with block cannot end them: call "
                 "mh.virtual_devices(n) without 'with'"
             )
         with self._lock:

@@ -135,7 +135,7 @@ def _parsed(text: str) -> Link:
     if plus and inside in LINKS and across in LINKS:
         network = LINKS[across].network
         if LINKS[across].kind != "network" or network is None:
-            raise BadSettings(f"link {text!r}: {across!r} is not a network; after '+' stands what is between nodes")
+            raise BadSettings(f"link {text!r}: {across!r} is not a network; name the network between nodes after '+'")
         return replace(LINKS[inside], name=text, network=network)
     if text.endswith(".json") or Path(text).is_file():
         return from_dict(read(Path(text), "link"), text)

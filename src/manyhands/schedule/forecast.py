@@ -40,8 +40,9 @@ class Machine:
     def __post_init__(self) -> None:
         if self.devices < 1 or self.lanes < 1 or not self.bandwidth > 0 or self.latency < 0:
             raise EngineError(
-                f"there is no such machine: devices={self.devices}, lanes={self.lanes}, bandwidth={self.bandwidth:g}, "
-                f"latency={self.latency:g}: give a device and a lane at least, a bandwidth above 0, a latency from 0 on"
+                f"no such machine: devices={self.devices}, lanes={self.lanes}, bandwidth={self.bandwidth:g}, "
+                f"latency={self.latency:g}: give at least one device and one lane, a bandwidth above 0, and a latency "
+                "of at least 0"
             )
 
     def copy_seconds(self, size: int) -> float:

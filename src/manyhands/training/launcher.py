@@ -62,7 +62,7 @@ def _torchruns_place() -> Place:
         port = int(os.environ.get("MASTER_PORT", "29500"))
     except ValueError as error:
         raise BadSettings(
-            f"RANK, WORLD_SIZE and their like in the environment must be whole numbers: {error}"
+            f"RANK, WORLD_SIZE and similar variables in the environment must be whole numbers: {error}"
         ) from None
     return Place(rank, size, local, on_node, os.environ["MASTER_ADDR"], port)
 

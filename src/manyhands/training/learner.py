@@ -18,8 +18,8 @@ from manyhands.training.running_sums import Figures
 
 NO_AVERAGE = "the checkpoint has no average of the weights (EMA): it begins with the weights of the checkpoint"
 AVERAGE_DROPPED = (
-    "the checkpoint has an average of the weights (EMA), and this job keeps none: it goes on with the weights, and "
-    "evaluates them; give callbacks=[mh.EMA(...)] to go on with the average"
+    "the checkpoint has an average of the weights (EMA), and this job keeps none: it continues from the weights, and "
+    "evaluates them; give callbacks=[mh.EMA(...)] to continue the average"
 )
 # Takes the events of a job; gives the callbacks' answer to one that asks for it.
 Say = Callable[[dict[str, Any]], dict[str, Any] | None]

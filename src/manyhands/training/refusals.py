@@ -21,7 +21,7 @@ def no_target(batch: Any) -> BadBatch:
     """The error for a batch without a target where the loss needs one."""
     what = "this one has only one part" if isinstance(batch, (tuple, list)) else f"this is a {type(batch).__name__}"
     return BadBatch(
-        f"a batch (inputs, target) is needed, and {what}: give both, or a model with a training_step(batch) of its own"
+        f"a batch (inputs, target) is needed, and {what}: give both, or a model with its own training_step(batch)"
     )
 
 
@@ -51,7 +51,7 @@ def unlike_target(answer: Sequence[int], target: Sequence[int]) -> BadBatch:
         cure = "give y.reshape(-1)"
     return BadBatch(
         f"the model's answer to a sample has shape {mine}, and its target {theirs}: the loss compares each number of "
-        f"the answer with a target of its own; {cure}"
+        f"the answer with one target; {cure}"
     )
 
 

@@ -145,8 +145,8 @@ def check(schedule: Schedule | None, loop: Loop) -> None:
             "epoch has: give a loader with __len__, (X, y) arrays, or limits=mh.Limits(max_steps=...)"
         )
     loop.learner.notes.append(
-        "the loader does not say how many batches an epoch has (it has no __len__): the schedule stands still in "
-        "the first epoch and moves with every batch from the second on"
+        "the loader does not say how many batches an epoch has (it has no __len__): the schedule is constant in the "
+        "first epoch and moves with every batch from the second on"
     )
 
 

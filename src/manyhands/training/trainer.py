@@ -223,7 +223,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise BadSettings(f"{name}={path!r}: give the path of a folder")
         if self._option("resume") == "auto" and self._option("run") is None:
-            raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
+            raise BadSettings("resume='auto' continues the run in run=...: give run, or a run's folder as resume")
         if self._option("checkpoints").every is not None and self._option("run") is None:
             every = options.as_written(self._option("checkpoints"), "every")
             raise BadSettings(f"{every} without a folder for the checkpoints: give run=, as run='runs/mine'")

@@ -76,7 +76,7 @@ def test_a_syntax_error_is_pythons_and_said_in_a_line(tmp_path: Path) -> None:
     plain, audited = _plain(script), _audit(script)
     assert audited.returncode == plain.returncode == 1
     assert audited.stderr.startswith(plain.stderr)
-    assert "has a syntax error, so that nothing was run" in audited.stderr
+    assert "has a syntax error, so nothing was run" in audited.stderr
 
 
 def test_a_module_runs_with_dash_m(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_killed_program_is_named_and_its_signal_is_passed_on(tmp_path: Path) -
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     audited = _audit(script)
     assert audited.returncode == -signal.SIGKILL
-    assert "was killed by SIGKILL: there is no report" in audited.stderr
+    assert "was killed by SIGKILL: no report" in audited.stderr
 
 
 def test_a_program_that_ends_without_python(tmp_path: Path) -> None:

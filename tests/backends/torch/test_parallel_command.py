@@ -74,7 +74,7 @@ def test_arguments_in_a_dict(tell: Any, function: str, given: str) -> None:
     ("function", "options", "words"),
     [
         ("one", (), "one takes (x), but inputs() gives 2 values"),
-        ("value", (), "value in script.py is no function, but of type int"),
+        ("value", (), "value in script.py is not a function but of type int"),
         ("nothing", (), "there is no function 'nothing' in script.py"),
         ("never", ("--draw", "graph.png"), "write 'graph.svg'"),
         ("never", ("--timeline", "missing/t.png"), "there is no folder 'missing'"),

@@ -59,7 +59,7 @@ def test_the_fallback_to_the_cpu_is_said() -> None:
 def test_a_number_is_that_many(number: Any) -> None:
     assert meant(number, gpus=3).devices == ["gpu:0", "gpu:1"]
     assert meant(number) == Choice(["cpu"], {"made": 2})
-    with pytest.raises(BadDevice, match=r"devices=.*2.*: 1 GPU here\. Give fewer, or 'cpu:2' for devices made of the"):
+    with pytest.raises(BadDevice, match=r"devices=.*2.*: 1 GPU here\. Give fewer, or 'cpu:2' for virtual CPU devices"):
         meant(number, gpus=1)
 
 

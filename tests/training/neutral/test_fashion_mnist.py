@@ -141,12 +141,12 @@ def refuse(tmp_path: Path, name: str, content: bytes, *words: str) -> None:
     ("change", "words"),
     [
         (lambda good: good[:-1], "cut short: 143 bytes of the 144"),
-        (lambda good: good + b"\0", "goes on after the 144 bytes"),
+        (lambda good: good + b"\0", "continues after the 144 bytes"),
         (lambda good: good[:9], "ends inside its header"),
         (lambda good: b"", "begins with nothing"),
         (lambda good: b"\0\0\x0d\x03" + good[4:], "begins with 00 00 0d 03"),
         (lambda good: b"\0\0\x08\x02" + good[4:], "begins with 00 00 08 02"),
-        (lambda good: b"<html>not found</html>", "no IDX file"),
+        (lambda good: b"<html>not found</html>", "not an IDX file"),
         (lambda good: good[:4] + b"\0\0\0\0" + good[8:], "promises nothing"),
         (lambda good: good[:4] + b"\xff" * 12 + good[16:], "more than the 1,073,741,824 allowed"),
         (lambda good: good[:4] + struct.pack(">3I", 1 << 20, 32, 32) + good[16:], "cut short"),
@@ -185,7 +185,7 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(gzip.GzipFile, "read", counting)
     bomb = gzip.compress(small_files()[TRAIN_IMAGES] + bytes(64 << 20), 1)
-    refuse(tmp_path, TRAIN_IMAGES, bomb, "goes on after the 144 bytes")
+    refuse(tmp_path, TRAIN_IMAGES, bomb, "continues after the 144 bytes")
     assert min(asked) >= 0
     assert sum(asked) == 4 + 12 + 145
 

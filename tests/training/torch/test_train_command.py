@@ -31,11 +31,11 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     refused = [
         (["--resume", str(run), "--seed", "9"], "--seed 9: "),
-        (["--resume", str(run), "--batch-size", "64"], "was begun with --batch-size 128"),
-        (["--resume", str(run), "--model", "lenet"], "was begun with --model mlp"),
+        (["--resume", str(run), "--batch-size", "64"], "was started with --batch-size 128"),
+        (["--resume", str(run), "--model", "lenet"], "was started with --model mlp"),
         (["--resume", str(run), "--framework", "jax"], f"manyhands convert {run} --to jax"),
-        (["--resume", str(run), "--run", str(tmp_path)], "a run goes on in its own folder"),
-        (["--run", str(run)], f"manyhands train --resume {run} goes on with it"),
+        (["--resume", str(run), "--run", str(tmp_path)], "a run continues in its own folder"),
+        (["--run", str(run)], f"manyhands train --resume {run} continues it"),
         (["--run", str(run), "--model", "lenet"], "there is a run already"),
         (["--resume", str(run), "--compile", "--parallel"], "--compile hands the step to a compiler, --parallel"),
     ]
@@ -70,15 +70,15 @@ def test_a_resumed_run_has_the_data_that_it_was_begun_with(
     assert shown.count("0.05") == 1, "a change is announced once"
     data.rename(home)
     assert main(go_on) == 1
-    assert "not there any more" in (said := capsys.readouterr().err)
+    assert "no longer there" in (said := capsys.readouterr().err)
     assert "--data" in said
     assert main([*go_on, "--data", str(home), "--epochs", "3"]) == 0
-    assert f"--data {home}: the run was begun with {data}" in capsys.readouterr().out
+    assert f"--data {home}: the run was started with {data}" in capsys.readouterr().out
     config = json.loads((run / "config.json").read_text())
     config["train"]["samples"] = 60_000
     (run / "config.json").write_text(json.dumps(config))
     assert main(go_on) == 1
-    assert "begun with 60,000 samples to train on" in capsys.readouterr().err
+    assert "started with 60,000 samples to train on" in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_are_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("options", "said"),
     [
         (["--devices", "tpu"], "--devices tpu: 'tpu' is not the name of a device. Write gpu (all of them), 2 "),
-        (["--devices", "cpu,cpu"], "cpu stands there more than once. Name each device once, or write cpu:2"),
+        (["--devices", "cpu,cpu"], "cpu appears more than once. Name each device once, or write cpu:2"),
         (["--devices", "cpu:3", "--shares", "1,2"], "2 shares for 3 devices"),
         (["--devices", "cpu:2", "--batch-size", "1"], "smaller than the number of devices"),
     ],

@@ -34,7 +34,7 @@ _HARMLESS |= {"MXNDArrayCreateEx", "MXNDArrayCreateEx64"}  # to write into: that
 _VIEW = "it reads or writes through a view (x.reshape(...), x[0:2], x[:] = ...)"
 _WORDS = {
     "MXAutograd": "it uses autograd",
-    "MXNDArraySyncCopyToCPU": "it reads values, and what it does may depend on them",
+    "MXNDArraySyncCopyToCPU": "it reads values, which its operations may depend on",
     "MXNDArraySyncCopyFromCPU": "it copies values from NumPy or Python into an array",
     "MXNDArrayReshape": _VIEW,
     "MXNDArraySlice": _VIEW,
@@ -152,7 +152,7 @@ def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
         if operation.in_place or not operation.outputs:
             return f"{operation.name} writes in place"
         if operation.name == "Custom":
-            return "it has an operator of its own (mx.operator), which runs Python"
+            return "it has its own operator (mx.operator), which runs Python"
         always = operation.name == "Dropout" and "always" in map(str, operation.values)
         if always or any(word in operation.name.lower() for word in _RANDOM):
             return f"{operation.name} draws random numbers"

@@ -80,8 +80,8 @@ def _check_moments(callback: Callback) -> None:
                 )
                 meant = f" Did you mean {close[0]}?" if close else ""
                 raise BadSettings(
-                    f"{kind.__name__}.{name} is no moment of a training and would never be called.{meant} The moments "
-                    f"are {', '.join(moments)}"
+                    f"{kind.__name__}.{name} is not an event of the training and would never be called.{meant} The "
+                    f"events are {', '.join(moments)}"
                 )
 
 

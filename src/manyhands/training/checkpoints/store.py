@@ -108,12 +108,12 @@ def _what_is_left(folder: Path) -> str:
     newest = latest(folder)
     if newest is None:
         return "There is no older one."
-    return f"The last one that is there is of step {checkpoint_folder.step_of(newest)}."
+    return f"The last one left is of step {checkpoint_folder.step_of(newest)}."
 
 
 def _check_arguments(step: int, blobs: Mapping[str, bytes], keep: int | None) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise BadCheckpoint(f"step={step!r} is no step: use an integer from 0 on.")
+        raise BadCheckpoint(f"step={step!r} is not a step: give an integer of at least 0.")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise BadCheckpoint(f"keep={keep!r} would delete the checkpoint just written: keep at least 1.")
     for name, blob in blobs.items():
@@ -185,7 +185,7 @@ def _read(path: Path) -> Checkpoint:
     content = _read_state(path / _STATE)
     step = content["step"]
     if checkpoint_folder.step_of(path) not in (None, step):
-        raise CheckpointDamaged(f"{path / _STATE} is of step {step}, which is not what the folder's name says.")
+        raise CheckpointDamaged(f"{path / _STATE} is of step {step}, which contradicts the folder's name.")
     blobs = {}
     for name, entry in content["blobs"].items():
         file = path / _file_of(name)
@@ -193,7 +193,7 @@ def _read(path: Path) -> Checkpoint:
         if len(data) != entry["size"]:
             raise CheckpointDamaged(f"{file} has {len(data)} bytes; {entry['size']} were written: it is truncated.")
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            raise CheckpointDamaged(f"{file} is not what was written: its SHA-256 differs.")
+            raise CheckpointDamaged(f"{file} has changed since it was written: its SHA-256 differs.")
         blobs[name] = data
     return Checkpoint(path=path, state=content["state"], blobs=blobs, step=step)
 
@@ -219,7 +219,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     except NotJson:  # a number such as 1e999 reads as infinite
         whole = False
     if not whole or not _is_well_formed(content):
-        raise CheckpointDamaged(f"{file} is not what was written: its SHA-256 differs.")
+        raise CheckpointDamaged(f"{file} has changed since it was written: its SHA-256 differs.")
     return content
 
 

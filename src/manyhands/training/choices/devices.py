@@ -127,7 +127,7 @@ def _check_names(text: str, names: list[str]) -> None:
         label = "cpu" if device.kind == "cpu" and not name.startswith("/") else str(device)
         if label in devices:
             raise DuplicateDevices(
-                f"devices={text!r}: {label} stands there more than once. Name each device once, or write "
+                f"devices={text!r}: {label} appears more than once. Name each device once, or write "
                 f"cpu:{len(names)} for {len(names)} virtual CPU devices"
             )
         devices.append(label)

@@ -64,7 +64,7 @@ class NamesTable:
         names = content.get("names") if isinstance(content, Mapping) else None
         unused = content.get("unused", []) if isinstance(content, Mapping) else None
         if not isinstance(names, Mapping) or not names or not isinstance(unused, list):
-            raise BadSettings(f"this is no table of names: {_FORM}")
+            raise BadSettings(f"this is not a table of names: {_FORM}")
         return cls(names, unused)
 
     def converted(self, tensors: Mapping[str, NDArray[Any]]) -> Tensors:
@@ -73,7 +73,7 @@ class NamesTable:
         used = {_old_name(entry) for entry in self.names.values()} | set(self.unused)
         if left := [name for name in tensors if name not in used]:
             raise WrongCheckpoint(
-                f'the table does not say what becomes of {_listed(left, tensors)}: give each a place under "names", '
+                f'the table does not map {_listed(left, tensors)}: give each a place under "names", '
                 'or list it under "unused"'
             )
         return renamed

@@ -149,7 +149,7 @@ def _read_shape(path: Path, stream: BufferedIOBase) -> tuple[int, ...]:
         raise _bad(
             path,
             f"it begins with {magic.hex(' ') or 'nothing'}, not with 00 00 08 01 (labels) or 00 00 08 03 (images), "
-            "so it is no IDX file of unsigned bytes",
+            "so it is not an IDX file of unsigned bytes",
         )
     dimensions = magic[3]
     header = stream.read(4 * dimensions)
@@ -173,7 +173,7 @@ def _read_body(path: Path, stream: BufferedIOBase, shape: tuple[int, ...]) -> by
     if len(body) < promised:
         raise _bad(path, f"it is cut short: {len(body):,} bytes of the {promised:,} that its header promises")
     if len(body) > promised:
-        raise _bad(path, f"it goes on after the {promised:,} bytes that its header promises")
+        raise _bad(path, f"it continues after the {promised:,} bytes that its header promises")
     return body
 
 

@@ -109,7 +109,7 @@ class ClassLabels:
             return
         raise BadLabels(
             f"labels are {labels.dtype.name}, and class numbers are whole, 0 to {classes - 1}: give "
-            "y.astype('int32'); targets that are no classes need another loss="
+            "y.astype('int32'); targets that are not classes need another loss="
         )
 
 

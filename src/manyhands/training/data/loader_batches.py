@@ -223,7 +223,7 @@ def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
     return WrongCheckpoint(
         f"the checkpoint is from after batch {cursor.batch} ({cursor.sample} samples) of epoch {cursor.epoch + 1}, and "
         "the loader does not repeat the batches before it: some samples would be trained on twice and others never. "
-        f"{_advice(loader)}. This run can go on from a checkpoint at the end of an epoch"
+        f"{_advice(loader)}. This run can continue from a checkpoint at the end of an epoch"
     )
 
 
@@ -245,11 +245,11 @@ def _advice(loader: Any) -> str:
     parts = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
     if any(getattr(part, "generator", None) is not None for part in parts):  # PyTorch's
         return (
-            "The loader or its sampler has a random generator of its own (generator=...), which goes on from epoch to "
-            "epoch: leave it out, then the trainer seeds what they draw by the epoch; or give (X, y) arrays"
+            "The loader or its sampler has its own random generator (generator=...), which continues from epoch to "
+            "epoch: leave it out, and the trainer seeds them by the epoch; or give (X, y) arrays"
         )
     return (
-        "The trainer seeds Python's random and NumPy's global generator (np.random.shuffle); a loader with a generator "
-        "of its own has to seed it by the epoch: give a function such as def batches(epoch): rng = "
+        "The trainer seeds Python's random and NumPy's global generator (np.random.shuffle); a loader with its own "
+        "generator has to seed it by the epoch: give a function such as def batches(epoch): rng = "
         "np.random.default_rng((0, epoch)); ...; or give (X, y) arrays"
     )

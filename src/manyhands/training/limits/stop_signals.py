@@ -105,7 +105,7 @@ class Stopped(BaseException):
             f"{name}: stopped. The model has the weights that it had after {result.steps} steps of training."
         )
         if result.run is not None:
-            error.add_note(f"The checkpoint of that moment is in {result.run}: resume='auto' goes on there.")
+            error.add_note(f"The checkpoint of that step is in {result.run}: resume='auto' continues from it.")
         return error
 
 

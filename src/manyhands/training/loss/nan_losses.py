@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAN_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
     "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "
-    "step=mh.Step(on_nan='continue') goes on without the batch"
+    "step=mh.Step(on_nan='continue') continues without the batch"
 )
 _LISTED = 8  # samples of a batch that an error lists
 

@@ -69,7 +69,7 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
         model_parameters = set(map(id, trained))
         trained = list(optimizer._params)
         if any(id(parameter) not in model_parameters for parameter in trained):
-            raise BadSettings("the optimizer has parameters that are not of this model: make it of its own")
+            raise BadSettings("the optimizer has parameters of another model: make it from this model's parameters")
         # Its own steps divide by the number of samples; here the loss has been divided already.
         optimizer, scale = optimizer.optimizer, optimizer._scale
     if not isinstance(optimizer, Optimizer):
@@ -92,11 +92,11 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
 def _check_fits(optimizer: Any, *, scheduled: bool, devices: Sequence[mx.Context]) -> None:
     name = type(optimizer).__name__
     if scheduled and optimizer.lr_scheduler is not None:
-        raise BadSettings(f"schedule: the optimizer {name} has an lr_scheduler of its own, give one of the two")
+        raise BadSettings(f"schedule: the optimizer {name} has its own lr_scheduler: give one of the two")
     if len(devices) > 1 and isinstance(optimizer, _FOR_ONE_DEVICE):
         raise BadSettings(
-            f"optimizer: MXNet's {name} keeps numbers that all devices share or draws random ones, so that replicas "
-            "would drift apart: train on one device, or with another optimizer"
+            f"optimizer: MXNet's {name} keeps numbers that all devices share or draws random ones, so replicas would "
+            "drift apart: train on one device, or with another optimizer"
         )
     if len({device.device_id for device in devices}) < len(devices):
         raise BadSettings(

@@ -131,7 +131,7 @@ def _check_scores(answer: Any, parts: Parts) -> None:
         raise BadSettings(
             f"the model gives a {type(answer).__name__} of {len(answer)}, and the default loss is the cross-entropy of "
             "one tensor of class scores: give loss=... (one of Keras's, or a function of y_true and y_pred for each "
-            "output), or a model with a training_step(batch) of its own"
+            "output), or a model with its own training_step(batch)"
         )
     if not parts.has_one_target:
         raise BadSettings(f"there are {len(parts.target)} targets, and no loss was given: give loss=...")

@@ -191,7 +191,7 @@ def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) ->
         if here.size == 1:
             raise
         raise WorkerFailed(
-            f"process {here.rank} lost another one of the job, which is gone or hangs: {error.message}"
+            f"process {here.rank} lost another process of the job, which died or hangs: {error.message}"
         ) from error
     if job.optimizer.use_ema:  # as Keras's fit does at its end
         job.optimizer.finalize_variable_values(job.model.trainable_variables)

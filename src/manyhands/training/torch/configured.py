@@ -143,5 +143,5 @@ def _check_distinct(entries: Mapping[Key | None, Entry]) -> None:
     for key, entry in entries.items():
         parameters = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
         if parameters & seen:
-            raise BadSettings(f"optimizer {key!r} of {_WHO} has parameters that another one has, too")
+            raise BadSettings(f"optimizer {key!r} of {_WHO} shares parameters with another one")
         seen |= parameters

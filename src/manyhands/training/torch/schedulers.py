@@ -149,7 +149,7 @@ class Scheduler:
         """Continue from what :meth:`state` gave; where the job has other rates than the saved one, in proportion."""
         name = type(self.scheduler).__name__
         if saved["name"] != name:
-            raise BadSettings(f"the run was begun with the scheduler {saved['name']}, this job has {name}: keep it")
+            raise BadSettings(f"the run was started with the scheduler {saved['name']}, this job has {name}: keep it")
         state = {key: plain_json.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")}
         self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), state["scheduler"]))
         for number, (group, before) in enumerate(zip(self.stand_in.param_groups, state["groups"], strict=True)):
@@ -229,7 +229,7 @@ class Schedulers:
         before = saved.get("parts", {"": saved})
         if before.keys() != self.parts.keys():
             then, now = (", ".join(map(repr, names)) or "none" for names in (before, self.parts))
-            raise BadSettings(f"the run was begun with schedulers for {then}, this job has some for {now}: keep them")
+            raise BadSettings(f"the run was started with schedulers for {then}, this job has some for {now}: keep them")
         for name, part in self.parts.items():
             part.restore(before[name])
 

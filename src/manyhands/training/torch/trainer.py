@@ -207,7 +207,7 @@ class Trainer(BaseTrainer):
             if "timed out" not in str(error).lower():
                 raise
             raise WorkerFailed(
-                f"rank {place.rank} waited {seconds:g} seconds for another one, which hangs or is gone "
+                f"rank {place.rank} waited {seconds:g} seconds for another rank, which hangs or died "
                 f"({world.PATIENCE_UNDER_LAUNCHER} times Workers(hang_seconds={settings.workers.hang_seconds:g}))"
             ) from error
         finally:

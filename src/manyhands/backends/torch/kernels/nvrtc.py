@@ -159,7 +159,7 @@ def _compile(source: str, file: str, options: list[str]) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None):
-        raise CannotCompile("NVRTC takes no program")
+        raise CannotCompile("NVRTC cannot create a program")
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), encoded):

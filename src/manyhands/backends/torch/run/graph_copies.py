@@ -127,7 +127,7 @@ class Copies:
         self._numbers[self._first : self._last] = places  # type: ignore[assignment]
         self._aimed = None
         if answer := self._set():  # type: ignore[misc]
-            raise RuntimeError(f"CUDA does not let the copies of a graph be aimed anew: error {answer}")
+            raise RuntimeError(f"CUDA refuses to retarget the copies of a graph: error {answer}")
         self._aimed = places
 
 

@@ -158,4 +158,4 @@ def _handles(nodes: list[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 def _check(answer: int) -> None:
     if answer:
-        raise CannotCompile(f"CUDA's driver refuses to look at a graph or to change it: error {answer}")
+        raise CannotCompile(f"CUDA's driver refuses to inspect or change a graph: error {answer}")

@@ -38,8 +38,8 @@ def check(model: Any) -> None:
     for layer in replicas.layers(model):
         if getattr(layer, "_active", False):
             raise BadSettings(
-                "batch_stats='global': a hybridized model runs as a whole, so that its layers cannot look at other "
-                "devices in between: call net.hybridize(False) before"
+                "batch_stats='global': a hybridized model runs as one operation, so its layers cannot exchange "
+                "statistics with other devices: call net.hybridize(False) before"
             )
         if isinstance(layer, nn.basic_layers._BatchNorm) and type(layer) is not nn.BatchNorm:
             raise BadSettings(f"batch_stats='global': only nn.BatchNorm layers know how, not {type(layer).__name__}")

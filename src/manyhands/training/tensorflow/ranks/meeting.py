@@ -140,7 +140,7 @@ def _all_of(line: str, size: int) -> list[str]:
     except ValueError:
         everybody = None
     if not isinstance(everybody, list) or len(everybody) != size or not all(map(_is_address, everybody)):
-        raise ConnectionError("what answered is not the first process of this job")
+        raise ConnectionError("the process that answered is not the first process of this job")
     return everybody
 
 

@@ -40,7 +40,7 @@ def why_not(
     if not isinstance(data, Arrays) or data.tensors[0].device != device:
         return "the data are not on the GPU: they come from a loader or do not fit"
     if isinstance(optimizer, Several):
-        return "several optimizers, each with a step of its own"
+        return "several optimizers, each with its own step"
     if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):
         return f"{type(optimizer).__name__} reads its state on the host in every step (it is not capturable)"
     return None

@@ -106,8 +106,8 @@ def _of_classes(loss: Any) -> bool:
 
 
 _MEAN_OF_SUM = (
-    "the loss has reduction='sum': training minimises its mean over samples, so that the step does not depend on the "
-    "batch size. For the steps of the sum, multiply lr by the batch size"
+    "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on the "
+    "batch size. To minimise the sum, multiply lr by the batch size"
 )
 
 

@@ -314,7 +314,7 @@ def _of_gradient(job: Job) -> str | None:
     if _loss(job, model, batch).requires_grad:
         return None
     return (
-        "the loss does not depend on the model's weights, so that there are no gradients: compute it without "
+        "the loss does not depend on the model's weights, so there are no gradients: compute it without "
         "torch.no_grad(), .detach(), .item() and NumPy"
     )
 

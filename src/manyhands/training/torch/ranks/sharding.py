@@ -47,7 +47,7 @@ def check(settings: Settings, optimizer: object, devices: list[torch.device]) ->
     elif settings.precision == "fp16":
         reason = "precision='fp16' keeps whole copies of weights and states: give 'bf16'"
     elif any(device.type == "cuda" for device in devices) and backend_for(devices) == "gloo":
-        reason = "every rank needs a GPU of its own: NCCL refuses two on one, and Gloo cannot gather on a GPU"
+        reason = "every rank needs its own GPU: NCCL refuses two on one, and Gloo cannot gather on a GPU"
     if reason is not None:
         raise BadSettings(f"Step(shard=True): {reason}")
 

@@ -32,8 +32,8 @@ class Outside:
         now = self._looks([])
         changed = [name for name, look in self._before.items() if look is not None and now.get(name) != look]
         return [
-            f"{name} is a variable outside the model: its value has changed in the worker processes, and here it is as "
-            "it was. What a model keeps as an attribute comes home"
+            f"{name} is a variable outside the model: its value has changed in the worker processes, and is unchanged "
+            "here. Keep it as an attribute of the model, which is sent back"
             for name in changed
         ]
 
