@@ -24,7 +24,7 @@ would write, the trials, the plot, and the sentence that the figures support::
 
 What the runner does, so that no experiment has to:
 
-- Each experiment runs in a process of its own. Where it asks for more ``devices`` than there are real ones, they are
+- Each experiment runs in its own process. Where it asks for more ``devices`` than there are real ones, they are
   virtual: each is one core of the CPU, and the report marks every table, plot and conclusion of theirs.
 - Every trial of ``bench.trials`` is kept, timed in turns with the others, and ends with a wait for all devices.
 - An error is shown in the report, and the other experiments go on. ``bench.not_here("why")`` is no error: the

@@ -84,7 +84,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
         run: A folder for figures, checkpoints and a picture of the curves. Default: None, nothing is written.
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
-            of a run or checkpoint. Default: None, start anew.
+            of a run or checkpoint. Default: None, start a new run.
         quiet: Show no progress. Default: False.
         callbacks: What is called at certain moments, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
             ``help(mh.Callback)`` for the moments. Default: none.

@@ -29,7 +29,7 @@ class BestCheckpoint(Callback):
     ``best = mh.BestCheckpoint("val_acc", save_top_k=2)``; after ``fit``, ``mh.load_weights(model, best.best_path)``.
 
     Args:
-        monitor: The figure to follow: ``val_loss``, ``val_acc``, a metric of your own (``val_f1``), ``train_loss``.
+        monitor: The figure to follow: ``val_loss``, ``val_acc``, your own metric (``val_f1``), ``train_loss``.
         mode: ``"min"``: less is better, ``"max"``: more is. Default: None, ``"max"`` for accuracies, else ``"min"``.
         save_top_k: How many to keep. Default: 1.
         folder: The folder in the run. Two of these in one training need different ones. Default: ``"best"``.

@@ -16,7 +16,7 @@ class EarlyStopping(Callback):
     ``Trainer(max_epochs=100, callbacks=[mh.EarlyStopping("val_loss", patience=3)])``. ``result.stopped`` says so.
 
     Args:
-        monitor: The figure to follow: ``val_loss``, ``val_acc``, a metric of your own (``val_f1``), ``train_loss``.
+        monitor: The figure to follow: ``val_loss``, ``val_acc``, your own metric (``val_f1``), ``train_loss``.
         patience: How many evaluations in a row (for figures of the training: epochs) may bring no improvement.
             Default: 3.
         mode: ``"min"``: less is better, ``"max"``: more is. Default: None, ``"max"`` for accuracies, else ``"min"``.

@@ -14,7 +14,7 @@ class EMA(Callback):
     ``average = decay * average + (1 - decay) * weights``, beginning with the weights at the start. Evaluations use the
     average, and after ``fit`` the model has it. Checkpoints hold both: training continues from the weights, and
     ``mh.load_weights`` gives the average. Where running statistics of BatchNorm are not averaged, they are the
-    training's newest ones, as in PyTorch's ``AveragedModel``. To measure them anew for the averaged weights, call
+    training's newest ones, as in PyTorch's ``AveragedModel``. To recompute them for the averaged weights, call
     ``torch.optim.swa_utils.update_bn(loader, model)`` after ``fit``.
 
     Args:

@@ -17,8 +17,8 @@ NO_FIGURES = ("epoch", "step", "whole")
 class Logger(Callback):
     """Writes figures: the row of every epoch, and with ``every`` also the means over that many steps.
 
-    A logger of your own overrides :meth:`write_row` and :meth:`write_steps`, and if need be :meth:`open`,
-    :meth:`flush` and :meth:`close`. These five are called in order, in a thread of their own: a slow disk or network
+    Your own logger overrides :meth:`write_row` and :meth:`write_steps`, and if need be :meth:`open`,
+    :meth:`flush` and :meth:`close`. These five are called in order, in a separate thread: a slow disk or network
     keeps no step waiting. Before each checkpoint all figures up to it are written.
 
     Args:

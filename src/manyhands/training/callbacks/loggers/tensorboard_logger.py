@@ -13,8 +13,8 @@ from manyhands.training.callbacks.loggers.logger import Logger, package
 class TensorBoardLogger(Logger):
     """Write figures for TensorBoard: ``tensorboard --logdir runs`` shows them.
 
-    Figures of epochs have the names of ``result.rows`` (``train_loss``, ``val_acc``), those of steps stand in a group
-    of their own (``step/train_loss``). Needs ``pip install tensorboardX``.
+    Figures of epochs have the names of ``result.rows`` (``train_loss``, ``val_acc``), those of steps are in a
+    separate group (``step/train_loss``). Needs ``pip install tensorboardX``.
 
     Args:
         folder: Where to write. Default: None, the folder ``tensorboard`` of the run.

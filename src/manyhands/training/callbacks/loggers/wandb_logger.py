@@ -11,7 +11,7 @@ from manyhands.training.callbacks.loggers.logger import Logger, package
 class WandbLogger(Logger):
     """Send figures to Weights & Biases; ``WANDB_MODE=offline`` keeps them on this machine.
 
-    Figures of epochs have the names of ``result.rows``, those of steps stand in a group of their own
+    Figures of epochs have the names of ``result.rows``, those of steps are in a separate group
     (``step/train_loss``). A resumed job continues the same run there. Needs ``pip install wandb``.
 
     Args:
