@@ -196,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
             chosen["epochs"] = None
         elif data.subset:
             chosen["epochs"] = _EPOCHS_OF_SUBSET
-    if not launcher.is_there():
+    if not launcher.is_launched():
         _check_devices(chosen, len(devices))
     # Refuses what no job can have, before there is a folder; this trainer is not used.
     mh.Trainer(**_trainer_options(chosen, recipes), **where, run=options.run or options.resume or "runs")

@@ -114,7 +114,7 @@ class Parallel(ParallelFunction[P, R]):
                 result = planned.run(tensors, arguments, keywords)
             return result  # type: ignore[return-value]
         call = self.backend.call(arguments, keywords)
-        self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
+        self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._replan(call)
         if not planned.retry:
             # PyTorch's compiled graphs are not always right where arguments share memory and one of them is a result.
             can_be_pieces = planned.cannot_be_one and not call.shares_memory and self.backend.has_pieces()
@@ -144,7 +144,7 @@ class Parallel(ParallelFunction[P, R]):
     def plan_for(self, arguments: tuple[object, ...]) -> Planned:
         """The plan of a call with these arguments. Who runs it sees to it that later calls are alike."""
         call = self.backend.call(arguments, {})
-        self._last = self._plans.of(call.signature, arguments, {}) or self._plan_anew(call)
+        self._last = self._plans.of(call.signature, arguments, {}) or self._replan(call)
         return self._last
 
     @property
@@ -207,7 +207,7 @@ class Parallel(ParallelFunction[P, R]):
             # Plain execution, which fits every state, comes after the plans of some states.
             self._recent = (*others, planned) if planned.way.is_plain else (planned, *others)
 
-    def _plan_anew(self, call: Call) -> Planned:
+    def _replan(self, call: Call) -> Planned:
         if not self._plans.is_worth_one(call.signature):
             return Planned(self._plainly, notes=[NEVER_AGAIN], retry=True)
         count = self._plans.count(call.signature)

@@ -53,7 +53,7 @@ class Plans(Generic[Plan]):
         self._plans: OrderedDict[Hashable, list[Plan]] = OrderedDict()
         self._times: dict[Hashable, int] = {}  # that a signature was planned
         self._wasted = 0
-        self._came: OrderedDict[Hashable, int] = OrderedDict()  # how often, without having been planned
+        self._unplanned_calls: OrderedDict[Hashable, int] = OrderedDict()  # how often, without having been planned
 
     def of(self, signature: Hashable, arguments: tuple[object, ...], keywords: dict[str, object]) -> Plan | None:
         """The plan that is valid for a call."""
@@ -69,12 +69,12 @@ class Plans(Generic[Plan]):
         """Whether the call is likely to come again; asked once for each that has no plan."""
         if signature in self._plans or self._wasted < _WASTED:
             return True
-        count = self._came.pop(signature, 0) + 1
+        count = self._unplanned_calls.pop(signature, 0) + 1
         if count >= _OFTEN:
             return True
-        self._came[signature] = count
-        if len(self._came) > _REMEMBERED:
-            self._came.popitem(last=False)
+        self._unplanned_calls[signature] = count
+        if len(self._unplanned_calls) > _REMEMBERED:
+            self._unplanned_calls.popitem(last=False)
         return False
 
     def count(self, signature: Hashable) -> int:

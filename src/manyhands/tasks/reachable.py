@@ -137,7 +137,7 @@ class Objects:
         reached = walk.reached
         if walk.later or walk.owners or walk.classes:
             inputs, reached.inputs = reached.inputs, reached.futures
-            while walk.later or self._goes_on(walk):
+            while walk.later or self._has_more(walk):
                 walk.stack, walk.later = walk.later, []
                 self._through(walk)
             reached.inputs, reached.futures = inputs, reached.inputs
@@ -145,7 +145,7 @@ class Objects:
             reached.in_turn = self.in_turn(reached.objects, walk.words)
         return reached
 
-    def _goes_on(self, walk: _Walk) -> bool:
+    def _has_more(self, walk: _Walk) -> bool:
         """Whether the code names methods or attributes of the objects; they are to be looked at next."""
         if not walk.classes:
             return False

@@ -35,7 +35,7 @@ class Place:
     sees_own_gpus: bool = False
 
 
-def is_there() -> bool:
+def is_launched() -> bool:
     """Whether a launcher has set up this process as one of several."""
     return _is_torchrun() or _is_slurm()
 

@@ -209,7 +209,7 @@ class Loop:
                 if self._evaluation_is_due():
                     self._commit()
                     self._add_row(self._read_figures(), evaluates=True)
-                    saving.save(self, self.report.take_wanted())
+                    saving.save(self, self.report.take_wanted_folders())
                     if self.report.stop is not None:
                         return False
                 self.learner.step(window, batch, schedules.factor(self.schedule, self))
@@ -363,7 +363,7 @@ class Loop:
             self._next_epoch()
         is_last = self._is_over() or self.report.stop is not None
         regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
-        self.save_once([*self.report.take_wanted(), *regular])
+        self.save_once([*self.report.take_wanted_folders(), *regular])
 
     def _next_epoch(self) -> None:
         if self.learner.data.count is None:
@@ -384,7 +384,7 @@ class Loop:
         stop, by = self.report.stop, self.report.stopped_by
         self._add_row(figures, evaluates=True, ends_epoch=True, counts=False)
         self.report.stop, self.report.stopped_by = stop, by
-        saving.write(self, before, self.report.take_wanted())
+        saving.write(self, before, self.report.take_wanted_folders())
         if over:
             self._next_epoch()
         saving.mark_end(self)

@@ -34,7 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_task_of_srun_has_its_place(environment: pytest.MonkeyPatch) -> None:
     assert doctest.testmod(launcher).failed == 0
-    assert (launcher.is_there(), launcher.is_first(), launcher.size()) == (True, False, 7)
+    assert (launcher.is_launched(), launcher.is_first(), launcher.size()) == (True, False, 7)
     assert launcher.place() == Place(5, 7, 1, 2, "node01", 12000 + 2 * 4711)
     environment.setenv("MASTER_ADDR", "10.0.0.1")
     environment.setenv("MASTER_PORT", "29511")
@@ -57,4 +57,4 @@ def test_what_is_no_job_of_slurms(environment: pytest.MonkeyPatch, case: str) ->
             environment.setenv(name, value)
         assert launcher.place().size == 2
         return
-    assert (launcher.is_there(), launcher.is_first(), launcher.size()) == (False, True, 0)
+    assert (launcher.is_launched(), launcher.is_first(), launcher.size()) == (False, True, 0)

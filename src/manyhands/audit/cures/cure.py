@@ -226,7 +226,7 @@ def _to_device(wait: _Wait, line: Statement) -> str | None:
     copies = [call for call in line.calls("to", "cuda", "copy_") if isinstance(call.func, ast.Attribute)]
     if not copies:
         return None
-    copied_there = _made_there(line, copies)
+    copied_there = _create_on_device(line, copies)
     if copied_there is not None:
         return copied_there
     changed = _without_blocking(line, copies)
@@ -252,7 +252,7 @@ def name_is_source(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr != "copy_"
 
 
-def _made_there(line: Statement, copies: list[ast.Call]) -> str | None:
+def _create_on_device(line: Statement, copies: list[ast.Call]) -> str | None:
     """``torch.zeros(4).to(device)``: made on the device instead."""
     (copy, *others) = copies
     factory = copy.func.value if isinstance(copy.func, ast.Attribute) else None

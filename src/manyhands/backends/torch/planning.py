@@ -156,7 +156,7 @@ def stream_run(
 def timed(trace: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
     """Run a plan with made-up arguments, and say when each task began and ended; nothing of the caller's changes."""
     with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
-        inputs = costs.made_up_inputs(trace)
+        inputs = costs.substitute_inputs(trace)
     with untouched(trace, inputs), virtual.no_hooks():
         if devices is None:
             return torch_threads.timed_threads(trace, plan, inputs, threads)

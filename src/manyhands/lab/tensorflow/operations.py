@@ -20,7 +20,7 @@ def _where(x: Any) -> AbstractContextManager[Any]:
     return tf.device(device_of(x)) if tf.executing_eagerly() else nullcontext()
 
 
-def _there(function: Callable[..., Any]) -> Callable[..., Any]:
+def _at_first_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, computed where its first argument is."""
 
     def compute(x: Any, *others: Any) -> Any:
@@ -30,7 +30,7 @@ def _there(function: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-matmul, norm, relu, transpose = map(_there, (tf.matmul, tf.norm, tf.nn.relu, tf.transpose))
+matmul, norm, relu, transpose = map(_at_first_argument, (tf.matmul, tf.norm, tf.nn.relu, tf.transpose))
 
 
 def tensor(values: Any) -> Any:

@@ -81,7 +81,7 @@ class Reporter:
         states: Event | None = self._loop.say(self._place({"kind": "states", "asks": True}))
         return states
 
-    def take_wanted(self) -> list[str]:
+    def take_wanted_folders(self) -> list[str]:
         """The folders that a checkpoint is wanted in."""
         wanted, self.wanted = self.wanted, []
         return wanted

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 
-def with_own_numbers(values: Iterable[Any], seed: int) -> Iterator[Any]:
+def with_seeded_randomness(values: Iterable[Any], seed: int) -> Iterator[Any]:
     """The same values, drawn with random numbers that begin at the seed."""
     within = (np.random.RandomState(seed % 2**32).get_state(), random.Random(seed).getstate())
     end = object()

@@ -56,7 +56,7 @@ class Evaluation:
         take: Take | None = None,
     ) -> Figures:
         """Loss and accuracy; ``arrays`` are the data on the devices, where they live there."""
-        total, outputs = self.world.put_anew(running_sums.from_figures(Figures())), _outputs(take)
+        total, outputs = self.world.put_copy(running_sums.from_figures(Figures())), _outputs(take)
         prepare, answers = prepared_by(data), take is not None
         for window, rows, divided in self._batches(data, arrays):
             if rows is None:
@@ -147,7 +147,7 @@ def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double
         numbers = {part: _of_the_first(tree, world) for part, tree in numbers.items()}
     if double:
         numbers = jax.tree.map(_doubled, numbers)
-    return {part: world.put_anew(numbers[part]) for part in PARTS}
+    return {part: world.put_copy(numbers[part]) for part in PARTS}
 
 
 def _of_the_first(tree: Any, world: World) -> Any:

@@ -70,7 +70,7 @@ class JaxLearner:
         self.state: State = self._first_state(optimizer)
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected(self.state["optimizer"])
-        self.sums: Sums = world.put_anew(running_sums.from_figures(Figures()))
+        self.sums: Sums = world.put_copy(running_sums.from_figures(Figures()))
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Figures | None = None
         self._looked_at: Sums | None = None
@@ -85,8 +85,8 @@ class JaxLearner:
     def _first_state(self, optimizer: Any) -> State:
         double = self.settings.precision == "fp64"
         state = first_numbers(self.job.skeleton, self.job.model, self.world, double=double)
-        state["optimizer"] = self.world.put_anew(jax.jit(optimizer.init)(state["parameters"]))
-        state["at"] = self.world.put_anew(np.zeros(2, np.int32))
+        state["optimizer"] = self.world.put_copy(jax.jit(optimizer.init)(state["parameters"]))
+        state["at"] = self.world.put_copy(np.zeros(2, np.int32))
         return state
 
     def _say_how(self) -> None:
@@ -126,7 +126,7 @@ class JaxLearner:
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
         if self.arrays is not None:
             self._order = self.world.put(order.astype(np.int32))
-        self.state["at"] = self.world.put_anew(np.array([cursor.sample, cursor.step], np.int32))
+        self.state["at"] = self.world.put_copy(np.array([cursor.sample, cursor.step], np.int32))
         for window in windows(cursor, data.count, self.settings.batch_size):
             if self.arrays is not None:
                 yield window, None
@@ -162,7 +162,7 @@ class JaxLearner:
     # Figures: every process has those of all
 
     def peek(self) -> Figures | None:
-        if self._looked_at is not None and running_sums.is_there(self._looked_at):
+        if self._looked_at is not None and running_sums.is_ready(self._looked_at):
             self._shown = self._figures_of(self._looked_at)
             self._looked_at = None
         if self._looked_at is None:
@@ -176,7 +176,7 @@ class JaxLearner:
 
     def _start_average(self) -> None:
         for average, part in self._averages.items():
-            self.state[average] = self.world.put_anew(jax.tree.map(_wide, self.state[part]))
+            self.state[average] = self.world.put_copy(jax.tree.map(_wide, self.state[part]))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -201,7 +201,7 @@ class JaxLearner:
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
         arrived = []
-        while self._sent and (wait or running_sums.is_there(self._sent[0][1])):
+        while self._sent and (wait or running_sums.is_ready(self._sent[0][1])):
             step, sums = self._sent.popleft()
             arrived.append((step, self._figures_of(sums)))
         return arrived
@@ -219,7 +219,7 @@ class JaxLearner:
         return running_sums.figures(so_far, counted=self.steps.counts_right)
 
     def reset(self) -> None:
-        self.sums = self.world.put_anew(running_sums.from_figures(Figures()))
+        self.sums = self.world.put_copy(running_sums.from_figures(Figures()))
         self._looked_at, self._shown = None, None
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
@@ -283,10 +283,10 @@ class JaxLearner:
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
         self.steps.counts_right = first.counted
-        self.sums = self.world.put_anew(running_sums.from_figures(first))
+        self.sums = self.world.put_copy(running_sums.from_figures(first))
 
     def _refill(self, part: str, numbers: Mapping[str, Any]) -> None:
-        self.state[part] = self.world.put_anew(refilled(self.state[part], numbers))
+        self.state[part] = self.world.put_copy(refilled(self.state[part], numbers))
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)

@@ -110,7 +110,7 @@ class World:
         """A number on every device; sent, but not waited for."""
         return self.put((dtype or (np.float64 if jax.config.jax_enable_x64 else np.float32))(value))
 
-    def put_anew(self, tree: Any) -> Any:
+    def put_copy(self, tree: Any) -> Any:
         """A tree of arrays on every device, each in memory of its own: it may be given away (donated) to a step."""
 
         def copied(array: Any) -> jax.Array:

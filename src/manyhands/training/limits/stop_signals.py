@@ -52,7 +52,7 @@ class Requests:
             self.ask(name)
             with contextlib.suppress(OSError):  # not print: it may be interrupted within itself
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
-        elif not launcher.is_there() or time.monotonic() - self._when > _SAME_PRESS:
+        elif not launcher.is_launched() or time.monotonic() - self._when > _SAME_PRESS:
             raise KeyboardInterrupt
 
 

@@ -200,7 +200,7 @@ def seen_of(data: Source, chosen: Chosen) -> str | None:
     return chosen.seen if isinstance(data, Arrays) else "the first batch of the loader"
 
 
-def looked_at(count: int, width: int) -> NDArray[np.int64]:
+def sampled_rows(count: int, width: int) -> NDArray[np.int64]:
     """The samples of a part in memory that are looked at: all, or as many from everywhere as is quick."""
     return spread(count, count if width <= 1 else max(4 * FEW, _LOOKED_AT // width))
 
@@ -209,7 +209,7 @@ def choose(data: Arrays) -> Chosen:
     """Samples of arrays in memory that differ as much as possible."""
 
     def look(array: Array) -> Look:
-        samples = looked_at(data.count, math.prod(array.shape[1:]))
+        samples = sampled_rows(data.count, math.prod(array.shape[1:]))
         return Look(array if len(samples) == data.count else array[samples], samples)
 
     return chosen_from([look(array) for array in data.arrays], data.count)

@@ -49,13 +49,13 @@ class KerasCallback(Callback):
         _check(callback)
         self.callback = callback
         self.state_key = type(callback).__name__
-        self.bring_home: Callable[[], None] | None = None  # puts the weights of this moment into the model
+        self.update_caller_model: Callable[[], None] | None = None  # puts the weights of this moment into the model
         self._saved: dict[str, Any] = {}
 
-    def of_model(self, model: Any, bring_home: Callable[[], None]) -> None:
+    def of_model(self, model: Any, update_caller_model: Callable[[], None]) -> None:
         model.stop_training = False
         self.callback.set_model(model)
-        self.bring_home = bring_home
+        self.update_caller_model = update_caller_model
 
     def on_fit_start(self, training: Training) -> None:
         self.callback.set_params({"verbose": 0, "epochs": training.max_epochs, "steps": training.batches})
@@ -71,8 +71,8 @@ class KerasCallback(Callback):
         self.callback.on_test_end({name.removeprefix("val_"): value for name, value in _logs(figures).items()})
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
-        if self.bring_home is not None:
-            self.bring_home()
+        if self.update_caller_model is not None:
+            self.update_caller_model()
         self.callback.on_epoch_end(training.epoch - 1, _logs(row))
         if getattr(self.callback.model, "stop_training", False):
             training.stop(f"{type(self.callback).__name__} of Keras")

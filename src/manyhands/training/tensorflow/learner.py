@@ -296,7 +296,7 @@ class KerasLearner:
 
     # The end
 
-    def bring_home(self) -> None:
+    def update_caller_model(self) -> None:
         """The weights of this moment (their average, where one is kept), in the caller's model."""
         with self.averaged():
             for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
@@ -307,7 +307,7 @@ class KerasLearner:
         self._reader.shutdown()
         self._share_statistics()
         self.notes += self._last_notes()
-        self.bring_home()
+        self.update_caller_model()
         optimizer = self.job.optimizer
         if not optimizer.built:
             optimizer.build(self.job.model.trainable_variables)

@@ -185,7 +185,7 @@ def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) ->
         learner = KerasLearner(job, here)
         for callback in dispatcher.callbacks:
             if isinstance(callback, KerasCallback):
-                callback.of_model(job.model, learner.bring_home)
+                callback.of_model(job.model, learner.update_caller_model)
         result = Loop(learner, job.settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
     except _LOST as error:
         if here.size == 1:

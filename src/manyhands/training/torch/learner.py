@@ -134,10 +134,10 @@ class Rank:
         self.module_state = ModuleState(model)
         return model
 
-    def bring_home(self) -> None:
+    def update_caller_model(self) -> None:
         """After sharded training, put the whole weights into the caller's model; all ranks take part."""
         if self.sharded:
-            sharding.bring_home(self.model, self.job.model)
+            sharding.update_caller_model(self.model, self.job.model)
             self.model = self.job.model
 
     def _choose_precision(self) -> None:

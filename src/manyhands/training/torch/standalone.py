@@ -49,7 +49,7 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
     """In the calling process; the model, and the caller's random numbers, are then as they were."""
-    with randomness.preserved(here.device), _left_as_it_was(job.model):
+    with randomness.preserved(here.device), _device_and_precision_preserved(job.model):
         return computed(job, here, take, evaluate.nothing)
 
 
@@ -82,7 +82,7 @@ def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict
 
 
 @contextlib.contextmanager
-def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
+def _device_and_precision_preserved(model: torch.nn.Module) -> Iterator[None]:
     """Afterwards the model is on its device and in its precision again."""
     before = {name: (tensor.device, tensor.dtype) for name, tensor in model_tensors(model)}
     try:

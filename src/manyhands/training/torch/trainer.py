@@ -39,7 +39,7 @@ from manyhands.training.torch.preflight import checks, diagnose
 from manyhands.training.torch.preflight.batch_size_search import Search
 from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
-from manyhands.training.torch.state.modes import modes_kept
+from manyhands.training.torch.state.modes import modes_preserved
 from manyhands.training.torch.workers import pool
 from manyhands.training.trainer import BaseTrainer
 
@@ -120,19 +120,19 @@ class Trainer(BaseTrainer):
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
         with _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error)):
-            with modes_kept(model):
+            with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
                 checks.check_loss(model, job, launcher.size() or len(self.ranks))
             return self._fit(job, dispatcher)
 
     def _fit(self, job: Job, dispatcher: Dispatcher) -> Result:
-        ranks = [] if launcher.is_there() else self.ranks
-        count = launcher.size() if launcher.is_there() else len(ranks)
+        ranks = [] if launcher.is_launched() else self.ranks
+        count = launcher.size() if launcher.is_launched() else len(ranks)
         if job.settings.step.shard and count > 1:
             sharding.check(job.settings, job.optimizer, ranks)
         job.settings.check_devices(count)
-        if launcher.is_there():
+        if launcher.is_launched():
             return self._fit_as_rank(job, dispatcher)
         if count == 1:
             result = _fit_here(job, world.World(0, 1, ranks[0]), dispatcher)
@@ -225,7 +225,7 @@ class Trainer(BaseTrainer):
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
         with _diagnosed(lambda error: diagnose.of(job, error)):
-            with modes_kept(model):
+            with modes_preserved(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)
         assert figures is not None
@@ -264,7 +264,7 @@ class Trainer(BaseTrainer):
         return Job(model, objective, source, None, settings, _no_optimizer, purpose=purpose)
 
     def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
-        if launcher.is_there():
+        if launcher.is_launched():
             with self._as_rank(job.settings, _warn) as here:
                 return standalone.in_process(job, here, take)
         if len(self.ranks) == 1:
@@ -302,10 +302,10 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     device = next(job.model.parameters()).device
     dtypes = {name: tensor.dtype for name, tensor in standalone.model_tensors(job.model)}
     try:
-        with randomness.preserved(here.device), modes_kept(job.model):
+        with randomness.preserved(here.device), modes_preserved(job.model):
             loop, rank = loop_of(job, here, dispatcher.event)
             result = loop.fit()
-            rank.bring_home()
+            rank.update_caller_model()
             return result
     finally:
         job.model.to(device)

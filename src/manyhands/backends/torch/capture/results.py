@@ -146,9 +146,9 @@ def used_up(value: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, _Refuses.apply(torch.zeros((), requires_grad=True), result))  # type: ignore[no-untyped-call]
 
 
-def _marked_again(values: Iterable[Any], _: None) -> Any:
+def _marked_used_up(values: Iterable[Any], _: None) -> Any:
     (value,) = values
     return used_up(value) if isinstance(value, torch.Tensor) else UsedUp(value)
 
 
-register_pytree_node(UsedUp, lambda holder: ([holder.value], None), _marked_again)
+register_pytree_node(UsedUp, lambda holder: ([holder.value], None), _marked_used_up)

@@ -84,7 +84,7 @@ is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCaptu
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
+def arguments_lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
     """What tells of arguments whether the tensors with these numbers lie at these addresses."""
     if not places:
         return lambda arguments: True

@@ -44,7 +44,7 @@ class _Forward:
     arguments: tuple[Any, ...]
     outputs: dict[int, int]  # the node's outputs, by number, among the results
     places: tuple[int | None, ...]  # for each of the node's inputs the argument that it is
-    draw_again: Callable[[], None] | None  # begins with the random numbers that were drawn
+    redraw: Callable[[], None] | None  # begins with the random numbers that were drawn
     watched: list[tuple[torch.Tensor, int]]  # arguments that the results depend on, and how often they were written to
     # Which of the node's outputs had gradients, in each backward pass since the last one that kept the graph.
     passes: list[frozenset[int]] = field(default_factory=list)
@@ -59,11 +59,11 @@ class _Forward:
         return all(write_count(argument) == count for argument, count in self.watched)
 
 
-def can_be_gone_through(
+def allow_more_backward_passes(
     results: Sequence[Any],
     forward: Callable[..., Sequence[Any]],
     arguments: tuple[Any, ...],
-    draw_again: Callable[[], None] | None,
+    redraw: Callable[[], None] | None,
     statistics: frozenset[int] = frozenset(),
 ) -> None:
     """Let backward passes through these results be derived and repeated; they came from ``forward`` in another way.
@@ -95,10 +95,10 @@ def can_be_gone_through(
             for number, tensor in enumerate(results)
             if getattr(tensor, "grad_fn", None) is node
         }
-        known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, draw_again, watched)
+        known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, redraw, watched)
         node.register_prehook(known.notes_pass)
-        if not hasattr(kind, "_can_be_gone_through"):
-            kind._can_be_gone_through = True
+        if not hasattr(kind, "_allows_more_backward_passes"):
+            kind._allows_more_backward_passes = True
             kind.backward = staticmethod(_either(kind.backward, {}))
 
 
@@ -166,8 +166,8 @@ def _derived(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> 
         for argument in known.arguments
     ]
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        if known.draw_again is not None:
-            known.draw_again()
+        if known.redraw is not None:
+            known.redraw()
         results = known.function(*inputs)
     derivatives: Sequence[Any] = ()
     for gradients, recorded in passes:

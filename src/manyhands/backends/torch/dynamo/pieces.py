@@ -38,7 +38,7 @@ from manyhands.backends.planning import Break, MakePlanner, Piece, Times
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import break_of, is_users
 from manyhands.backends.torch.dynamo.backend import compile_with
-from manyhands.backends.torch.dynamo.backward_as_written import can_be_gone_through
+from manyhands.backends.torch.dynamo.backward_as_written import allow_more_backward_passes
 from manyhands.errors import first_line
 from manyhands.python_code.generated import function as generated
 
@@ -227,8 +227,8 @@ class _Captured:
         try:
             results = self.run(*arguments)
             if torch.is_grad_enabled():
-                draw_again = None if before is None else functools.partial(_set_random_state, before)
-                can_be_gone_through(results, self.forward, arguments, draw_again, self.statistics)
+                redraw = None if before is None else functools.partial(_set_random_state, before)
+                allow_more_backward_passes(results, self.forward, arguments, redraw, self.statistics)
             return results[: self.count]
         except Exception as error:
             self._local.failed = error

@@ -87,7 +87,7 @@ def _gives_the_same(pure: OpOverload, node: Node) -> bool:
     value = node.meta["val"]
     try:
         with compat.no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
-            arguments, named = map_arg((node.args, node.kwargs), _made_up)
+            arguments, named = map_arg((node.args, node.kwargs), _substitute)
             result = pure(*arguments, **named)
     except Exception:  # what fake tensors cannot do stays as it is
         return False
@@ -99,7 +99,7 @@ def _gives_the_same(pure: OpOverload, node: Node) -> bool:
     )
 
 
-def _made_up(node: Node) -> Any:
+def _substitute(node: Node) -> Any:
     meta = node.meta["val"]
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device)
 

@@ -116,7 +116,7 @@ def _on_cpu(step: Step) -> tuple[float, float]:
 def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
     """Time it alone, and in a crowd of its own kind: what a crowd adds tells how much of the chip one fills."""
     sets = [_arguments(step)]
-    sets += [([_made_up(a) for a in step.node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
+    sets += [([_substitute(a) for a in step.node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
     target: Any = step.node.target
     with torch.no_grad(), torch.cuda.device(device):
         alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
@@ -167,21 +167,21 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
-    return [_made_up(a) for a in step.node.args], {k: _made_up(v) for k, v in step.node.kwargs.items()}
+    return [_substitute(a) for a in step.node.args], {k: _substitute(v) for k, v in step.node.kwargs.items()}
 
 
-def made_up_inputs(trace: Trace) -> list[torch.Tensor]:
+def substitute_inputs(trace: Trace) -> list[torch.Tensor]:
     """Tensors like those that the function was traced for."""
-    return [_made_up(node) for node in trace.inputs]
+    return [_substitute(node) for node in trace.inputs]
 
 
-def _made_up(value: Any) -> Any:
+def _substitute(value: Any) -> Any:
     """A real value of the shape that the trace saw: random numbers, zeros where they are indices.
 
     They are between zero and one: a kernel on a GPU that gets a probability beyond that ends the whole process.
     """
     if isinstance(value, (list, tuple)):
-        return type(value)(_made_up(item) for item in value)
+        return type(value)(_substitute(item) for item in value)
     if not isinstance(value, Node):
         return value
     meta = value.meta["val"]

@@ -47,7 +47,7 @@ def _forward(arguments: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, .
     result, sums = _written_out(
         arguments, arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_bias")
     )
-    results = [_made_up(meta) for meta in metas]
+    results = [_substitute(meta) for meta in metas]
     results[0] = result
     if isinstance(results[1], torch.Tensor) and results[1].shape == sums.shape:  # a kernel may leave it out, or pad it
         results[1] = sums
@@ -86,7 +86,7 @@ def _written_out(arguments: Mapping[str, Any], query: Any, key: Any, value: Any,
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-def _made_up(meta: Any) -> Any:
+def _substitute(meta: Any) -> Any:
     if not isinstance(meta, torch.Tensor):
         return meta
     return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

@@ -64,7 +64,7 @@ def _longer(sum_of_two: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.stack([larger, rounded + ((total - (larger - part)) + (new - part))])
 
 
-def is_there(sums: Sums) -> bool:
+def is_ready(sums: Sums) -> bool:
     return all(leaf.is_ready() for leaf in sums.values())
 
 

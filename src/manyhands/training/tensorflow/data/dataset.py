@@ -48,9 +48,9 @@ class RepeatableDataset:
 
     def __iter__(self) -> Iterator[Any]:
         if self._repeats:
-            return iter(self.made_anew(self._epoch))
+            return iter(self.rebuild(self._epoch))
         if self._rebuilt is None or self._iterations > self._epoch:
-            self._rebuilt, self._iterations = self.made_anew(), 0
+            self._rebuilt, self._iterations = self.rebuild(), 0
         while self._iterations < self._epoch:  # each draws an order
             iter(self._rebuilt)
             self._iterations += 1
@@ -60,7 +60,7 @@ class RepeatableDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def made_anew(self, epoch: int | None = None) -> Any:
+    def rebuild(self, epoch: int | None = None) -> Any:
         """The dataset with generators of its own; with an epoch, seeded for it."""
         graph = _graph_of(self.dataset)
         constants = {node.name: node for node in graph.node if node.op == "Const"}
@@ -102,7 +102,7 @@ class EndlessDataset:
     def __iter__(self) -> Iterator[Any]:
         start = self._epoch * self._batches
         if self._left is None or self._passed != start:
-            dataset = self._data.made_anew() if isinstance(self._data, RepeatableDataset) else self._data
+            dataset = self._data.rebuild() if isinstance(self._data, RepeatableDataset) else self._data
             self._left, self._passed = iter(dataset.skip(start)), start
         for batch in itertools.islice(self._left, self._batches):
             self._passed += 1
@@ -127,7 +127,7 @@ def _seeded(data: Any, seed: int) -> Any:
         return data
     try:
         dataset = RepeatableDataset(data, seed)
-        dataset.made_anew(0)
+        dataset.rebuild(0)
     except Exception:  # a graph of more than 2 GB, or with something that has no form in a graph
         return data  # its batches are compared where a job is resumed
     return dataset

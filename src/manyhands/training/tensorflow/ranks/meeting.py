@@ -28,7 +28,7 @@ _HELLO = "manyhands"
 
 def read_tf_config() -> None:
     """What ``TF_CONFIG`` says of the job, in the words of a launcher (:mod:`manyhands.training.launcher`)."""
-    if "TF_CONFIG" not in os.environ or launcher.is_there():
+    if "TF_CONFIG" not in os.environ or launcher.is_launched():
         return
     try:
         config = json.loads(os.environ["TF_CONFIG"])

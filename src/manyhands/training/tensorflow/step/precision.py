@@ -37,7 +37,7 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
     before = keras.config.dtype_policy()
     try:
         keras.config.set_dtype_policy(policy or before)
-        new_model = _made_anew(model, policy)
+        new_model = _rebuilt_model(model, policy)
         if not new_model.built and few is not None:
             answer_of(new_model, parts_of(new_model, few).inputs, training=False)
         if getattr(model, "compiled", False) and model.loss is not None:  # its compute_loss may ask for it
@@ -54,7 +54,7 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
     return new_model
 
 
-def _made_anew(model: Any, policy: str | None) -> Any:
+def _rebuilt_model(model: Any, policy: str | None) -> Any:
     def rebuilt(layer: Any) -> Any:
         return type(layer).from_config(_with_policy(layer.get_config(), policy))
 

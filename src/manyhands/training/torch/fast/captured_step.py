@@ -180,7 +180,7 @@ class GraphStep:
             except _NothingDone as nothing:
                 why = f"{type(nothing.__cause__).__name__}: {nothing.__cause__}"
             if why is not None:  # out here, where the error does not hold the memory of its step any more
-                if self._made_simpler(sized, why):
+                if self._without_a_feature(sized, why):
                     return self(size)
                 self.ended = f"the graph could not be made ({why})"[:_LONGEST_REASON]
                 return False
@@ -188,7 +188,7 @@ class GraphStep:
             sized.replay()
         return True
 
-    def _made_simpler(self, sized: _Sized, why: str) -> bool:
+    def _without_a_feature(self, sized: _Sized, why: str) -> bool:
         """Leave out a feature that may have failed; False where none is left.
 
         In a step as written that is the search for redundant biases; later our own kernels, the lanes, the compiler.

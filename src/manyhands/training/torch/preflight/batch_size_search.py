@@ -52,7 +52,7 @@ class Search:
     trials: dict[str, host_memory.Trials] = field(default_factory=dict)  # of each device without memory of its own
 
     def largest(self, maximum: int | None) -> int:
-        if not launcher.is_there():
+        if not launcher.is_launched():
             ranks = self.trainer.ranks
             return self._search(ranks, maximum, lambda fits: fits)
         with self.trainer._as_rank(self.trainer._settings_with(None), lambda event: None) as here:
@@ -83,7 +83,7 @@ class Search:
     def _bound_of_host(self) -> int:
         if self.memory is not None:
             return self.memory
-        ranks = launcher.place().local_size if launcher.is_there() else len(self.trainer.ranks)
+        ranks = launcher.place().local_size if launcher.is_launched() else len(self.trainer.ranks)
         return host_memory.bound(ranks)
 
     @contextlib.contextmanager

@@ -123,7 +123,7 @@ def _unlike(pool: Batch) -> Iterator[Batch]:
 
 def _look(tensor: torch.Tensor) -> Look:
     flat = tensor.reshape(len(tensor), -1)
-    seen = loss_trial.looked_at(*flat.shape)
+    seen = loss_trial.sampled_rows(*flat.shape)
     sampled = flat if len(seen) == len(flat) else flat[torch.from_numpy(seen).to(flat.device)]
     return Look(_numbers(sampled[:, :WIDTH]), seen)
 

@@ -66,7 +66,7 @@ def sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> 
         staged = tensor.detach().to(world.device)
         world.broadcast_([staged])
         job_state.write(tensor, staged)
-    if not launcher.is_there():  # in a worker the model is ours alone: what comes home is gathered at the end
+    if not launcher.is_launched():  # in a worker the model is ours alone: what comes home is gathered at the end
         for parameter in model.parameters():
             parameter.data = parameter.data.new_empty(0)
     for block in blocks_of(whole):
@@ -114,7 +114,7 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
     return gathered_tensors
 
 
-def bring_home(model: torch.nn.Module, caller: torch.nn.Module) -> None:
+def update_caller_model(model: torch.nn.Module, caller: torch.nn.Module) -> None:
     """Put the whole weights into the caller's model; all ranks take part."""
     whole = whole_tensors(job_state.model_tensors(model), keep=True)
     weights = caller.state_dict(keep_vars=True)

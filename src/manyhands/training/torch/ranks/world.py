@@ -147,7 +147,7 @@ def _in_callers_group(device: torch.device) -> World:
 
 def from_first(make: Callable[[], Any]) -> Any:
     """The value, JSON, that ``make`` returns at the first rank of a launcher; without a launcher, that of this call."""
-    if not launcher.is_there():
+    if not launcher.is_launched():
         return make()
     here = launcher.place()
     store = _launchers_store(here.rank, here.size, datetime.timedelta(seconds=_MEETING_SECONDS))

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def modes_kept(net: object) -> Iterator[None]:
+def modes_preserved(net: object) -> Iterator[None]:
     """Afterwards every layer is in the mode that it was in."""
     modes = [(layer, layer.training) for layer in net.modules()] if isinstance(net, nn.Module) else []
     try:
@@ -22,7 +22,7 @@ def modes_kept(net: object) -> Iterator[None]:
 @contextlib.contextmanager
 def evaluating(net: object) -> Iterator[None]:
     """Within it the net is in evaluation mode: no dropout, and no statistics of the batch."""
-    with modes_kept(net):
+    with modes_preserved(net):
         if isinstance(net, nn.Module):
             net.eval()
         yield

@@ -71,7 +71,7 @@ class ActivationCheckpoints:
                 return call(*args, **options)
 
             def contexts() -> tuple[Any, Any]:
-                return contextlib.nullcontext(), _statistics_kept(module)
+                return contextlib.nullcontext(), _statistics_preserved(module)
 
             # In a CUDA graph the state of random numbers cannot be read; what is captured has drawn none.
             captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -94,7 +94,7 @@ def _random_numbers() -> list[bytes]:
 
 
 @contextlib.contextmanager
-def _statistics_kept(block: torch.nn.Module) -> Iterator[None]:
+def _statistics_preserved(block: torch.nn.Module) -> Iterator[None]:
     """BatchNorm writes its running statistics into copies."""
     layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm) and layer.training]
     before = [dict(layer._buffers) for layer in layers]

@@ -81,7 +81,7 @@ class Metrics:
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
         """The figures that have arrived on the host, with their steps; ``wait``: all that were sent."""
         figures = []
-        while self._sent and (wait or self._sent[0].is_there()):
+        while self._sent and (wait or self._sent[0].is_ready()):
             sent = self._sent.popleft()
             loss, right, count = sent.sums()
             figures.append((sent.step, Figures(loss, right, count, None, self.counts_right)))
@@ -111,7 +111,7 @@ class _Sent:
     def _set_out(self) -> Arrival[torch.Tensor]:
         return backend.start_move(self._sums, torch.device("cpu"))
 
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         if self._arrival is None and self._added_up is not None and self._added_up.is_completed():
             self._added_up.wait()
             self._arrival = self._set_out()

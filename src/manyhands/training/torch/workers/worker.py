@@ -127,7 +127,7 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         loop, worker = loop_of(job, here, say)
         try:
             result = loop.fit()
-            worker.bring_home()
+            worker.update_caller_model()
         except _AskedHome:
             if worker.sharded:  # the ranks stand at different steps: they cannot gather the weights together
                 raise

@@ -136,9 +136,9 @@ class SideLanes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = weight_gradients.goes_aside(func, args)
+        kind = weight_gradients.side_lane_kind(func, args)
         if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._least_product):
-            return self._as_it_comes(func, args, kwargs)
+            return self._on_its_lane(func, args, kwargs)
         lane = len(self.aside) % self._count + 1
         self.aside.append(kind)
         # The lane forks off here, before the gradient of a convolution's input: it need not wait for that.
@@ -146,11 +146,11 @@ class SideLanes(TorchDispatchMode):
         if func is not _aten.convolution_backward.default:
             return self._issue(lane, func, args, kwargs)
         *arguments, (for_input, _, for_bias) = args
-        first = self._as_it_comes(func, (*arguments, [True, False, False]), kwargs)[0] if for_input else None
+        first = self._on_its_lane(func, (*arguments, [True, False, False]), kwargs)[0] if for_input else None
         rest = self._issue(lane, func, (*arguments, [False, True, for_bias]), kwargs)
         return (first, *rest[1:])
 
-    def _as_it_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_its_lane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On the main lane, after the side lanes that it depends on; or on the lane of the gradient that it follows."""
         if is_view(func):
             return func(*args, **kwargs)

@@ -25,7 +25,7 @@ _PRODUCTS: dict[str, tuple[str, int, int | None]] = {
 }
 
 
-def goes_aside(func: Any, args: tuple[Any, ...]) -> str | None:
+def side_lane_kind(func: Any, args: tuple[Any, ...]) -> str | None:
     """The kind of weight gradient that this call computes, in words; None where the chain needs its result."""
     if func is _aten.convolution_backward.default:
         return _of_convolution(args)

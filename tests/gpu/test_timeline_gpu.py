@@ -1,4 +1,4 @@
-"""What is told of plans on real GPUs, calls that cost little, and two GPUs in one function."""
+"""Measured timelines and `explain` on real GPUs, and two GPUs in one function."""
 
 from __future__ import annotations
 
