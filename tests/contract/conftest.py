@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-class Own:
+class Native:
     """A framework's own hands: make a tensor, read it, compare memory, build a model."""
 
     def __init__(self, framework: str) -> None:
@@ -115,8 +115,8 @@ class Own:
 
 
 @pytest.fixture(scope="session")
-def own(framework: str, mh: Any) -> Own:
-    return Own(framework)
+def native(framework: str, mh: Any) -> Native:
+    return Native(framework)
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ def rows(count: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8])
-def test_shards_are_together_the_batch(mh: Any, own: Any, count: int) -> None:
+def test_shards_are_together_the_batch(mh: Any, native: Any, count: int) -> None:
     devices = mh.try_all_gpus()
-    batch = {"x": own.tensor(rows(count)), "y": own.tensor([float(i) for i in range(count)]), "name": "b"}
+    batch = {"x": native.tensor(rows(count)), "y": native.tensor([float(i) for i in range(count)]), "name": "b"}
     shards = mh.split(batch, devices)
-    assert [own.values(shard["x"]) for shard in shards] == _cut(rows(count), shards, own)
-    sizes = [len(own.values(shard["x"])) for shard in shards]
+    assert [native.values(shard["x"]) for shard in shards] == _cut(rows(count), shards, native)
+    sizes = [len(native.values(shard["x"])) for shard in shards]
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1
     for shard, device in zip(shards, devices, strict=True):
@@ -27,56 +27,56 @@ def test_shards_are_together_the_batch(mh: Any, own: Any, count: int) -> None:
         assert shard["name"] == "b"
     whole = mh.gather(shards, devices[-1])
     assert mh.device_of(whole) == devices[-1]
-    assert own.values(whole["x"]) == rows(count)
-    assert own.values(whole["y"]) == [float(i) for i in range(count)]
+    assert native.values(whole["x"]) == rows(count)
+    assert native.values(whole["y"]) == [float(i) for i in range(count)]
 
 
-def _cut(values: list[Any], shards: list[Any], own: Any) -> list[Any]:
+def _cut(values: list[Any], shards: list[Any], native: Any) -> list[Any]:
     result, start = [], 0
     for shard in shards:
-        size = len(own.values(shard["x"]))
+        size = len(native.values(shard["x"]))
         result.append(values[start : start + size])
         start += size
     return result
 
 
-def test_shares(mh: Any, own: Any, two: list[Any]) -> None:
-    x = own.tensor(rows(10))
-    assert [len(own.values(s)) for s in mh.split(x, two, shares=[0.7, 0.3])] == [7, 3]
-    assert [len(own.values(s)) for s in mh.split(x, two, shares=[1, 0])] == [10, 0]
+def test_shares(mh: Any, native: Any, two: list[Any]) -> None:
+    x = native.tensor(rows(10))
+    assert [len(native.values(s)) for s in mh.split(x, two, shares=[0.7, 0.3])] == [7, 3]
+    assert [len(native.values(s)) for s in mh.split(x, two, shares=[1, 0])] == [10, 0]
     for wrong in ([-1, 2], [0, 0], [float("nan"), 1], [1], ["a", 1], [float("inf"), 1]):
         with pytest.raises(BadShares):
             mh.split(x, two, shares=wrong)
 
 
-def test_the_books_split_batch(mh: Any, own: Any, two: list[Any]) -> None:
-    x_shards, y_shards = mh.split_batch(own.tensor(rows(4)), own.tensor([0.0, 1.0, 2.0, 3.0]), two)
-    assert [own.values(x) for x in x_shards] == [rows(4)[:2], rows(4)[2:]]
-    assert [own.values(y) for y in y_shards] == [[0.0, 1.0], [2.0, 3.0]]
+def test_the_books_split_batch(mh: Any, native: Any, two: list[Any]) -> None:
+    x_shards, y_shards = mh.split_batch(native.tensor(rows(4)), native.tensor([0.0, 1.0, 2.0, 3.0]), two)
+    assert [native.values(x) for x in x_shards] == [rows(4)[:2], rows(4)[2:]]
+    assert [native.values(y) for y in y_shards] == [[0.0, 1.0], [2.0, 3.0]]
     assert [mh.device_of(x) for x in x_shards] == two
 
 
-def test_bad_batches(mh: Any, own: Any) -> None:
+def test_bad_batches(mh: Any, native: Any) -> None:
     devices = [mh.cpu()]
     with pytest.raises(BadBatch, match=r"batch\[0\] has 3, batch\[1\] has 2"):
-        mh.split([own.tensor(rows(3)), own.tensor(rows(2))], devices)
+        mh.split([native.tensor(rows(3)), native.tensor(rows(2))], devices)
     with pytest.raises(BadBatch, match="scalar"):
-        mh.split([own.tensor(rows(3)), own.tensor(1.0)], devices)
+        mh.split([native.tensor(rows(3)), native.tensor(1.0)], devices)
     with pytest.raises(BadBatch, match="no tensor"):
         mh.split(["x"], devices)
     with pytest.raises(BadBatch, match="no shards"):
         mh.gather([], mh.cpu())
     with pytest.raises(BadBatch, match="structure"):
-        mh.gather([[own.tensor(rows(1))], own.tensor(rows(1))], mh.cpu())
+        mh.gather([[native.tensor(rows(1))], native.tensor(rows(1))], mh.cpu())
 
 
-def test_bad_shards(mh: Any, own: Any) -> None:
-    x = own.tensor(rows(2))
+def test_bad_shards(mh: Any, native: Any) -> None:
+    x = native.tensor(rows(2))
     for shards, text in (
         ({"x": x}, "a list of shards"),
         (x, "a list of shards"),
-        ([x, own.tensor([[1.0, 2.0, 3.0]])], r"different shapes: \(2,\) in shard 0, \(3,\) in shard 1"),
-        ([own.tensor(1.0), own.tensor(2.0)], "scalar"),
+        ([x, native.tensor([[1.0, 2.0, 3.0]])], r"different shapes: \(2,\) in shard 0, \(3,\) in shard 1"),
+        ([native.tensor(1.0), native.tensor(2.0)], "scalar"),
         ([x, "x"], "tensor in some shards"),
         ([{"x": x, "n": 1}, {"x": x, "n": 2}], r"shard\['n'\] is 1 in shard 0 and 2 in shard 1"),
     ):
@@ -84,14 +84,14 @@ def test_bad_shards(mh: Any, own: Any) -> None:
             mh.gather(shards, mh.cpu())
 
 
-def test_an_empty_batch_is_refused(mh: Any, own: Any) -> None:
-    empty = own.tensor(rows(2))[0:0]
+def test_an_empty_batch_is_refused(mh: Any, native: Any) -> None:
+    empty = native.tensor(rows(2))[0:0]
     with pytest.raises(BadBatch, match="empty"):
         mh.split(empty, [mh.cpu()])
 
 
-def test_bad_lists_of_devices(mh: Any, own: Any) -> None:
-    x = own.tensor(rows(4))
+def test_bad_lists_of_devices(mh: Any, native: Any) -> None:
+    x = native.tensor(rows(4))
     with pytest.raises(DuplicateDevices, match="more than once"):
         mh.split(x, [mh.cpu(), mh.cpu()])
     with pytest.raises(BadDevice, match="empty"):

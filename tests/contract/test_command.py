@@ -14,7 +14,7 @@ from manyhands.cli import devices
 pytestmark = pytest.mark.once
 
 
-def test_json_is_what_the_documentation_says(framework: str, own: Any) -> None:
+def test_json_is_what_the_documentation_says(framework: str, native: Any) -> None:
     result = run_command("devices", "--json", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="2")
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
@@ -34,7 +34,7 @@ def _keys(value: object) -> set[str]:
 
 
 @pytest.mark.neutral
-def test_the_table_names_virtual_devices(framework: str, own: Any) -> None:
+def test_the_table_names_virtual_devices(framework: str, native: Any) -> None:
     result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="2")
     assert result.returncode == 0
     assert "virtual:1" in result.stdout
@@ -43,7 +43,7 @@ def test_the_table_names_virtual_devices(framework: str, own: Any) -> None:
 
 
 @pytest.mark.neutral
-def test_a_framework_that_cannot_answer_is_named(framework: str, own: Any) -> None:
+def test_a_framework_that_cannot_answer_is_named(framework: str, native: Any) -> None:
     result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="rubbish")
     assert result.returncode == 0
     assert f"{framework}: does not start" in result.stdout

@@ -21,8 +21,8 @@ def test_a_door_lists_the_cpu_and_then_the_others(mh: Any) -> None:
     assert names == ["cpu", *(f"{kind}:{number}" for number in range(mh.num_gpus()))]
 
 
-def test_a_door_reads_what_it_lists(mh: Any, own: Any) -> None:
-    x = own.tensor([1.0, 2.0])
+def test_a_door_reads_what_it_lists(mh: Any, native: Any) -> None:
+    x = native.tensor([1.0, 2.0])
     for record in mh.devices():
         moved = mh.to(x, str(record.device))
         assert mh.to(moved, record.device) is moved
@@ -30,18 +30,18 @@ def test_a_door_reads_what_it_lists(mh: Any, own: Any) -> None:
 
 
 @pytest.mark.skipif(not VIRTUAL, reason="no virtual devices in this run")
-def test_all_names_of_a_virtual_device_are_read(mh: Any, own: Any) -> None:
+def test_all_names_of_a_virtual_device_are_read(mh: Any, native: Any) -> None:
     """A tensor on virtual:1 says cpu:1 in PyTorch, cpu(1) in MXNet and /device:CPU:1 in TensorFlow."""
-    x = own.tensor([1.0, 2.0])
+    x = native.tensor([1.0, 2.0])
     there = mh.to(x, "virtual:1")
     for name in ("gpu:1", "cuda:1", "cpu:1", "cpu(1)", "/device:CPU:1", mh.gpu(1)):
         assert mh.to(there, name) is there
-    if own.framework != "jax":  # which prints TFRT_CPU_1, an internal name
+    if native.framework != "jax":  # which prints TFRT_CPU_1, an internal name
         assert mh.to(there, str(mh.device_of(there))) is there
 
 
-def test_devices_are_printed_by_their_common_names(mh: Any, own: Any) -> None:
-    names = Placement(own.backend).names
+def test_devices_are_printed_by_their_common_names(mh: Any, native: Any) -> None:
+    names = Placement(native.backend).names
     assert names(["cpu"]) == names([Device("cpu")]) == names(["CPU:0"]) == ["cpu"]
     if not VIRTUAL:
         assert names([mh.cpu()]) == ["cpu"]
@@ -49,7 +49,7 @@ def test_devices_are_printed_by_their_common_names(mh: Any, own: Any) -> None:
     for devices in (["virtual:0", "virtual:1"], ["gpu:0", "cuda:1"], [mh.gpu(0), mh.gpu(1)], [Device("gpu"), "cpu:1"]):
         assert names(devices) == ["virtual:0", "virtual:1"]
     # PyTorch alone has the host beside virtual device 0.
-    first = "cpu" if own.backend.CAPABILITIES.host_beside_virtual else "virtual:0"
+    first = "cpu" if native.backend.CAPABILITIES.host_beside_virtual else "virtual:0"
     assert names(["cpu", "virtual:1"]) == [first, "virtual:1"]
 
 

@@ -29,9 +29,9 @@ def test_try_gpu_falls_back_to_the_cpu(mh: Any) -> None:
         assert mh.try_all_gpus() == [mh.cpu()]
 
 
-def test_devices_are_native_and_known_again(mh: Any, own: Any) -> None:
+def test_devices_are_native_and_known_again(mh: Any, native: Any) -> None:
     for device in [mh.cpu(), *mh.try_all_gpus()]:
-        assert own.backend.is_device(device)
+        assert native.backend.is_device(device)
     assert len({str(device) for device in mh.try_all_gpus()}) == max(1, mh.num_gpus())
 
 
@@ -56,13 +56,13 @@ def test_a_number_that_is_none_is_refused(mh: Any, index: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu:x", "gpu:-1", "", "tpu", "gpu:1:2", "cpu:99"])
-def test_a_name_that_is_none_is_refused(mh: Any, own: Any, name: str) -> None:
+def test_a_name_that_is_none_is_refused(mh: Any, native: Any, name: str) -> None:
     with pytest.raises(BadDevice):
-        mh.to(own.tensor([1.0]), name)
+        mh.to(native.tensor([1.0]), name)
 
 
-def test_a_device_that_is_not_there_is_refused_when_used(mh: Any, own: Any) -> None:
-    x = own.tensor([1.0])
+def test_a_device_that_is_not_there_is_refused_when_used(mh: Any, native: Any) -> None:
+    x = native.tensor([1.0])
     with pytest.raises(NoSuchDevice, match=r"gpu:99|virtual:99"):
         mh.to(x, mh.gpu(99))
     with pytest.raises(NoSuchDevice, match="try_gpu"):

@@ -175,13 +175,13 @@ def _expected(text: str, framework: str, mh: Any) -> str:
 
 
 @pytest.mark.parametrize(("mistake", "expected"), PLACEMENT)
-def test_placement(framework: str, mh: Any, own: Any, mistake: Callable[[Any, Any], object], expected: str) -> None:
-    assert _message(mistake, mh, own.tensor([[1.0], [2.0]])) == _expected(expected, framework, mh)
+def test_placement(framework: str, mh: Any, native: Any, mistake: Callable[[Any, Any], object], expected: str) -> None:
+    assert _message(mistake, mh, native.tensor([[1.0], [2.0]])) == _expected(expected, framework, mh)
 
 
 @pytest.mark.parametrize(("mistake", "expected"), TRAINING)
-def test_training(framework: str, mh: Any, own: Any, mistake: Callable[[Any, Any], object], expected: str) -> None:
-    model = own.model()
+def test_training(framework: str, mh: Any, native: Any, mistake: Callable[[Any, Any], object], expected: str) -> None:
+    model = native.model()
     words = _expected(expected, framework, mh).replace("CLASS", type(model).__name__)
     assert _message(mistake, mh, model) == words
 

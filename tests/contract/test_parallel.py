@@ -16,11 +16,11 @@ from manyhands.cli import main
 from manyhands.errors import EngineError, TaskCancelled
 
 
-def square(own: Any, size: int = 3, start: float = 0.0) -> Any:
-    return own.tensor([[start + (row * size + column) / 10 for column in range(size)] for row in range(size)])
+def square(native: Any, size: int = 3, start: float = 0.0) -> Any:
+    return native.tensor([[start + (row * size + column) / 10 for column in range(size)] for row in range(size)])
 
 
-def same(own: Any, one: Any, other: Any) -> None:
+def same(native: Any, one: Any, other: Any) -> None:
     """The same structure, and the same numbers."""
     assert type(one) is type(other)
     if isinstance(one, dict):
@@ -29,9 +29,9 @@ def same(own: Any, one: Any, other: Any) -> None:
     if isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         for left, right in zip(one, other, strict=True):
-            same(own, left, right)
-    elif own.backend.is_tensor(one):
-        numbers, wanted = _flat(own.values(one)), _flat(own.values(other))
+            same(native, left, right)
+    elif native.backend.is_tensor(one):
+        numbers, wanted = _flat(native.values(one)), _flat(native.values(other))
         assert numbers == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     else:
         assert one == other
@@ -41,22 +41,22 @@ def _flat(values: Any) -> list[float]:
     return [number for part in values for number in _flat(part)] if isinstance(values, list) else [values]
 
 
-def functions(own: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    weights = [square(own, start=number) for number in range(3)]
-    x, y = square(own), square(own, start=1.0)
+def functions(native: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    weights = [square(native, start=number) for number in range(3)]
+    x, y = square(native), square(native, start=1.0)
 
     def branches(x: Any) -> Any:
         results = []
         for weight in weights:
             z = x
             for _ in range(3):
-                z = own.product(z, weight) * 0.1
+                z = native.product(z, weight) * 0.1
             results.append(z)
         return results[0] + results[1] - results[2]
 
     def chain(x: Any) -> Any:
         for _ in range(6):
-            x = own.product(x, x) * 0.1 + 1.0
+            x = native.product(x, x) * 0.1 + 1.0
         return x
 
     def trees(batch: dict[str, Any], scale: float, *, names: tuple[str, ...] = ("a",)) -> dict[str, Any]:
@@ -71,45 +71,45 @@ def functions(own: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 @pytest.mark.parametrize("which", ["branches", "chain", "trees"])
-def test_it_gives_what_the_plain_function_gives(mh: Any, own: Any, which: str) -> None:
-    function, arguments = functions(own)[which]
+def test_it_gives_what_the_plain_function_gives(mh: Any, native: Any, which: str) -> None:
+    function, arguments = functions(native)[which]
     fast = mh.parallel(function)
     assert isinstance(fast, mh.Parallel)
     assert {"Future", "Parallel", "parallel", "task"} <= set(mh.__all__)
     assert fast.__name__ == which
     for _ in range(3):
-        same(own, fast(*arguments), function(*arguments))
-    told = fast.explain()
-    assert f"{which}: run as" in told
-    assert "plain execution" in told
-    assert " ms" in told
+        same(native, fast(*arguments), function(*arguments))
+    explanation = fast.explain()
+    assert f"{which}: run as" in explanation
+    assert "plain execution" in explanation
+    assert " ms" in explanation
 
 
-def test_other_shapes_and_other_values_are_other_calls(mh: Any, own: Any) -> None:
+def test_other_shapes_and_other_values_are_other_calls(mh: Any, native: Any) -> None:
     def scaled(x: Any, scale: float, deep: bool = False) -> Any:
-        return own.product(x, x) * scale if deep else x * scale
+        return native.product(x, x) * scale if deep else x * scale
 
     fast = mh.parallel(scaled)
     for size in (2, 3, 2):
         for scale in (2.0, 3.0):
-            same(own, fast(square(own, size), scale), scaled(square(own, size), scale))
-    same(own, fast(square(own), 2.0, deep=True), scaled(square(own), 2.0, deep=True))
+            same(native, fast(square(native, size), scale), scaled(square(native, size), scale))
+    same(native, fast(square(native), 2.0, deep=True), scaled(square(native), 2.0, deep=True))
 
 
-def test_what_it_takes_from_outside_may_change(mh: Any, own: Any) -> None:
-    box = {"scale": 2.0, "weight": square(own)}
+def test_what_it_takes_from_outside_may_change(mh: Any, native: Any) -> None:
+    box = {"scale": 2.0, "weight": square(native)}
 
     def function(x: Any) -> Any:
-        return own.product(x, box["weight"]) * box["scale"]
+        return native.product(x, box["weight"]) * box["scale"]
 
-    fast, x = mh.parallel(function), square(own, start=1.0)
+    fast, x = mh.parallel(function), square(native, start=1.0)
     for _ in range(2):
-        same(own, fast(x), function(x))
+        same(native, fast(x), function(x))
     box["scale"] = 3.0
-    same(own, fast(x), function(x))
-    box["weight"] = square(own, start=5.0)
+    same(native, fast(x), function(x))
+    box["weight"] = square(native, start=5.0)
     for _ in range(2):
-        same(own, fast(x), function(x))
+        same(native, fast(x), function(x))
 
 
 class Settings:
@@ -123,8 +123,8 @@ class Settings:
 
 
 @pytest.mark.parametrize("way", ["closure", "argument", "callable", "method"])
-def test_what_objects_and_classes_hold_may_change(mh: Any, own: Any, way: str) -> None:
-    settings, x = Settings(), square(own)
+def test_what_objects_and_classes_hold_may_change(mh: Any, native: Any, way: str) -> None:
+    settings, x = Settings(), square(native)
     function: Callable[..., Any] = {
         "closure": lambda x: settings(x) * 2.0,
         "argument": lambda x, settings=settings: settings(x),
@@ -140,76 +140,78 @@ def test_what_objects_and_classes_hold_may_change(mh: Any, own: Any, way: str) -
     try:
         for change in changes:
             for _ in range(2):
-                same(own, fast(x), function(x))
+                same(native, fast(x), function(x))
             change()
-        same(own, fast(x), function(x))
+        same(native, fast(x), function(x))
     finally:
         Settings.scale = 2.0
 
 
-def test_effects_on_python_happen_at_every_call(mh: Any, own: Any) -> None:
+def test_effects_on_python_happen_at_every_call(mh: Any, native: Any) -> None:
     seen: list[int] = []
 
     def noting(x: Any) -> Any:
         seen.append(len(seen))
         return x + float(len(seen))
 
-    fast, x = mh.parallel(noting), square(own)
+    fast, x = mh.parallel(noting), square(native)
     for number in range(5):
-        same(own, fast(x), x + float(number + 1))
+        same(native, fast(x), x + float(number + 1))
     assert seen == list(range(5))
     assert "plain execution" in fast.explain().splitlines()[0]
     assert "seen" in fast.explain()
 
 
-def test_a_branch_on_values_is_followed(mh: Any, own: Any) -> None:
+def test_a_branch_on_values_is_followed(mh: Any, native: Any) -> None:
     def branching(x: Any) -> Any:
-        return x * 2.0 if _flat(own.values(x))[0] > 0 else x - 1.0
+        return x * 2.0 if _flat(native.values(x))[0] > 0 else x - 1.0
 
     fast = mh.parallel(branching)
     for start in (1.0, -1.0, 1.0):
-        same(own, fast(square(own, start=start)), branching(square(own, start=start)))
+        same(native, fast(square(native, start=start)), branching(square(native, start=start)))
     assert "plain execution" in fast.explain().splitlines()[0]
 
 
-def test_an_error_is_the_functions_own(mh: Any, own: Any) -> None:
+def test_an_error_is_the_functions_own(mh: Any, native: Any) -> None:
     def failing(x: Any, limit: int) -> Any:
         if limit > 1:
             raise ArithmeticError(f"{limit} is too much")
         return x * float(limit)
 
-    fast, x = mh.parallel(failing), square(own)
-    same(own, fast(x, 1), x * 1.0)
+    fast, x = mh.parallel(failing), square(native)
+    same(native, fast(x, 1), x * 1.0)
     for _ in range(2):
         with pytest.raises(ArithmeticError, match="3 is too much"):
             fast(x, 3)
-    same(own, fast(x, 1), x * 1.0)
+    same(native, fast(x, 1), x * 1.0)
 
 
-def test_an_error_of_the_framework_is_its_own(mh: Any, own: Any) -> None:
-    fast = mh.parallel(lambda x, y: own.product(x, y))
+def test_an_error_of_the_framework_is_its_own(mh: Any, native: Any) -> None:
+    fast = mh.parallel(lambda x, y: native.product(x, y))
     with pytest.raises(Exception) as plain:
-        mh.synchronize() or own.values(own.product(square(own, 2), square(own, 3)))
+        mh.synchronize() or native.values(native.product(square(native, 2), square(native, 3)))
     with pytest.raises(type(plain.value)):
-        own.values(fast(square(own, 2), square(own, 3)))
+        native.values(fast(square(native, 2), square(native, 3)))
 
 
-def test_the_result_is_where_plain_execution_puts_it(mh: Any, own: Any, two: list[Any]) -> None:
+def test_the_result_is_where_plain_execution_puts_it(mh: Any, native: Any, two: list[Any]) -> None:
     def function(x: Any, y: Any) -> dict[str, Any]:
         return {"x": x * 2.0, "y": y * y}
 
-    x, y = mh.to(square(own), two[0]), mh.to(square(own), two[1])
+    x, y = mh.to(square(native), two[0]), mh.to(square(native), two[1])
     for arguments in ((x, x), (y, y), (x, y)):
         fast = mh.parallel(function)
         plain = function(*arguments)
         for _ in range(3):
             result = fast(*arguments)
-            same(own, result, plain)
-            assert [mh.device_of(one) for one in result.values()] == [mh.device_of(one) for one in plain.values()]
+            same(native, result, plain)
+            assert [mh.device_of(value) for value in result.values()] == [
+                mh.device_of(value) for value in plain.values()
+            ]
 
 
-def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path: Path) -> None:
-    function, arguments = functions(own)["branches"]
+def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, native: Any, tmp_path: Path) -> None:
+    function, arguments = functions(native)["branches"]
     fast = mh.parallel(function)
     for ask in (fast.explain, lambda: fast.draw(tmp_path / "no.svg")):
         with pytest.raises(EngineError, match="call the function first"):
@@ -224,14 +226,14 @@ def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path
     assert len(spans) >= 9
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
     assert fast.timeline(tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    if not own.backend.CAPABILITIES.plans_lanes:
+    if not native.backend.CAPABILITIES.plans_lanes:
         with pytest.raises(EngineError, match="profiler"):
             fast.timeline(tmp_path / "t.json", simulated=False)
         assert "simulated" in fast.explain()
         assert "advice: 3 independent" in fast.explain()
 
 
-def test_every_door_has_the_same_interface(mh: Any, own: Any, tmp_path: Path) -> None:
+def test_every_door_has_the_same_interface(mh: Any, native: Any, tmp_path: Path) -> None:
     methods = {"draw", "explain", "forecast", "function", "measured", "planned", "simulated", "timeline"}
     fast = mh.parallel(lambda x: x * 2.0)
     assert methods <= set(dir(fast))
@@ -240,9 +242,9 @@ def test_every_door_has_the_same_interface(mh: Any, own: Any, tmp_path: Path) ->
     assert list(inspect.signature(fast.timeline).parameters) == ["path", "simulated"]
     assert list(inspect.signature(fast.forecast).parameters) == ["devices", "lanes", "bandwidth", "latency"]
     decorated = mh.parallel()(lambda x: x * 3.0)
-    same(own, decorated(square(own)), square(own) * 3.0)
+    same(native, decorated(square(native)), square(native) * 3.0)
     assert decorated.planned.how in decorated.explain()
-    if own.backend.CAPABILITIES.plans_lanes:
+    if native.backend.CAPABILITIES.plans_lanes:
         return
     for ask in (decorated.measured, lambda: decorated.timeline(tmp_path / "t.json", simulated=False)):
         with pytest.raises(EngineError, match="profiler"):
@@ -251,20 +253,20 @@ def test_every_door_has_the_same_interface(mh: Any, own: Any, tmp_path: Path) ->
         decorated.forecast(2)
 
 
-def test_a_function_that_is_redefined_is_the_new_one(mh: Any, own: Any) -> None:
+def test_a_function_that_is_redefined_is_the_new_one(mh: Any, native: Any) -> None:
     names: dict[str, Any] = {}
     exec("def scale(x): return x * 2.0\ndef function(x): return scale(x) + 1.0", names)
-    fast, x = mh.parallel(names["function"]), square(own)
+    fast, x = mh.parallel(names["function"]), square(native)
     for _ in range(3):
-        same(own, fast(x), x * 2.0 + 1.0)
+        same(native, fast(x), x * 2.0 + 1.0)
     exec("def scale(x): return x * 5.0", names)
-    same(own, fast(x), x * 5.0 + 1.0)
+    same(native, fast(x), x * 5.0 + 1.0)
 
 
-def test_options_that_a_framework_has_not_are_refused(mh: Any, own: Any) -> None:
+def test_options_that_a_framework_has_not_are_refused(mh: Any, native: Any) -> None:
     with pytest.raises(EngineError, match="takes a function"):
-        mh.parallel(square(own))
-    if own.backend.CAPABILITIES.plans_lanes:
+        mh.parallel(square(native))
+    if native.backend.CAPABILITIES.plans_lanes:
         return
     for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"compile": True}, {"synchronous": True}, {"threads": 2}):
         with pytest.raises(EngineError, match=next(iter(option))):
@@ -274,43 +276,43 @@ def test_options_that_a_framework_has_not_are_refused(mh: Any, own: Any) -> None
 # Tasks given explicitly
 
 
-def test_tasks_take_futures_and_tensors(mh: Any, own: Any) -> None:
-    x = square(own)
+def test_tasks_take_futures_and_tensors(mh: Any, native: Any) -> None:
+    x = square(native)
     with mh.parallel(threads=2):
-        first, second = mh.task(own.product)(x, x), mh.task(lambda t: t * 2.0)(x)
+        first, second = mh.task(native.product)(x, x), mh.task(lambda t: t * 2.0)(x)
         assert isinstance(first, mh.Future)
         both = mh.task(lambda parts: parts["a"] + parts["b"][0])({"a": first, "b": [second]})
         mh.waitall()
         assert both.done()
-        same(own, both.result(), own.product(x, x) + x * 2.0)
-    same(own, mh.task(own.product)(x, x).result(), own.product(x, x))  # without a scope: a plain call
+        same(native, both.result(), native.product(x, x) + x * 2.0)
+    same(native, mh.task(native.product)(x, x).result(), native.product(x, x))  # without a scope: a plain call
 
 
-def test_a_synchronous_scope_is_in_the_callers_thread(mh: Any, own: Any) -> None:
+def test_a_synchronous_scope_is_in_the_callers_thread(mh: Any, native: Any) -> None:
     with mh.parallel(synchronous=True):
         assert mh.task(threading.get_ident)().result() == threading.get_ident()
 
 
-def test_an_error_surfaces_where_the_result_is_read(mh: Any, own: Any) -> None:
+def test_an_error_surfaces_where_the_result_is_read(mh: Any, native: Any) -> None:
     def fails(x: Any) -> Any:
         raise ArithmeticError("on purpose")
 
-    x = square(own)
+    x = square(native)
     with mh.parallel():
         bad = mh.task(fails)(x)
-        after = mh.task(own.product)(bad, x)
-        good = mh.task(own.product)(x, x)
+        after = mh.task(native.product)(bad, x)
+        good = mh.task(native.product)(x, x)
         with pytest.raises(ArithmeticError, match="on purpose"):
             bad.result()
         with pytest.raises(TaskCancelled, match="fails"):
             after.result()
-        same(own, good.result(), own.product(x, x))
+        same(native, good.result(), native.product(x, x))
     with pytest.raises(ArithmeticError, match="on purpose"), mh.parallel():
         mh.task(fails)(x)
 
 
-def test_tasks_that_write_keep_their_order(mh: Any, own: Any) -> None:
-    box = [square(own)]
+def test_tasks_that_write_keep_their_order(mh: Any, native: Any) -> None:
+    box = [square(native)]
 
     def doubled() -> None:
         box[0] = box[0] * 2.0
@@ -319,7 +321,7 @@ def test_tasks_that_write_keep_their_order(mh: Any, own: Any) -> None:
         for _ in range(4):
             mh.task(doubled, writes=(box,))()
         late = mh.task(lambda held: held[0] + 0.0)(box)
-        same(own, late.result(), square(own) * 16.0)
+        same(native, late.result(), square(native) * 16.0)
 
 
 # The command
@@ -344,9 +346,9 @@ def test_the_command_explains_a_function_of_a_script(framework: str, tmp_path: P
 
 
 def test_the_command_forecasts_only_what_manyhands_places(
-    own: Any, framework: str, capsys: pytest.CaptureFixture[str]
+    native: Any, framework: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["parallel", "nowhere.py:function", "--framework", framework, "--devices", "2"])
     assert code == 1
-    places = own.backend.CAPABILITIES.plans_lanes
+    places = native.backend.CAPABILITIES.plans_lanes
     assert ("there is no file" if places else f"{framework}'s own runtime") in capsys.readouterr().err

@@ -43,7 +43,7 @@ def _set_first(held: Any, value: Any) -> None:
 
 def stores(name: str) -> dict[str, Slow]:
     """What can hold a number, in Python and in this framework."""
-    found = {
+    result = {
         "list": Slow(lambda: [0], _first, _set_first),
         "dict": Slow(lambda: {"n": 0}, lambda held: held["n"], lambda held, n: held.update(n=n)),
         "deque": Slow(lambda: deque([0]), lambda held: held[0], lambda held, n: (held.pop(), held.append(n))[1]),
@@ -54,7 +54,7 @@ def stores(name: str) -> dict[str, Slow]:
         "numpy": Slow(lambda: np.zeros(3), _first, _set_first),
         "numpy view": Slow(lambda: np.zeros(6)[1::2], _first, _set_first),
     }
-    return found | FRAMEWORKS[name]()
+    return result | FRAMEWORKS[name]()
 
 
 def torch_stores() -> dict[str, Slow]:
@@ -232,8 +232,8 @@ def outcome(mh: Any, store: Slow, way: str, declared: bool) -> float | str:
     return float(store.read(held))
 
 
-def test_an_undeclared_write_is_an_error_whatever_is_written(mh: Any, own: Any) -> None:
-    for name, store in stores(own.framework).items():
+def test_an_undeclared_write_is_an_error_whatever_is_written(mh: Any, native: Any) -> None:
+    for name, store in stores(native.framework).items():
         for way in ("argument", "closure"):
             said = str(outcome(mh, store, way, declared=False))
             assert "writes=(x,)" in said, (name, way)
@@ -243,14 +243,14 @@ def test_an_undeclared_write_is_an_error_whatever_is_written(mh: Any, own: Any) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_undeclared_write_is_an_error_however_it_is_reached(mh: Any, own: Any, way: str) -> None:
-    found = stores(own.framework)
-    for name in ("list", "numpy", [*found][-1]):
-        assert "writes=(x,)" in str(outcome(mh, found[name], way, declared=False)), name
-        assert outcome(mh, found[name], way, declared=True) == TIMES, name
+def test_an_undeclared_write_is_an_error_however_it_is_reached(mh: Any, native: Any, way: str) -> None:
+    result = stores(native.framework)
+    for name in ("list", "numpy", [*result][-1]):
+        assert "writes=(x,)" in str(outcome(mh, result[name], way, declared=False)), name
+        assert outcome(mh, result[name], way, declared=True) == TIMES, name
 
 
-def test_variables_are_watched(mh: Any, own: Any) -> None:
+def test_variables_are_watched(mh: Any, native: Any) -> None:
     """One that a task assigns, and one that is assigned between giving a task and running it."""
     count = 0
 
@@ -276,14 +276,14 @@ def test_variables_are_watched(mh: Any, own: Any) -> None:
     with pytest.raises(UndeclaredWrite, match=r"variable 'number'.*lambda number=number"):
         given()
     with mh.parallel(threads=2):
-        found = [mh.task(lambda number=number: number)() for number in range(TIMES)]
-    assert [one.result() for one in found] == [*range(TIMES)]
+        results = [mh.task(lambda number=number: number)() for number in range(TIMES)]
+    assert [result.result() for result in results] == [*range(TIMES)]
 
 
-def test_reading_is_no_writing(mh: Any, own: Any) -> None:
+def test_reading_is_no_writing(mh: Any, native: Any) -> None:
     """Whatever it is, and however it is reached: tasks that only read run side by side, and none fails."""
     global total
-    for store in stores(own.framework).values():
+    for store in stores(native.framework).values():
         for way in WAYS:
             held = total = store.make()
             function, arguments = WAYS[way](held, lambda one, read=store.read: read(one))
@@ -315,9 +315,9 @@ def do_step(store: Slow, number: int, writes: bool, pause: float, results: list[
 
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_programs_are_those_of_plain_calls_or_refused(mh: Any, own: Any, data: Any) -> None:
+def test_random_programs_are_those_of_plain_calls_or_refused(mh: Any, native: Any, data: Any) -> None:
     """Three places, written to in turns; at times one write is not declared, which is never silent."""
-    kinds = stores(own.framework)
+    kinds = stores(native.framework)
     names = data.draw(st.lists(st.sampled_from([name for name in kinds if name != "set"]), min_size=3, max_size=3))
     steps, threads = data.draw(STEPS), data.draw(st.integers(1, 3))
     written = [number for number, step in enumerate(steps) if step[2]]
@@ -334,16 +334,16 @@ def test_random_programs_are_those_of_plain_calls_or_refused(mh: Any, own: Any, 
             give(function, declared, arguments)
         mh.waitall()
         last = [[float(kinds[name].read(place))] for name, place in zip(names, places, strict=True)]
-        return [one for results in (*kept, *last) for one in results]
+        return [result for results in (*kept, *last) for result in results]
 
     expected = run(lambda function, _, arguments: function(*arguments))
     try:
         with mh.parallel(threads=threads):
-            found = run(lambda function, declared, arguments: mh.task(function, writes=declared)(*arguments))
+            result = run(lambda function, declared, arguments: mh.task(function, writes=declared)(*arguments))
     except UndeclaredWrite:
         assert forgotten is not None
     else:
-        assert found == expected
+        assert result == expected
         assert forgotten is None
 
 
@@ -352,12 +352,12 @@ class Point(NamedTuple):
     y: Any
 
 
-class Own(dict[str, Any]):
+class Native(dict[str, Any]):
     name = "own"
 
 
-def test_what_holds_futures_arrives_as_what_it_was(mh: Any, own: Any) -> None:
-    kept = Own(a=1)
+def test_what_holds_futures_arrives_as_what_it_was(mh: Any, native: Any) -> None:
+    kept = Native(a=1)
     kept.name = "changed"
     with mh.parallel(threads=2):
         one = mh.task(int)(1)
@@ -378,5 +378,5 @@ def test_what_holds_futures_arrives_as_what_it_was(mh: Any, own: Any) -> None:
         arrived = mh.task(lambda held: held)(defaultdict(list, a=one)).result()
         assert arrived["new"] == []
         arrived = mh.task(lambda held: (type(held), dict(held), held.name))(kept).result()
-        assert arrived == (Own, {"a": 1}, "changed")
+        assert arrived == (Native, {"a": 1}, "changed")
         assert mh.task(lambda call: call())(functools.partial(pow, one, 3)).result() == 1

@@ -25,35 +25,35 @@ class Sample:
         self.made.append("made")
 
 
-def test_a_move_that_is_already_done_is_free(mh: Any, own: Any) -> None:
+def test_a_move_that_is_already_done_is_free(mh: Any, native: Any) -> None:
     for device in [mh.cpu(), *mh.try_all_gpus()]:
-        x = mh.to(own.tensor([1.0, 2.0]), device)
+        x = mh.to(native.tensor([1.0, 2.0]), device)
         assert mh.to(x, device) is x
         assert mh.device_of(x) == device
         tree = {"x": x, "more": [x, "name", 3, None]}
         assert mh.to(tree, device) is tree
 
 
-def test_copy_always_makes_new_memory(mh: Any, own: Any) -> None:
+def test_copy_always_makes_new_memory(mh: Any, native: Any) -> None:
     for device in [mh.cpu(), *mh.try_all_gpus()]:
-        x = mh.to(own.tensor([[1.0, 2.0], [3.0, 4.0]]), device)
+        x = mh.to(native.tensor([[1.0, 2.0], [3.0, 4.0]]), device)
         for y in (mh.copy(x, device), mh.copy(x)):
             assert y is not x
             assert mh.device_of(y) == device
-            assert own.values(y) == [[1.0, 2.0], [3.0, 4.0]]
-            assert own.address(y) != own.address(x)
+            assert native.values(y) == [[1.0, 2.0], [3.0, 4.0]]
+            assert native.address(y) != native.address(x)
 
 
-def test_a_move_carries_the_values(mh: Any, own: Any, two: list[Any]) -> None:
-    x = own.tensor([[1.0, 2.0], [3.0, 4.0]])
+def test_a_move_carries_the_values(mh: Any, native: Any, two: list[Any]) -> None:
+    x = native.tensor([[1.0, 2.0], [3.0, 4.0]])
     for device in (*two, mh.cpu(), two[1]):
         x = mh.to(x, device)
         assert mh.device_of(x) == device
-        assert own.values(x) == [[1.0, 2.0], [3.0, 4.0]]
+        assert native.values(x) == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_trees_keep_their_structure(mh: Any, own: Any, two: list[Any]) -> None:
-    x, y = own.tensor([1.0]), own.tensor([2.0])
+def test_trees_keep_their_structure(mh: Any, native: Any, two: list[Any]) -> None:
+    x, y = native.tensor([1.0]), native.tensor([2.0])
     sample = Sample(image=x, label=y)
     tree = {"z": [x, (y, Pair(x, y))], "a": OrderedDict(b=y), "sample": sample, "text": "hello", "n": 3, "none": None}
     moved = mh.to(tree, two[1])
@@ -69,43 +69,43 @@ def test_trees_keep_their_structure(mh: Any, own: Any, two: list[Any]) -> None:
     assert sample.image is x
 
 
-def test_an_asynchronous_move_is_read_through_its_result(mh: Any, own: Any) -> None:
+def test_an_asynchronous_move_is_read_through_its_result(mh: Any, native: Any) -> None:
     for device in [mh.cpu(), *mh.try_all_gpus()]:
-        x = {"x": own.tensor([[1.0, 2.0]]), "n": 1}
+        x = {"x": native.tensor([[1.0, 2.0]]), "n": 1}
         arrival = mh.to(x, device, wait=False)
         assert isinstance(arrival, mh.Arrival)
         moved = arrival.result()
         assert arrival.ready()
         assert arrival.result() is moved
         assert mh.device_of(moved) == device
-        assert own.values(moved["x"]) == [[1.0, 2.0]]
+        assert native.values(moved["x"]) == [[1.0, 2.0]]
         back = mh.to(moved, mh.cpu(), wait=False).result()
         assert mh.device_of(back) == mh.cpu()
-        assert own.values(back["x"]) == [[1.0, 2.0]]
+        assert native.values(back["x"]) == [[1.0, 2.0]]
         assert mh.to(back, mh.cpu(), wait=False).result() is back
 
 
-def test_a_move_under_way_is_not_its_value(mh: Any, own: Any) -> None:
-    arrival = mh.to(own.tensor([1.0]), mh.cpu(), wait=False)
+def test_a_move_under_way_is_not_its_value(mh: Any, native: Any) -> None:
+    arrival = mh.to(native.tensor([1.0]), mh.cpu(), wait=False)
     for call in (lambda x: mh.to(x, mh.cpu()), mh.copy, mh.check_same_device, lambda x: mh.split(x, [mh.cpu()])):
         with pytest.raises(NotATensor, match=r"result\(\) first"):
-            call([own.tensor([1.0]), arrival])
+            call([native.tensor([1.0]), arrival])
 
 
-def test_all_of_many_tensors_are_looked_at(mh: Any, own: Any, two: list[Any]) -> None:
+def test_all_of_many_tensors_are_looked_at(mh: Any, native: Any, two: list[Any]) -> None:
     for elsewhere in (0, 50, 99):
-        many = [mh.to(own.tensor([float(i)]), two[0]) for i in range(100)]
+        many = [mh.to(native.tensor([float(i)]), two[0]) for i in range(100)]
         assert mh.to(many, two[0]) is many
         many[elsewhere] = mh.to(many[elsewhere], two[1])
-        assert not own.backend.all_on(many, two[0])
+        assert not native.backend.all_on(many, two[0])
         assert mh.device_of(mh.to(many, two[0])) == two[0]
-    assert not own.backend.all_on([mh.to(own.tensor([1.0]), two[0]), "text"], two[0])
+    assert not native.backend.all_on([mh.to(native.tensor([1.0]), two[0]), "text"], two[0])
 
 
-def test_a_mismatch_names_every_culprit_and_the_cure(mh: Any, own: Any, two: list[Any]) -> None:
-    a = mh.to(own.tensor([1.0]), two[1])
-    b = mh.to(own.tensor([2.0]), two[1])
-    c = mh.to(own.tensor([2.0]), two[0])
+def test_a_mismatch_names_every_culprit_and_the_cure(mh: Any, native: Any, two: list[Any]) -> None:
+    a = mh.to(native.tensor([1.0]), two[1])
+    b = mh.to(native.tensor([2.0]), two[1])
+    c = mh.to(native.tensor([2.0]), two[0])
     assert mh.check_same_device(a, [b], named={"x": b}) == two[1]
     assert mh.check_same_device() is None
     assert mh.check_same_device(1, "x") is None
@@ -117,33 +117,33 @@ def test_a_mismatch_names_every_culprit_and_the_cure(mh: Any, own: Any, two: lis
     assert 'batch = mh.to(batch, "gpu:1")' in text
 
 
-def test_devices_of_models(mh: Any, own: Any) -> None:
-    net = own.model()
+def test_devices_of_models(mh: Any, native: Any) -> None:
+    net = native.model()
     assert mh.device_of(net) == mh.cpu()
-    assert mh.check_same_device(net=net, x=own.tensor([1.0])) == mh.cpu()
+    assert mh.check_same_device(net=net, x=native.tensor([1.0])) == mh.cpu()
 
 
-def test_a_mismatch_names_the_parameter(mh: Any, own: Any, two: list[Any]) -> None:
-    net, x = own.model(), mh.to(own.tensor([1.0]), two[1])
-    path = next(iter(own.backend.model_tensors(net)))[0]
+def test_a_mismatch_names_the_parameter(mh: Any, native: Any, two: list[Any]) -> None:
+    net, x = native.model(), mh.to(native.tensor([1.0]), two[1])
+    path = next(iter(native.backend.model_tensors(net)))[0]
     with pytest.raises(DeviceMismatch) as caught:
         mh.check_same_device(net=net, x=x)
     assert f"net.{path}: " in str(caught.value)
     assert "x: " in str(caught.value)
 
 
-def test_a_model_is_moved_with_all_its_tensors(mh: Any, own: Any, two: list[Any]) -> None:
-    if not own.backend.CAPABILITIES.moves_models:
+def test_a_model_is_moved_with_all_its_tensors(mh: Any, native: Any, two: list[Any]) -> None:
+    if not native.backend.CAPABILITIES.moves_models:
         with pytest.raises(NotATensor, match="with"):
-            mh.to(own.model(), two[1])
+            mh.to(native.model(), two[1])
         return
-    net = mh.to(own.model(), two[1])
+    net = mh.to(native.model(), two[1])
     assert mh.device_of(net) == two[1]
     assert mh.to(net, two[1]) is net
 
 
-def test_several_devices_are_not_one(mh: Any, own: Any, two: list[Any]) -> None:
-    x = own.tensor([1.0])
+def test_several_devices_are_not_one(mh: Any, native: Any, two: list[Any]) -> None:
+    x = native.tensor([1.0])
     with pytest.raises(SeveralDevices, match=r"x\[1\]"):
         mh.device_of([mh.to(x, two[0]), mh.to(x, two[1])])
 
@@ -156,26 +156,26 @@ def test_what_is_no_tensor_has_no_device(mh: Any) -> None:
     assert mh.to("hello", mh.cpu()) == "hello"
 
 
-def test_a_tensor_of_another_framework_is_refused(mh: Any, own: Any) -> None:
+def test_a_tensor_of_another_framework_is_refused(mh: Any, native: Any) -> None:
     foreign = np.ones(3)
     for call in (mh.device_of, mh.copy, mh.check_same_device, lambda x: mh.to(x, mh.cpu())):
         with pytest.raises(ForeignTensor, match=r"numpy\.ndarray"):
             call(foreign)
     with pytest.raises(ForeignTensor):
-        mh.split([own.tensor([1.0]), foreign], [mh.cpu()])
+        mh.split([native.tensor([1.0]), foreign], [mh.cpu()])
     names = np.array(["a", "b"])
     assert mh.to([names], mh.cpu())[0] is names
 
 
-def test_a_device_must_be_one(mh: Any, own: Any) -> None:
+def test_a_device_must_be_one(mh: Any, native: Any) -> None:
     with pytest.raises(BadDevice):
-        mh.to(own.tensor([1.0]), 3)
+        mh.to(native.tensor([1.0]), 3)
     with pytest.raises(BadDevice):
-        mh.to(own.tensor([1.0]), None)
+        mh.to(native.tensor([1.0]), None)
 
 
-def test_a_tree_that_contains_itself_is_refused(mh: Any, own: Any) -> None:
-    tree: list[Any] = [own.tensor([1.0])]
+def test_a_tree_that_contains_itself_is_refused(mh: Any, native: Any) -> None:
+    tree: list[Any] = [native.tensor([1.0])]
     tree.append(tree)
     with pytest.raises(ValueError, match="contains itself"):
         mh.to(tree, mh.cpu())

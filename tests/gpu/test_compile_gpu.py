@@ -65,15 +65,15 @@ def test_each_gradient_of_a_fused_step(name: str, cast: bool) -> None:
     """On four lanes, in one CUDA graph, replayed: not one gradient may be off, also not to zero."""
     step, x, y, exactly = problem(name, cast)
     call = torch_call.call((x, y), {})
-    found = torch_call.trace(step, call)
-    fused = regions.fuse(found)
+    trace = torch_call.trace(step, call)
+    fused = regions.fuse(trace)
     device = backend.device_of(call, fused)
     measured = graph(costs(backend, fused, device).tasks)
-    made = schedule(measured, lanes_for(measured, 4), switch_seconds=1e-6)
-    run = backend.graph_run(fused, backend.plan_of(made), call.tensors, device)
+    planned = schedule(measured, lanes_for(measured, 4), switch_seconds=1e-6)
+    run = backend.graph_run(fused, backend.plan_of(planned), call.tensors, device)
     wanted = step(x, y)
     for _ in range(3):
-        results = [one.clone() for one in run.replay(call.tensors)]
+        results = [value.clone() for value in run.replay(call.tensors)]
         must_be_as_exact(results, wanted, exactly, cast)
 
 
@@ -87,18 +87,18 @@ def test_biases_are_beside_convolutions(last: bool) -> None:
     y = torch.arange(16, device=DEVICE) % 10
     step, call = step_of(net, True), torch_call.call((x, y), {})
     fused = regions.fuse(torch_call.trace(step, call))
-    alone = {one.task.name for one in fused.steps}
+    alone = {value.task.name for value in fused.steps}
     assert not alone & {"add", "sum", "add_", "native_batch_norm_backward", "_native_batch_norm_legit_functional"}
-    assert not any(one.node.args[2] is not None for one in fused.steps if one.task.name == "convolution")
+    assert not any(value.node.args[2] is not None for value in fused.steps if value.task.name == "convolution")
     device = backend.device_of(call, fused)
     program = graph(fused.tasks)
     run = backend.graph_run(fused, backend.plan_of(schedule(program, lanes_for(program, 2))), call.tensors, device)
     plain = backend.expected(fused, call, lambda _, arguments, keywords: step(*arguments))
-    ours = backend.observed(fused, call, run)
-    verdict = backend.verdict(fused, call, ours, plain, backend.exact(fused, call))
+    result = backend.observed(fused, call, run)
+    verdict = backend.verdict(fused, call, result, plain, backend.exact(fused, call))
     assert verdict.accepted, verdict.words
-    for one, other in zip(ours, plain, strict=True):
-        strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    for value, other in zip(result, plain, strict=True):
+        strides = zip(value.shape, value.stride(), other.stride(), strict=True)
         assert all(ours == plain for size, ours, plain in strides if size > 1)
 
 
@@ -108,11 +108,11 @@ def test_a_trace_in_float64_is_the_net_in_float64(name: str, cast: bool) -> None
     """What plans are judged by: cuDNN's operations and autocast's types are in the trace, not in the exact results."""
     step, x, y, exactly = problem(name, cast)
     call = torch_call.call((x, y), {})
-    found = float64.exact(torch_call.trace(step, call), call.tensors, [])
-    largest = max(float(one.norm()) for one in exactly)
-    for one, other in zip(found, exactly, strict=True):
-        assert one.dtype is torch.float64
-        assert float((one - other).norm()) <= 1e-9 * max(float(other.norm()), 1e-3 * largest)
+    results = float64.exact(torch_call.trace(step, call), call.tensors, [])
+    largest = max(float(value.norm()) for value in exactly)
+    for result, other in zip(results, exactly, strict=True):
+        assert result.dtype is torch.float64
+        assert float((result - other).norm()) <= 1e-9 * max(float(other.norm()), 1e-3 * largest)
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -177,8 +177,8 @@ def test_a_whole_training_step_is_compiled_and_writes_its_weights() -> None:
         losses.append([float(call(x, y)) for _ in range(5)])
         nets.append(net)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    for one, other in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-3)
+    for value, other in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(other, value, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -193,4 +193,4 @@ def test_as_a_backend_of_dynamo(fuse: bool) -> None:
         for model, call, images in ((net, fast, x), (plain, plain, x), (wide, wide, x.double())):
             model.zero_grad()
             nn.functional.cross_entropy(call(images), y).backward()
-        must_be_as_exact(*([one.grad for one in model.parameters()] for model in (net, plain, wide)), False)
+        must_be_as_exact(*([parameter.grad for parameter in model.parameters()] for model in (net, plain, wide)), False)

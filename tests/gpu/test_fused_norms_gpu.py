@@ -55,20 +55,20 @@ def test_gradients_and_statistics_are_as_exact(name: str) -> None:
         loss.backward()
         if norms is not None:
             norms.__exit__(None, None, None)
-        return flat([one.grad for one in own.parameters()]), flat(list(own.buffers()))
+        return flat([parameter.grad for parameter in own.parameters()]), flat(list(own.buffers()))
 
     def flat(values: list[Any]) -> Any:
-        return torch.cat([one.double().flatten() for one in values])
+        return torch.cat([value.double().flatten() for value in values])
 
     cross_entropy(wide(x.double()), y).backward()
-    exact = flat([one.grad for one in wide.parameters()]), flat(list(wide.buffers()))
+    exact = flat([parameter.grad for parameter in wide.parameters()]), flat(list(wide.buffers()))
     norms = FusedNorms()
-    plain, ours = stepped(None), stepped(norms)
-    count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
+    plain, result = stepped(None), stepped(norms)
+    count = sum(isinstance(module, nn.BatchNorm2d) for module in net.modules())
     assert norms.counts["batch normalisations"] == count
-    for one, other, right in zip(ours, plain, exact, strict=True):
-        assert bool(one.isfinite().all())
-        assert float((one - right).norm()) < 1.05 * float((other - right).norm()) + 1e-6 * float(right.norm())
+    for value, other, right in zip(result, plain, exact, strict=True):
+        assert bool(value.isfinite().all())
+        assert float((value - right).norm()) < 1.05 * float((other - right).norm()) + 1e-6 * float(right.norm())
 
 
 def trained(run: Path | None = None, **options: Any) -> tuple[dict[str, Any], Any]:
@@ -106,19 +106,19 @@ def test_a_kernel_that_reads_past_pytorch_is_found() -> None:
         def forward(self, x: Any) -> Any:
             return self.head(self.part(self.norm(self.conv(x))).mean((2, 3)))
 
-    found = []
+    results = []
     for own in (True, False):
         torch.manual_seed(0)
         net = Partly()
         trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, step=Step(fused_norms=own))
-        found.append(trainer.fit(net, (IMAGES, LABELS)).rows[-1]["train_loss"])
-    assert found[0] == pytest.approx(found[1], rel=0.05)
+        results.append(trainer.fit(net, (IMAGES, LABELS)).rows[-1]["train_loss"])
+    assert results[0] == pytest.approx(results[1], rel=0.05)
 
 
 def test_memory_is_within_one_copy_of_the_gradients_over_plain_ddp(tmp_path: Path) -> None:
     images, labels = torch.rand(1024, 1, 28, 28), torch.randint(10, (1024,))
     net = models.resnet18()
-    gradients = sum(one.numel() * one.element_size() for one in net.parameters())
+    gradients = sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
 
     def clean() -> None:
         gc.collect()

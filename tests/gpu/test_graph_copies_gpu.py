@@ -55,10 +55,10 @@ def with_gaps(x: Any, y: Any) -> list[Any]:
 
 def test_results_with_gaps_are_copied_by_the_graph() -> None:
     fast = Forced(with_gaps, 2, "graph")
-    given = [arguments(number) for number in range(50)]
-    found = [fast(*one) for one in given]
-    for ours, one in zip(found, given, strict=True):
-        assert all(map(torch.equal, ours, with_gaps(*one)))  # values alone: the caller's are without gaps
+    inputs = [arguments(number) for number in range(50)]
+    results = [fast(*value) for value in inputs]
+    for result, value in zip(results, inputs, strict=True):
+        assert all(map(torch.equal, result, with_gaps(*value)))  # values alone: the caller's are without gaps
     assert copies_of(fast) == (True, True)
 
 
@@ -66,10 +66,10 @@ def test_results_with_gaps_are_copied_by_the_graph() -> None:
 def test_every_call_has_results_of_its_own(offset: int) -> None:
     """Nothing is waited for: a replay under way keeps the addresses that it was launched with."""
     fast = Forced(of_all_kinds, 4, "graph")
-    given = [arguments(number, offset) for number in range(200)]
-    found = [fast(*one) for one in given]
-    for ours, one in zip(found, given, strict=True):
-        assert_same(ours, of_all_kinds(*one))
+    inputs = [arguments(number, offset) for number in range(200)]
+    results = [fast(*value) for value in inputs]
+    for result, value in zip(results, inputs, strict=True):
+        assert_same(result, of_all_kinds(*value))
     assert copies_of(fast) == (True, True)
 
 
@@ -77,12 +77,12 @@ def test_arguments_that_stay_and_results_that_do_not() -> None:
     fast = Forced(of_all_kinds, 4, "graph")
     x, y = arguments(0)
     expected = of_all_kinds(x, y)
-    found = [fast(x, y) for _ in range(2 * cuda_graph._LIKELY)]
+    results = [fast(x, y) for _ in range(2 * cuda_graph._LIKELY)]
     assert fast.made[1]._in_place is not None
-    for ours in found:
-        assert_same(ours, expected)
-    memories = {one[0].data_ptr() for one in found}
-    assert len(memories) == len(found)
+    for result in results:
+        assert_same(result, expected)
+    memories = {result[0].data_ptr() for result in results}
+    assert len(memories) == len(results)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_arguments_that_stay_and_results_that_do_not() -> None:
 )
 def test_results_that_the_graph_does_not_copy_itself(function: Any) -> None:
     fast = Forced(function, 2, "graph")
-    given = [arguments(number) for number in range(5)]
-    found = [fast(*one) for one in given]
-    for ours, one in zip(found, given, strict=True):
-        for a, b in zip(ours, function(*one), strict=True):  # copies of results with gaps have none
+    inputs = [arguments(number) for number in range(5)]
+    results = [fast(*value) for value in inputs]
+    for result, value in zip(results, inputs, strict=True):
+        for a, b in zip(result, function(*value), strict=True):  # copies of results with gaps have none
             assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
     assert not copies_of(fast)[1]
 
@@ -131,28 +131,28 @@ def test_a_thread_that_has_never_used_the_gpu() -> None:
     fast(*arguments(0))
     run = fast.made[1]
     for number in range(3):  # a new one may have the number of one that is gone
-        given = arguments(number)
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda given=given, found=found: found.append(run.replay(given)))
+        inputs = arguments(number)
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda given=inputs, found=results: found.append(run.replay(given)))
         thread.start()
         thread.join()
         torch.cuda.synchronize()
-        assert_same(found[0], of_all_kinds(*given))
+        assert_same(results[0], of_all_kinds(*inputs))
 
 
 def test_on_several_streams_of_the_caller() -> None:
     fast = Forced(of_all_kinds, 4, "graph")
-    given = [arguments(number) for number in range(30)]
-    fast(*given[0])
+    inputs = [arguments(number) for number in range(30)]
+    fast(*inputs[0])
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()]
-    found = []
-    for number, one in enumerate(given):
+    results = []
+    for number, value in enumerate(inputs):
         with torch.cuda.stream(streams[number % 3]):
-            found.append(fast(*one))
+            results.append(fast(*value))
     torch.cuda.synchronize()
-    for ours, one in zip(found, given, strict=True):
-        assert_same(ours, of_all_kinds(*one))
+    for result, value in zip(results, inputs, strict=True):
+        assert_same(result, of_all_kinds(*value))
 
 
 def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +161,10 @@ def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(graph_copies, "compiled", refused)
     fast = Forced(of_all_kinds, 4, "graph")
-    given = [arguments(number) for number in range(20)]
-    found = [fast(*one) for one in given]
-    for ours, one in zip(found, given, strict=True):
-        assert_same(ours, of_all_kinds(*one))
+    inputs = [arguments(number) for number in range(20)]
+    results = [fast(*value) for value in inputs]
+    for result, value in zip(results, inputs, strict=True):
+        assert_same(result, of_all_kinds(*value))
     assert copies_of(fast) == (False, False)
 
 
@@ -185,9 +185,9 @@ def test_many_results_are_copied_by_the_graph() -> None:
         return [x * number for number in range(200)]
 
     fast = Forced(function, 2, "graph")
-    found = [fast(*arguments(number)) for number in range(5)]
-    for number, ours in enumerate(found):
-        assert_same(ours, function(*arguments(number)))
+    results = [fast(*arguments(number)) for number in range(5)]
+    for number, result in enumerate(results):
+        assert_same(result, function(*arguments(number)))
     assert copies_of(fast) == (True, True)
 
 
@@ -200,17 +200,17 @@ def test_a_result_that_is_there_twice_is_one_tensor(lanes: int) -> None:
         net.zero_grad(set_to_none=True)
         loss = (net(x) * y).square().mean()
         loss.backward()
-        return loss.detach(), [one.grad for one in net.parameters()]
+        return loss.detach(), [parameter.grad for parameter in net.parameters()]
 
     fast = Forced(function, lanes, "graph")
     before = None
     for number in range(5):
         _, gradients = fast(*arguments(number))
-        assert all(one is parameter.grad for one, parameter in zip(gradients, net.parameters(), strict=True))
+        assert all(gradient is parameter.grad for gradient, parameter in zip(gradients, net.parameters(), strict=True))
         assert before is None or before[0].data_ptr() != gradients[0].data_ptr()
         before = gradients
-        found = [one.clone() for one in gradients]
-        assert_same(found, function(*arguments(number))[1])
+        results = [gradient.clone() for gradient in gradients]
+        assert_same(results, function(*arguments(number))[1])
     assert copies_of(fast) == (True, True)
 
 

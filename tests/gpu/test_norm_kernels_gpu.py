@@ -57,9 +57,9 @@ def test_statistics(shape: tuple[int, ...], dtype: Any, shift: float) -> None:
     expected = one["mean"].double() * 0.9 + wide.mean(0) * 0.1, one["variance"].double() * 0.9 + wide.var(0) * 0.1
     for ours, theirs in zip(running, expected, strict=True):
         torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-5)
-    again = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
-    assert torch.equal(again[0], mean), "the order of additions has changed"
-    assert torch.equal(again[1], deviation)
+    repeated = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
+    assert torch.equal(repeated[0], mean), "the order of additions has changed"
+    assert torch.equal(repeated[1], deviation)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -138,9 +138,9 @@ def test_one_kernel_does_what_two_do(
 def test_statistics_alone_into_memory() -> None:
     one = layer((64, 40, 6, 6), torch.bfloat16)
     expected = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
-    found = torch.empty_like(one["mean"]), torch.empty_like(one["mean"])
-    kernels.forward_(None, *found, one["x"], None, None, 0.1, 1e-5, None, None, None, False)
-    assert all(map(torch.equal, found, expected))
+    results = torch.empty_like(one["mean"]), torch.empty_like(one["mean"])
+    kernels.forward_(None, *results, one["x"], None, None, 0.1, 1e-5, None, None, None, False)
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize("shape", [(256, 512, 4, 4), (256, 64, 28, 28), (7, 1000, 3, 3)], ids=str)
@@ -157,46 +157,46 @@ def test_in_a_graph(shape: tuple[int, ...]) -> None:
     expected = step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        result = step()
     for _ in range(25):
-        for tensor in found:
+        for tensor in result:
             tensor.zero_()
         graph.replay()
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, result, expected))
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_kernels_whose_blocks_wait_run_beside_others(captured: bool) -> None:
     """Two streams of them, and one of products that fill the GPU: all come to an end, and to the same results."""
     layers = [layer(shape, torch.bfloat16) for shape in ((256, 64, 28, 28), (256, 512, 4, 4))]
-    expected = [in_one(one, None, True) for one in layers]
+    expected = [in_one(value, None, True) for value in layers]
     streams = [torch.cuda.Stream() for _ in range(3)]
     full = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 
     def work() -> list[list[Any]]:
-        found, main = [], torch.cuda.current_stream()
+        results, main = [], torch.cuda.current_stream()
         for stream in streams:
             stream.wait_stream(main)
         for _ in range(8):
             with torch.cuda.stream(streams[2]):
                 full @ full
-            for one, stream in zip(layers, streams, strict=False):
+            for value, stream in zip(layers, streams, strict=False):
                 with torch.cuda.stream(stream):
-                    found.append(in_one(one, None, True))
+                    results.append(in_one(value, None, True))
         for stream in streams:
             main.wait_stream(stream)
-        return found
+        return results
 
     if captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = work()
+            result = work()
         for _ in range(5):
             graph.replay()
     else:
-        found = work()
+        result = work()
     torch.cuda.synchronize()
-    for number, results in enumerate(found):
+    for number, results in enumerate(result):
         assert all(map(torch.equal, results, expected[number % 2]))
 
 
@@ -213,10 +213,10 @@ def test_a_gradient_that_is_a_sum(dtype: Any) -> None:
         sums = kernels.backward(one["gradient"], one["added"], x, mean, deviation, weight, bias, given, True, kept)
         plain = kernels.backward(both, None, x, mean, deviation, weight, bias, given, True, None)
         assert torch.equal(kept, aten.threshold_backward(both, result, 0))
-        again = torch.empty_like(kept)
-        halves = kernels.reduce_(again, one["gradient"], one["added"], x, mean, deviation, weight, bias, given)
-        for_x = kernels.input_gradient(again, x, mean, deviation, weight, *halves)
-        assert all(map(torch.equal, (again, for_x, *halves), (kept, *sums)))
+        repeated = torch.empty_like(kept)
+        halves = kernels.reduce_(repeated, one["gradient"], one["added"], x, mean, deviation, weight, bias, given)
+        for_x = kernels.input_gradient(repeated, x, mean, deviation, weight, *halves)
+        assert all(map(torch.equal, (repeated, for_x, *halves), (kept, *sums)))
         for ours, theirs in zip(sums, plain, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -224,10 +224,10 @@ def test_a_gradient_that_is_a_sum(dtype: Any) -> None:
 def test_without_weight_and_bias() -> None:
     one = layer((8, 16, 4, 4), torch.bfloat16)
     mean, deviation = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
-    ours = torch.empty_like(one["x"])
-    kernels.apply_(ours, one["x"], mean, deviation, None, None, None, False)
+    result = torch.empty_like(one["x"])
+    kernels.apply_(result, one["x"], mean, deviation, None, None, None, False)
     plain = aten.native_batch_norm(one["x"], None, None, None, None, True, 0.1, 1e-5)[0]
-    torch.testing.assert_close(ours, plain, rtol=1.6e-2, atol=1.6e-2)
+    torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=1.6e-2)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,12 @@ def test_many_launches_at_once_do_not_meet() -> None:
     expected = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
     streams = [torch.cuda.Stream() for _ in range(8)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for number in range(80):
         with torch.cuda.stream(streams[number % 8]):
-            found.append(kernels.statistics(one["x"], None, None, 0.1, 1e-5))
+            results.append(kernels.statistics(one["x"], None, None, 0.1, 1e-5))
     torch.cuda.synchronize()
-    for mean, deviation in found:
+    for mean, deviation in results:
         assert torch.equal(mean, expected[0])
         assert torch.equal(deviation, expected[1])
 
@@ -281,8 +281,8 @@ def test_channel_sums(shape: tuple[int, ...], dtype: Any) -> None:
     x = torch.randn(shape, device="cuda", dtype=dtype)
     x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
     exact = x.double().movedim(1, 0).flatten(1).sum(1)
-    found = kernels.channel_sums(x)
-    assert found.dtype is dtype
-    off = (found.double() - exact).abs().max() / exact.abs().max()
+    result = kernels.channel_sums(x)
+    assert result.dtype is dtype
+    off = (result.double() - exact).abs().max() / exact.abs().max()
     assert float(off) <= max(2 * torch.finfo(dtype).eps, 1e-5)
-    assert torch.equal(found, kernels.channel_sums(x))
+    assert torch.equal(result, kernels.channel_sums(x))

@@ -143,8 +143,8 @@ def test_training_steps(name: str, lanes: int, kind: str) -> None:
         torch.manual_seed(number)
         expected = step(x, y)
         torch.manual_seed(number)
-        found = ours(x, y) if not number else fast(x, y)  # the first step makes the optimizer's state
-        assert_same(found, expected)
+        result = ours(x, y) if not number else fast(x, y)  # the first step makes the optimizer's state
+        assert_same(result, expected)
         assert_same(list(net.state_dict().values()), list(plain.state_dict().values()))
         assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
     assert int(net[1].num_batches_tracked) == 5
@@ -207,10 +207,10 @@ def test_in_place_and_views(lanes: int, kind: str) -> None:
         x = torch.full((64, 64), float(number), device=GPU)
         mine = x.clone()
         before = total.clone()
-        ours = fast(mine)
+        result = fast(mine)
         after = total.clone()
         total.copy_(before)
-        assert_same(ours, function(x))
+        assert_same(result, function(x))
         assert_same(mine, x)
         assert_same(after, total)
 
@@ -260,7 +260,7 @@ def test_results_stay_unless_they_are_reused() -> None:
     xs = [[torch.randn(128, 128, device=GPU) for _ in range(8)] for _ in range(2)]
     keeping, reusing = (Parallel(chains, planning, reuse_outputs=reuse) for reuse in (False, True))
     first = keeping(xs[0], w)
-    expected = [one.clone() for one in first]
+    expected = [value.clone() for value in first]
     keeping(xs[1], w)
     assert_same(first, expected)
     assert_same(reusing(xs[0], w), expected)
@@ -307,8 +307,8 @@ def test_planning_changes_nothing_and_memory_is_told(capsys: pytest.CaptureFixtu
     eager = torch.cuda.max_memory_allocated()
     fast = Parallel(step, planning)
     torch.manual_seed(0)
-    found = fast(x, y)
-    assert torch.allclose(found, expected)
+    result = fast(x, y)
+    assert torch.allclose(result, expected)
     assert int(net[1].num_batches_tracked) == 1
     torch.cuda.reset_peak_memory_stats()
     fast(x, y)
@@ -347,12 +347,12 @@ def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
     fast(xs[0])
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
-    found = []
+    results = []
     for number, x in enumerate(xs):
         with torch.cuda.stream(streams[number % 2]):
-            found.append(fast(x))
+            results.append(fast(x))
     torch.cuda.synchronize()
-    assert_same(found, expected)
+    assert_same(results, expected)
 
     def work(number: int) -> None:
         for _ in range(20):
@@ -378,10 +378,10 @@ def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        found = fast(x)
+        result = fast(x)
     captured.replay()
     torch.cuda.synchronize()
-    assert_same([found], [expected])
+    assert_same([result], [expected])
     assert "capture of a CUDA graph" in fast.explain()
 
 
@@ -409,11 +409,11 @@ def test_a_step_that_returns_its_loss(reuse: bool) -> None:
     fast = Parallel(steps[1], planning, reuse_outputs=reuse)
     x, y = torch.randn(32, 64, device="cuda"), torch.arange(32, device="cuda") % 10
     for _ in range(40):
-        expected, ours = steps[0](x, y), fast(x, y)
-        assert torch.equal(ours.detach(), expected.detach())
-        assert ours.requires_grad
+        expected, result = steps[0](x, y), fast(x, y)
+        assert torch.equal(result.detach(), expected.detach())
+        assert result.requires_grad
         with pytest.raises(RuntimeError, match="second time"):
-            ours.backward()
+            result.backward()
     assert "one graph" in fast.explain().splitlines()[0]
-    for one, other in zip(*(net.parameters() for net in nets), strict=True):
-        assert torch.equal(one, other)
+    for value, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(value, other)

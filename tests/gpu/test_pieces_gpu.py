@@ -51,13 +51,13 @@ def test_each_piece_is_a_graph_of_its_own(capsys: pytest.CaptureFixture[str]) ->
     kept = []
     for number in range(CALLS):
         x = torch.randn(64, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(number))
-        found, expected = fast(x), looks_in_between(x)
-        assert torch.equal(found, expected)
-        kept.append((found, expected.clone()))
+        result, expected = fast(x), looks_in_between(x)
+        assert torch.equal(result, expected)
+        kept.append((result, expected.clone()))
     printed = capsys.readouterr().out.splitlines()
     assert printed[::2] == printed[1::2]
-    for found, expected in kept:  # results belong to the caller
-        assert torch.equal(found, expected)
+    for result, expected in kept:  # results belong to the caller
+        assert torch.equal(result, expected)
     assert fast.planned.way == IN_PIECES, fast.explain()
     assert fast.explain().count("one graph") >= 2, fast.explain()
 
@@ -70,12 +70,12 @@ def test_random_numbers_go_on_as_in_plain_execution() -> None:
 
     fast, x = mh.parallel(drops), torch.randn(64, 64, device=DEVICE)
     for number in range(CALLS):
-        found = []
+        results = []
         for call in (drops, fast):
             torch.cuda.manual_seed(number)
-            found.append((call(x), torch.rand(4, device=DEVICE)))
-        for one, other in zip(*found, strict=True):
-            assert torch.equal(one, other)
+            results.append((call(x), torch.rand(4, device=DEVICE)))
+        for value, other in zip(*results, strict=True):
+            assert torch.equal(value, other)
 
 
 def planned_nets() -> tuple[Any, Any, Callable[..., Any]]:
@@ -93,9 +93,9 @@ def planned_nets() -> tuple[Any, Any, Callable[..., Any]]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_in_any_order_of_passes(program: Callable[..., Any]) -> None:
     plain, twin, fast = planned_nets()
-    told = fast.explain()
-    assert "piece 1, forward" in told
-    assert "piece 1, backward" in told
+    explanation = fast.explain()
+    assert "piece 1, forward" in explanation
+    assert "piece 1, backward" in explanation
     for _ in range(2):
         for net, call in ((plain, plain), (twin, fast)):
             net.zero_grad()
@@ -109,7 +109,7 @@ def test_second_derivatives() -> None:
     fast = mh.parallel(net)
     start = torch.randn(4, 8, device=DEVICE)
     for number in range(CALLS):
-        found = []
+        results = []
         for call in (net, fast):
             torch.cuda.manual_seed(number)
             net.zero_grad()
@@ -117,10 +117,13 @@ def test_second_derivatives() -> None:
             (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
             slope.square().sum().backward()
             # The last bias takes no part in it: its gradient is None, or zeros where a piece has computed it.
-            grads = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in net.parameters()]
-            found.append([x.grad, *grads])
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
+            grads = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                for parameter in net.parameters()
+            ]
+            results.append([x.grad, *grads])
+        for value, other in zip(*results, strict=True):
+            torch.testing.assert_close(value, other)
 
 
 def test_passes_from_some_results_and_passes_again() -> None:
@@ -133,7 +136,7 @@ def test_passes_from_some_results_and_passes_again() -> None:
 
     fast, x = mh.parallel(both, synchronous=True), torch.randn(8, device=DEVICE)
     for number in (0, 1, 0, 1):
-        found = []
+        results = []
         for call in (both, fast):
             weights[0].grad = weights[1].grad = None
             loss = call(x)[number]
@@ -143,10 +146,10 @@ def test_passes_from_some_results_and_passes_again() -> None:
             else:
                 with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                     loss.backward()
-            found.append([one.grad for one in weights])
-        for one, other in zip(*found, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other)
+            results.append([weight.grad for weight in weights])
+        for value, other in zip(*results, strict=True):
+            assert (value is None) == (other is None)
+            assert value is None or torch.equal(value, other)
 
 
 def test_a_whole_training_step_is_guarded_by_dynamo() -> None:

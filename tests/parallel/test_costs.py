@@ -50,22 +50,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def the_file(folder: Path) -> Path:
-    (found,) = (folder / "costs").iterdir()  # nothing temporary is left beside it
-    return found
+    (result,) = (folder / "costs").iterdir()  # nothing temporary is left beside it
+    return result
 
 
 def test_each_kind_is_measured_once_and_never_again(folder: Path) -> None:
     first = Counting()
-    found = costs(first, None, None)
+    result = costs(first, None, None)
     assert first.asked == [0, 2]
-    assert [task.seconds for task in found.tasks] == [2e-3, 2e-3, 1e-9]
-    assert [task.share for task in found.tasks] == [0.25, 0.25, 0.5]
-    assert (found.measured, found.remembered, found.estimated) == (1, 0, 1)
+    assert [task.seconds for task in result.tasks] == [2e-3, 2e-3, 1e-9]
+    assert [task.share for task in result.tasks] == [0.25, 0.25, 0.5]
+    assert (result.measured, result.remembered, result.estimated) == (1, 0, 1)
     second = Counting()
-    again = costs(second, None, None)
+    repeated = costs(second, None, None)
     assert second.asked == [2]  # the odd one cannot be remembered: it was not measured
-    assert again.tasks == found.tasks
-    assert (again.measured, again.remembered) == (0, 1)
+    assert repeated.tasks == result.tasks
+    assert (repeated.measured, repeated.remembered) == (0, 1)
     other = Counting("another abacus")
     costs(other, None, None)
     assert other.asked == [0, 2]
@@ -140,13 +140,13 @@ def write_many(number: int) -> None:
 def test_many_processes_at_once_leave_a_good_file(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=write_many, args=(number,)) for number in range(3)]
-    for one in writers:
-        one.start()
-    while any(one.is_alive() for one in writers):
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
         assert all(cost.share == 1.0 for cost in Remembered("shared")._known.values())
-    for one in writers:
-        one.join()
-        assert one.exitcode == 0
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
     assert json.loads(the_file(folder).read_bytes())["hardware"] == "shared"
     assert Remembered("shared")._known
 
@@ -154,6 +154,6 @@ def test_many_processes_at_once_leave_a_good_file(folder: Path) -> None:
 def test_what_takes_too_long_to_measure_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BUDGET", -1.0)
     backend = Counting()
-    found = costs(backend, None, None)
+    result = costs(backend, None, None)
     assert backend.asked == []
-    assert found.estimated == 2
+    assert result.estimated == 2

@@ -53,8 +53,8 @@ class Machinery:
     def _get(self, memory: int, device: int) -> float:
         if memory not in self.footprint.sizes:
             return self.handles.get(memory, 0.0)
-        found = self.cells.get((memory, device))
-        return 0.0 if found is None else float(found.data[0])
+        result = self.cells.get((memory, device))
+        return 0.0 if result is None else float(result.data[0])
 
     def do(self, number: int, device: int) -> None:
         task = self.program[number]
@@ -111,10 +111,10 @@ def on_threads(made: Schedule, do: Callable[[int], None]) -> None:
             done[task].set()
 
     threads = [threading.Thread(target=lane, args=(tasks,)) for tasks in made.per_lane() if tasks]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @given(PROGRAMS, st.sampled_from([1, 2, 3, 16]), st.integers(1, 2), st.randoms(use_true_random=False))
@@ -122,11 +122,11 @@ def on_threads(made: Schedule, do: Callable[[int], None]) -> None:
 def test_any_program_on_any_number_of_devices_gives_the_same(
     program: list[Task], devices: int, lanes: int, chance: Any
 ) -> None:
-    found = forecast(graph(program), FOOTPRINT, Machine(devices, lanes, bandwidth=1e8, latency=1e-6))
+    result = forecast(graph(program), FOOTPRINT, Machine(devices, lanes, bandwidth=1e8, latency=1e-6))
     machinery = Machinery(program, devices, FOOTPRINT)
-    shuffled(found.schedule, doing(found, machinery), chance)
+    shuffled(result.schedule, doing(result, machinery), chance)
     assert machinery.results() == in_order(program)
-    assert found.seconds >= 0
+    assert result.seconds >= 0
 
 
 @given(PROGRAMS, st.sampled_from([2, 16]), st.data())
@@ -136,7 +136,7 @@ def test_no_wait_between_devices_can_be_taken_away(program: list[Task], devices:
     every = [(task, other) for task, others in made.waits.items() for other in others]
     if every:
         task, other = data.draw(st.sampled_from(every))
-        left = tuple(one for one in made.waits[task] if one != other)
+        left = tuple(wait for wait in made.waits[task] if wait != other)
         with pytest.raises(UnsafeSchedule):
             check(dataclasses.replace(made, waits={**made.waits, task: left}))
 

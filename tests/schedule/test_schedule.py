@@ -79,9 +79,9 @@ def _happens_before(made: Schedule) -> set[tuple[int, int]]:
 
 @given(PROGRAMS, st.integers(1, 4))
 def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> None:
-    made = schedule(graph(program), lanes(count))
-    check(made)
-    ordered = _happens_before(made)
+    planned = schedule(graph(program), lanes(count))
+    check(planned)
+    ordered = _happens_before(planned)
     for first, second in itertools.combinations(range(len(program)), 2):
         if _conflict(program[first], program[second]):
             assert (first, second) in ordered
@@ -94,50 +94,52 @@ BY_SLACK = functools.partial(schedule_by_slack, wait_seconds=1e-6)
 @settings(max_examples=300)
 def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
     """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
-    made = way(graph(program), lanes(count))
-    check(made)
-    every = [(task, other) for task, others in made.waits.items() for other in others]
+    planned = way(graph(program), lanes(count))
+    check(planned)
+    every = [(task, other) for task, others in planned.waits.items() for other in others]
     if not every:
         return
     task, other = data.draw(st.sampled_from(every))
-    left = tuple(one for one in made.waits[task] if one != other)
+    left = tuple(wait for wait in planned.waits[task] if wait != other)
     with pytest.raises(UnsafeSchedule, match="nothing makes"):
-        check(dataclasses.replace(made, waits={**made.waits, task: left}))
+        check(dataclasses.replace(planned, waits={**planned.waits, task: left}))
 
 
 @given(PROGRAMS.filter(lambda program: len(program) > 1), st.data())
 def test_a_task_on_another_lane_is_noticed(program: list[Task], data: st.DataObject) -> None:
     """Moving a task that waits for its lane to a lane of its own, without waits, is objected to."""
-    made = schedule(graph(program), [*lanes(1), Lane("gpu:0", "compute", 9)])
-    needy = [task for task in range(len(program)) if made.graph.needs[task]]
+    planned = schedule(graph(program), [*lanes(1), Lane("gpu:0", "compute", 9)])
+    needy = [task for task in range(len(program)) if planned.graph.needs[task]]
     if not needy:
         return
     task = data.draw(st.sampled_from(needy))
-    moved = [2 if index == task else lane for index, lane in enumerate(made.lane_of)]
-    if made.lane_of.count(2):
+    moved = [2 if index == task else lane for index, lane in enumerate(planned.lane_of)]
+    if planned.lane_of.count(2):
         return
-    broken = dataclasses.replace(made, lane_of=tuple(moved), waits={k: v for k, v in made.waits.items() if k != task})
+    broken = dataclasses.replace(
+        planned, lane_of=tuple(moved), waits={k: v for k, v in planned.waits.items() if k != task}
+    )
     with pytest.raises(UnsafeSchedule):
         check(broken)
 
 
 def test_a_wait_for_the_future_is_a_deadlock() -> None:
     program = [Task("a", device="gpu:0"), Task("b", device="gpu:0")]
-    made = schedule(graph(program), lanes(2))
+    planned = schedule(graph(program), lanes(2))
     with pytest.raises(UnsafeSchedule, match="for ever"):
-        check(dataclasses.replace(made, waits={made.order[0]: (made.order[1],)}))
+        check(dataclasses.replace(planned, waits={planned.order[0]: (planned.order[1],)}))
     with pytest.raises(UnsafeSchedule, match="exactly once"):
-        check(dataclasses.replace(made, order=(0, 0)))
+        check(dataclasses.replace(planned, order=(0, 0)))
 
 
 @given(PROGRAMS, st.integers(1, 4))
 @settings(max_examples=50)
 def test_simulated_times_keep_order_and_bounds(program: list[Task], count: int) -> None:
-    made = schedule(graph(program), lanes(count))
-    line = simulate(made)
+    planned = schedule(graph(program), lanes(count))
+    line = simulate(planned)
     assert len(line.spans) == len(program)
-    assert line.seconds >= bounds(made).seconds * 0.999 - 1e-9
-    assert line.seconds <= made.graph.work() * 1.001 + 1e-9 or any(task.share < 1 for task in program)
+    assert line.seconds >= bounds(planned).seconds * 0.999 - 1e-9
+    assert line.seconds <= planned.graph.work() * 1.001 + 1e-9 or any(task.share < 1 for task in program)
     for lane in line.lanes():
         own = sorted((span.start, span.stop) for span in line.spans if span.lane == lane)
         assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(own))
@@ -154,22 +156,22 @@ def chains(number: int, length: int, share: float) -> Graph:
 
 @given(PROGRAMS, st.integers(1, 4))
 def test_an_unbranched_chain_stays_together(program: list[Task], count: int) -> None:
-    made = schedule_chains(graph(program), lanes(count))
-    check(made)
-    place = {task: number for lane in made.per_lane() for number, task in enumerate(lane)}
-    for task, needs in enumerate(made.graph.needs):
+    planned = schedule_chains(graph(program), lanes(count))
+    check(planned)
+    place = {task: number for lane in planned.per_lane() for number, task in enumerate(lane)}
+    for task, needs in enumerate(planned.graph.needs):
         for need in needs if len(needs) == 1 else ():
-            if len(made.graph.followers[need]) == 1 and program[need].device == program[task].device:
-                assert made.lane_of[task] == made.lane_of[need]
+            if len(planned.graph.followers[need]) == 1 and program[need].device == program[task].device:
+                assert planned.lane_of[task] == planned.lane_of[need]
                 assert place[task] == place[need] + 1
 
 
 def test_long_chains_are_done_one_after_the_other() -> None:
-    made = schedule_chains(chains(8, 50, 0.5), [Lane("gpu:0", "compute", n) for n in range(2)])
-    check(made)
-    assert made.wait_count() == 0
-    assert [len({task % 8 for task in lane}) for lane in made.per_lane()] == [4, 4]
-    assert simulate(made).seconds == pytest.approx(200e-5)
+    planned = schedule_chains(chains(8, 50, 0.5), [Lane("gpu:0", "compute", n) for n in range(2)])
+    check(planned)
+    assert planned.wait_count() == 0
+    assert [len({task % 8 for task in lane}) for lane in planned.per_lane()] == [4, 4]
+    assert simulate(planned).seconds == pytest.approx(200e-5)
 
 
 def test_copies_go_in_the_order_in_which_their_sources_are_made() -> None:
@@ -179,9 +181,9 @@ def test_copies_go_in_the_order_in_which_their_sources_are_made() -> None:
         product = 1e-3 * (1 + number / 10)
         program.append(Task("mm", writes=frozenset({number}), device="gpu:0", seconds=product))
         program.append(Task("out", frozenset({number}), device="gpu:0", kind="copy out", seconds=1e-3))
-    made = schedule(graph(program), [Lane("gpu:0"), Lane("gpu:0", "copy out")])
-    assert [task + 1 for task in made.per_lane()[0]] == made.per_lane()[1]
-    assert simulate(made).seconds == pytest.approx(sum(task.seconds for task in program[::2]) + 1e-3)
+    planned = schedule(graph(program), [Lane("gpu:0"), Lane("gpu:0", "copy out")])
+    assert [task + 1 for task in planned.per_lane()[0]] == planned.per_lane()[1]
+    assert simulate(planned).seconds == pytest.approx(sum(task.seconds for task in program[::2]) + 1e-3)
 
 
 def test_the_longest_chain_waits_for_nobody() -> None:
@@ -192,12 +194,14 @@ def test_the_longest_chain_waits_for_nobody() -> None:
         long = 5e-3 if layer < 3 else 1e-3
         program.append(Task("weight", frozenset({layer}), frozenset({100 + layer}), "gpu:0", seconds=long))
         program.append(Task("cast", frozenset({100 + layer}), frozenset({200 + layer}), "gpu:0", seconds=1e-4))
-    made = schedule_beside(graph(program), lanes(3))
-    check(made)
-    assert {made.lane_of[task] for task in range(0, 18, 3)} == {0}
-    assert {made.lane_of[task] for task in range(18) if task % 3} == {1, 2}
-    assert all(made.lane_of[task + 1] == made.lane_of[task] for task in range(1, 18, 3)), "a cast follows its gradient"
-    assert not any(made.waits.get(task) for task in range(0, 18, 3))
+    planned = schedule_beside(graph(program), lanes(3))
+    check(planned)
+    assert {planned.lane_of[task] for task in range(0, 18, 3)} == {0}
+    assert {planned.lane_of[task] for task in range(18) if task % 3} == {1, 2}
+    assert all(planned.lane_of[task + 1] == planned.lane_of[task] for task in range(1, 18, 3)), (
+        "a cast follows its gradient"
+    )
+    assert not any(planned.waits.get(task) for task in range(0, 18, 3))
 
 
 def test_what_has_slack_goes_aside() -> None:
@@ -220,10 +224,10 @@ def test_what_has_slack_goes_aside() -> None:
 
 
 def test_independent_chains_get_a_lane_each() -> None:
-    made = schedule(chains(8, 50, 0.1), [Lane("gpu:0", "compute", n) for n in range(8)])
-    check(made)
-    assert made.wait_count() == 0
-    assert simulate(made).seconds == pytest.approx(50e-5)
+    planned = schedule(chains(8, 50, 0.1), [Lane("gpu:0", "compute", n) for n in range(8)])
+    check(planned)
+    assert planned.wait_count() == 0
+    assert simulate(planned).seconds == pytest.approx(50e-5)
     crowded = schedule(chains(8, 50, 1.0), [Lane("gpu:0", "compute", n) for n in range(8)])
     assert simulate(crowded).seconds == pytest.approx(400e-5)  # lanes are no second chip
 
@@ -235,9 +239,9 @@ def test_many_devices_in_simulation(devices: int) -> None:
         Task("mm", frozenset({d}), frozenset({d}), f"gpu:{d}", seconds=1e-3) for _ in range(10) for d in range(devices)
     ]
     tasks += [Task("sum", frozenset({d, 0}), frozenset({0}), "gpu:0", seconds=1e-4) for d in range(1, devices)]
-    made = schedule(graph(tasks), [Lane(f"gpu:{d}") for d in range(devices)])
-    check(made)
-    speed_up = made.graph.work() / simulate(made).seconds
+    planned = schedule(graph(tasks), [Lane(f"gpu:{d}") for d in range(devices)])
+    check(planned)
+    speed_up = planned.graph.work() / simulate(planned).seconds
     assert devices * 0.8 < speed_up <= devices
 
 

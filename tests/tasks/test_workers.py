@@ -45,21 +45,21 @@ def test_what_becomes_ready_at_once_is_done_at_once() -> None:
         for _ in range(3):
             first = task(time.sleep)(0.002)
             together = [task(lambda _: meet.wait(60))(first) for _ in range(3)]
-            assert sorted(one.result() for one in together) == [0, 1, 2]
+            assert sorted(value.result() for value in together) == [0, 1, 2]
 
 
 def test_all_who_wait_for_a_task_are_called() -> None:
-    go, found = threading.Event(), []
+    go, results = threading.Event(), []
     with parallel(threads=1):
         future = task(lambda: go.wait(60))()
-        waiting = [threading.Thread(target=lambda: found.append(future.result())) for _ in range(4)]
+        waiting = [threading.Thread(target=lambda: results.append(future.result())) for _ in range(4)]
         for thread in waiting:
             thread.start()
         time.sleep(0.01)
         go.set()
         for thread in waiting:
             thread.join(60)
-    assert found == [True] * 4
+    assert results == [True] * 4
 
 
 @pytest.mark.usefixtures("hasty")
@@ -76,7 +76,7 @@ def test_nothing_is_lost_however_threads_are_interrupted(threads: int) -> None:
                 task(boxes[place].append, writes=(boxes[place],))(number)
                 if number % 10 == 0:
                     assert task(len)(boxes[place]).result() == number // 3 + 1
-            assert [one.result() for one in chains] == [sum(range(place, 120, 3)) for place in range(3)]
+            assert [chain.result() for chain in chains] == [sum(range(place, 120, 3)) for place in range(3)]
         assert boxes == [list(range(place, 120, 3)) for place in range(3)]
 
 
@@ -150,17 +150,17 @@ def test_tasks_that_wait_and_threads_do_not_do_one_twice() -> None:
     with parallel(threads=3):
         for _ in range(30):
             done: list[int] = []
-            given = threading.Event()
+            arguments = threading.Event()
             later: list[Future[Any]] = []
 
-            def asks(given: threading.Event = given, later: list[Future[Any]] = later) -> list[Any]:
+            def asks(given: threading.Event = arguments, later: list[Future[Any]] = later) -> list[Any]:
                 given.wait(60)
-                return [one.result() for one in later]
+                return [value.result() for value in later]
 
             waiting = [task(asks)() for _ in range(2)]
             later += [task(done.append, writes=(done,))(number) for number in range(6)]
-            given.set()
-            assert [one.result() for one in waiting] == [[None] * 6] * 2
+            arguments.set()
+            assert [value.result() for value in waiting] == [[None] * 6] * 2
             assert sorted(done) == list(range(6))
 
 
@@ -175,7 +175,7 @@ def test_what_was_not_run_says_so() -> None:
         assert bad.exception() is not None
         assert isinstance(reader.exception(), TaskCancelled)
         assert isinstance(taker.exception(), TaskCancelled)
-        assert [repr(one).split(": ")[1] for one in (bad, reader, taker)] == ["failed>", "cancelled>", "cancelled>"]
+        assert [repr(value).split(": ")[1] for value in (bad, reader, taker)] == ["failed>", "cancelled>", "cancelled>"]
 
 
 def test_what_an_earlier_task_puts_into_a_list_is_seen() -> None:
@@ -236,7 +236,7 @@ class Runner:
         with parallel(threads=3):
             for number in range(3):
                 self.futures.append(task(self.step)(number))
-        return [one.result() for one in self.futures]
+        return [future.result() for future in self.futures]
 
     def step(self, number: int) -> int:
         self.meet.wait(60)

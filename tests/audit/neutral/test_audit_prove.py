@@ -237,8 +237,8 @@ def test_a_gain_that_is_smaller_than_the_noise_is_said_to_be_uncertain(tmp_path:
 )
 def test_results_that_differ_are_said_to_differ(tmp_path: Path, plain: dict[str, Any], results: str) -> None:
     cured = {"values": [[3, "b"]]}
-    given = {"plain": [SAME, {**SAME, **plain}], "cured": [cured, cured]}
-    made, modes = _prove(_report(predicted=True), given, tmp_path)
+    arguments = {"plain": [SAME, {**SAME, **plain}], "cured": [cured, cured]}
+    made, modes = _prove(_report(predicted=True), arguments, tmp_path)
     assert modes == ["plain", "cured", "plain"]  # the second plain run only says whether runs can be compared
     assert made.results == results
     assert made.measured is None

@@ -77,16 +77,16 @@ def test_without_steps_lines_of_loops_count_and_that_is_said() -> None:
     for _ in range(3):
         _wait(made, 1)
     _wait(made, 2)
-    told = report.make(made, program="p", warmup=5)
-    assert [finding.line for finding in told.findings] == [1]
-    assert told.findings[0].per_step is None
-    assert "no optimizer step was seen" in told.notes[0]
+    audited = report.make(made, program="p", warmup=5)
+    assert [finding.line for finding in audited.findings] == [1]
+    assert audited.findings[0].per_step is None
+    assert "no optimizer step was seen" in audited.notes[0]
 
 
 def test_fewer_steps_than_the_warmup_are_counted_and_that_is_said() -> None:
-    told = report.make(_recorder(3), program="p", warmup=5)
-    assert told.counted_steps == 2
-    assert "no more than the 5 of --warmup" in told.notes[0]
+    audited = report.make(_recorder(3), program="p", warmup=5)
+    assert audited.counted_steps == 2
+    assert "no more than the 5 of --warmup" in audited.notes[0]
 
 
 def test_two_optimizers_make_one_step() -> None:
@@ -145,12 +145,12 @@ def test_without_steps_the_main_threads_waits_are_on_the_path() -> None:
     for line in (2, 2, 2, 3):  # line 3 is in no loop: it is not listed, and its gain is not counted
         made.launch(1e-5)
         _wait(made, line)
-    told = report.make(made, program="p", warmup=5)
-    assert {finding.line: finding.gained is None for finding in told.findings} == {2: False, 1: True}
-    assert told.cost is not None
-    assert told.gain is not None
-    assert told.gain <= told.cost
-    assert max(finding.waited for finding in told.findings) < 1e-3  # predicted for other threads, too
+    audited = report.make(made, program="p", warmup=5)
+    assert {finding.line: finding.gained is None for finding in audited.findings} == {2: False, 1: True}
+    assert audited.cost is not None
+    assert audited.gain is not None
+    assert audited.gain <= audited.cost
+    assert max(finding.waited for finding in audited.findings) < 1e-3  # predicted for other threads, too
 
 
 def test_a_device_that_idles_without_waits_is_told() -> None:
@@ -212,9 +212,9 @@ def test_no_device_and_no_framework_are_told() -> None:
     made.frameworks.add("torch")
     for _ in range(4):  # a data loader waits without a device
         made.after(watch.Event(Kind.LOADER, "DataLoader", Site(Line(HERE, 1)), 0.0, 1.0))
-    told = report.make(made, program="p", warmup=5)
-    assert "no tensor was on a GPU" in told.verdict
-    assert not told.findings
+    audited = report.make(made, program="p", warmup=5)
+    assert "no tensor was on a GPU" in audited.verdict
+    assert not audited.findings
 
 
 def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
@@ -225,10 +225,10 @@ def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
         site = Site(Line(str(script), line))
         made.after(watch.Event(Kind.READ, "Tensor.item", site, 0.0, 0.0))
     made.step("optimizer")
-    told = report.make(made, program="p", warmup=1)
-    assert [finding.line for finding in told.findings] == [2]
-    assert told.silenced == 1
-    assert "): 1 wait\n" in table.text(told) + "\n"
+    audited = report.make(made, program="p", warmup=1)
+    assert [finding.line for finding in audited.findings] == [2]
+    assert audited.silenced == 1
+    assert "): 1 wait\n" in table.text(audited) + "\n"
 
 
 class _Depth(int):
@@ -257,10 +257,10 @@ def test_a_baseline_hides_what_it_has() -> None:
         _wait(fresh, 1)
         _wait(fresh, 3)
         fresh.step("optimizer")
-    told = report.new_since(report.make(fresh, program="p", warmup=5), old)
-    assert [finding.line for finding in told.findings] == [3]
-    assert told.known == 1
-    assert "1 new line" in told.verdict
+    audited = report.new_since(report.make(fresh, program="p", warmup=5), old)
+    assert [finding.line for finding in audited.findings] == [3]
+    assert audited.known == 1
+    assert "1 new line" in audited.verdict
 
 
 def test_a_second_line_with_the_text_of_a_known_one_is_new(tmp_path: Path) -> None:
@@ -284,13 +284,13 @@ def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding(
     """The form that code hosts ask for; the whole of it was checked against the schema of SARIF 2.1.0."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my job.py").write_text("for x in loader:\n    n += x.item()  # each\n")
-    told = report.make(_recorder(12), program="p", warmup=5)
+    audited = report.make(_recorder(12), program="p", warmup=5)
     elsewhere = tmp_path.parent / "other.py"
     places = [("my job.py", 2, "n += x.item()"), (str(elsewhere), 9, "a()"), ("<string>", 1, ""), ("<string>", 2, "")]
-    (finding,) = told.findings
-    told.findings = [replace(finding, file=file, line=line, source=source) for file, line, source in places]
-    told.findings[1].moves = True
-    (run,) = json.loads(json.dumps(sarif.log(told)))["runs"]
+    (finding,) = audited.findings
+    audited.findings = [replace(finding, file=file, line=line, source=source) for file, line, source in places]
+    audited.findings[1].moves = True
+    (run,) = json.loads(json.dumps(sarif.log(audited)))["runs"]
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == [kind.value for kind in Kind]
     for result in run["results"]:

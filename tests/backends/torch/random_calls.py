@@ -478,23 +478,25 @@ class World:
             with contextlib.suppress(Exception):  # it may be gone already
                 exec(change, self.names)
         seed(number)
-        given = eval(arguments, self.names)
+        inputs = eval(arguments, self.names)
         made = contextlib.nullcontext() if surroundings == "nothing" else eval(surroundings, self.names)
         printed = io.StringIO()
         try:
             with made, contextlib.redirect_stdout(printed):
-                result = self.call(*given)
+                result = self.call(*inputs)
             # Who is who is a part of the result: the argument itself, or the same value twice.
-            places = {id(one): n for n, one in enumerate(given)}
-            outcome = content(result), [places.get(id(one)) for one in _leaves(result)], printed.getvalue()
-            later = [one.sum() for one in _leaves(result) if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+            places = {id(value): n for n, value in enumerate(inputs)}
+            outcome = content(result), [places.get(id(leaf)) for leaf in _leaves(result)], printed.getvalue()
+            later = [
+                leaf.sum() for leaf in _leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+            ]
             if later:
                 sum(later).backward()
         except Exception as error:
             outcome = type(error).__name__, str(error).partition("\n")[0], printed.getvalue()
         state = {name: content(self.names[name]) for name in STATE}
         after = torch.get_rng_state().tolist()[:64], random.random(), torch.is_grad_enabled(), torch.get_default_dtype()
-        return outcome, content(list(given)), state, after
+        return outcome, content(list(inputs)), state, after
 
 
 def seed(number: int) -> None:
@@ -556,8 +558,8 @@ def difference(program: Program) -> str | None:
             dtype = torch.get_default_dtype()
             expected = plain.run(number, changes, surroundings, arguments)
             torch.set_default_dtype(dtype)
-            found = fast.run(number, changes, surroundings, arguments)
-            for what, one, other in zip(_PARTS, expected, found, strict=True):
+            result = fast.run(number, changes, surroundings, arguments)
+            for what, one, other in zip(_PARTS, expected, result, strict=True):
                 if one != other:
                     where = [name for name in one if one[name] != other[name]] if isinstance(one, dict) else ""
                     texts = f"plain:    {_short(one, where)}\nparallel: {_short(other, where)}"

@@ -44,10 +44,10 @@ def double_step_of(net: nn.Module) -> Callable[..., Any]:
     return step
 
 
-def convolutions(found: Trace) -> list[Any]:
+def convolutions(trace: Trace) -> list[Any]:
     """Whether each of them still has its bias."""
     has = []
-    for step in found.steps:
+    for step in trace.steps:
         if step.task.name == "convolution":
             has.append(step.node.args[2] is not None)
         if step.task.name == "convolution_backward":
@@ -55,15 +55,15 @@ def convolutions(found: Trace) -> list[Any]:
     return has
 
 
-def names(found: Trace) -> list[str]:
-    return [step.task.name for step in found.steps]
+def names(trace: Trace) -> list[str]:
+    return [step.task.name for step in trace.steps]
 
 
-def compare(found: Trace, fused: Trace, *arguments: Any) -> None:
+def compare(trace: Trace, fused: Trace, *arguments: Any) -> None:
     """Equal up to the order of additions in float64, and laid out as they were."""
-    for one, other in zip(results(fused, *arguments), results(found, *arguments), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
-        assert one.stride() == other.stride()
+    for result, other in zip(results(fused, *arguments), results(trace, *arguments), strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-11, atol=1e-12)
+        assert result.stride() == other.stride()
 
 
 def kinds_and_gradients() -> list[Any]:
@@ -94,22 +94,22 @@ def test_every_kind_of_convolution(kind: str, wanted: str, stored: bool) -> None
     def step(x: torch.Tensor) -> Any:
         y = layer(x)
         loss = (y.sin() * 3).square().sum()
-        given = [y.detach()] if stored else []
-        wanting = [one for one in (x, *layer.parameters()) if one.requires_grad]
-        return *given, loss.detach(), *torch.autograd.grad(loss, wanting)
+        arguments = [y.detach()] if stored else []
+        wanting = [value for value in (x, *layer.parameters()) if value.requires_grad]
+        return *arguments, loss.detach(), *torch.autograd.grad(loss, wanting)
 
-    found = traced(step, x)
-    fused = torch_fuse.fuse(found, uncompiled, HERE)
-    assert any(convolutions(found))
+    trace = traced(step, x)
+    fused = torch_fuse.fuse(trace, uncompiled, HERE)
+    assert any(convolutions(trace))
     assert not any(convolutions(fused))
-    assert fused.as_written is found
-    compare(found, fused, x)
+    assert fused.as_written is trace
+    compare(trace, fused, x)
     assert not {"add", "sum"} & set(names(fused)), names(fused)
 
 
 def test_on_other_devices_they_stay() -> None:
-    found = traced(step_of(models.lenet()), *BATCH)
-    assert convolutions(torch_fuse.fuse(found, uncompiled)) == convolutions(found)
+    trace = traced(step_of(models.lenet()), *BATCH)
+    assert convolutions(torch_fuse.fuse(trace, uncompiled)) == convolutions(trace)
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -118,8 +118,8 @@ def test_a_residual_net_leaves_nothing_alone(cast: bool) -> None:
     torch.manual_seed(0)
     net, (x, y) = models.small_resnet(), BATCH
     net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    found = traced(step_of(net, cast), x, y)
-    before, fused = torch_fuse.fuse(found, uncompiled), torch_fuse.fuse(found, uncompiled, HERE)
+    trace = traced(step_of(net, cast), x, y)
+    before, fused = torch_fuse.fuse(trace, uncompiled), torch_fuse.fuse(trace, uncompiled, HERE)
     assert not any(convolutions(fused))
     small = {"add", "sum", "_native_batch_norm_legit_functional", "native_batch_norm_backward", "relu"}
     assert not small & set(names(fused))
@@ -132,18 +132,18 @@ def test_a_residual_net_leaves_nothing_alone(cast: bool) -> None:
 def test_a_residual_net_is_the_same() -> None:
     torch.manual_seed(0)
     net, x, y = models.small_resnet().double(), BATCH[0].double(), BATCH[1]
-    found = traced(double_step_of(net), x, y)
-    compare(found, torch_fuse.fuse(found, uncompiled, HERE), x, y)
+    trace = traced(double_step_of(net), x, y)
+    compare(trace, torch_fuse.fuse(trace, uncompiled, HERE), x, y)
 
 
 def test_users_that_are_not_compiled_share_one_addition() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(576, 10))
     x, y = BATCH[0].double(), BATCH[1]
-    found = traced(double_step_of(net.double()), x, y)
-    fused = torch_fuse.fuse(found, uncompiled, HERE)
+    trace = traced(double_step_of(net.double()), x, y)
+    fused = torch_fuse.fuse(trace, uncompiled, HERE)
     assert names(fused).count("add") == 2
-    compare(found, fused, x, y)
+    compare(trace, fused, x, y)
 
 
 def test_what_is_written_to_in_place() -> None:
@@ -160,17 +160,17 @@ def test_what_is_written_to_in_place() -> None:
         late = z.detach().sin() + 1
         with torch.no_grad():
             other.bias.add_(1)
-        again = (z.detach() * 2).cos() + late
+        repeated = (z.detach() * 2).cos() + late
         loss = (y.square() + z.tanh()).sum()
         gradients = torch.autograd.grad(loss, [*layer.parameters(), *other.parameters()])
         with torch.no_grad():
             layer.bias.sub_(gradients[1])
-        return early.exp() * 2, again, loss.detach(), *gradients
+        return early.exp() * 2, repeated, loss.detach(), *gradients
 
-    found = traced(step, x)
-    fused = torch_fuse.fuse(found, uncompiled, HERE)
+    trace = traced(step, x)
+    fused = torch_fuse.fuse(trace, uncompiled, HERE)
     assert not any(convolutions(fused))
-    compare(found, fused, x)
+    compare(trace, fused, x)
 
 
 @needs_compiler
@@ -178,8 +178,8 @@ def test_as_exact_as_plain_execution_when_compiled() -> None:
     torch.manual_seed(0)
     head = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 10))
     function = step_of(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), head), cast=True)
-    found, call = traced(function, *BATCH), torch_call.call(BATCH, {})
-    fused = torch_fuse.fuse(found, biases_out_on=HERE)
-    ours, plain = results(fused, *BATCH), results(found, *BATCH)
-    verdict = backend.verdict(fused, call, ours, plain, backend.exact(fused, call))
+    trace, call = traced(function, *BATCH), torch_call.call(BATCH, {})
+    fused = torch_fuse.fuse(trace, biases_out_on=HERE)
+    result, plain = results(fused, *BATCH), results(trace, *BATCH)
+    verdict = backend.verdict(fused, call, result, plain, backend.exact(fused, call))
     assert verdict.accepted, verdict.words

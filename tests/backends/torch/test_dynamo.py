@@ -51,11 +51,11 @@ def test_compiled_regions_are_candidates() -> None:
 
     fast = mh.parallel(function, compile=True)
     x = torch.rand(64, 64)
-    for one, other in zip(fast(x), function(x), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    told = fast.explain()
-    assert "2 compiled regions: 4 tasks instead of" in told
-    assert "fused, one lane" in told
+    for value, other in zip(fast(x), function(x), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-4)
+    explanation = fast.explain()
+    assert "2 compiled regions: 4 tasks instead of" in explanation
+    assert "fused, one lane" in explanation
 
 
 ONE, TWO = Way(Means.THREADS, "one lane"), Way(Means.THREADS, "2 lanes")
@@ -90,14 +90,14 @@ def test_the_faster_of_both_in_turns_is_taken() -> None:
     words = "as exact as plain execution (0.98 of its error)"
     compiled = _planned(ONE, Exactness(False, words), {AS_WRITTEN: 2.0, ONE: 1.2})
     turns = {id(lanes): [0.9, 5.0, 1.0], id(compiled): [4.0, 0.7, 0.8]}
-    found = choose_compiled.better(
+    result = choose_compiled.better(
         lanes, Backend(), Found("sin", "cos"), lambda _: compiled, lambda one: turns[id(one)].pop()
     )
-    assert found is compiled
-    assert found.how == f"fused, one lane, {words}"
-    assert found.seconds == {AS_WRITTEN: 2.0, TWO: 0.9, FUSED: 0.7}
-    assert found.seconds[found.way] == 0.7
-    assert found.notes == ["1 compiled regions: 1 tasks instead of 2"]
+    assert result is compiled
+    assert result.how == f"fused, one lane, {words}"
+    assert result.seconds == {AS_WRITTEN: 2.0, TWO: 0.9, FUSED: 0.7}
+    assert result.seconds[result.way] == 0.7
+    assert result.notes == ["1 compiled regions: 1 tasks instead of 2"]
 
 
 def test_operations_as_they_are_stay_where_they_are_faster() -> None:
@@ -107,16 +107,16 @@ def test_operations_as_they_are_stay_where_they_are_faster() -> None:
         _planned(AS_WRITTEN, None, {AS_WRITTEN: 1.0, ONE: 3.0}),
     ):
         spent = {id(compiled): 0.9}
-        found = choose_compiled.better(
+        result = choose_compiled.better(
             copy.copy(lanes),
             Backend(),
             Found("sin"),
             lambda _, compiled=compiled: compiled,
             lambda one, spent=spent: spent.get(id(one), 0.8),
         )
-        assert found.how == lanes.how
-        assert found.seconds[AS_WRITTEN] == 1.0
-        assert FUSED in found.seconds
+        assert result.how == lanes.how
+        assert result.seconds[AS_WRITTEN] == 1.0
+        assert FUSED in result.seconds
 
 
 def test_why_nothing_is_compiled_is_told() -> None:
@@ -130,7 +130,7 @@ def test_why_nothing_is_compiled_is_told() -> None:
 
 def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(module: Any, metas: Any) -> Callable[..., Any]:
-        return lambda *given: [torch.zeros_like(one) for one in module(*given)]
+        return lambda *arguments: [torch.zeros_like(value) for value in module(*arguments)]
 
     monkeypatch.setattr(regions, "inductor", wrong)
     x = torch.rand(64, 64)
@@ -149,7 +149,7 @@ def test_ways_are_compared_with_numbers_that_tell_them_apart(monkeypatch: pytest
     """A first call with zeros, or ones, would be equal in nearly any way."""
 
     def wrong(module: Any, metas: Any) -> Callable[..., Any]:
-        return lambda *given: [torch.full_like(one, float(one.flatten()[0])) for one in module(*given)]
+        return lambda *arguments: [torch.full_like(value, float(value.flatten()[0])) for value in module(*arguments)]
 
     monkeypatch.setattr(regions, "inductor", wrong)
 
@@ -222,7 +222,7 @@ def test_training_is_the_same(name: str) -> None:
     assert steps(other, torch.compile(other, backend=watching)) == pytest.approx(steps(plain, plain), rel=1e-5)
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(other.state_dict()[key], value, rtol=1e-4, atol=1e-6)
-    forward, backward = (one.planned for one in watching.made[:2])
+    forward, backward = (value.planned for value in watching.made[:2])
     assert forward.schedule is not None, forward.notes
     assert backward.schedule is not None, backward.notes
 
@@ -237,8 +237,8 @@ def test_a_graph_that_is_retained_and_passes_in_any_order() -> None:
             second.backward(retain_graph=True)
             first.backward()
             second.backward()
-    for one, same in zip(plain.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(same.grad, one.grad, rtol=1e-4, atol=1e-5)
+    for parameter, same in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(same.grad, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_results_that_are_handed_on_take_only_the_operations_that_they_need() -> None:
@@ -265,7 +265,7 @@ def test_inference_and_other_shapes() -> None:
         for size in (4, 4, 3, 2, 3):
             torch.testing.assert_close(fast(X[:size]), net(X[:size]), rtol=1e-5, atol=1e-6)
     assert watching.made
-    assert any(one._last is not None and one._last.schedule is not None for one in watching.made)
+    assert any(value._last is not None and value._last.schedule is not None for value in watching.made)
 
 
 def test_what_a_graph_hands_on() -> None:
@@ -278,8 +278,8 @@ def test_what_a_graph_hands_on() -> None:
     a, b = base, base[:, :4]
     fast = torch.compile(function, backend=Watching())
     for _ in range(3):
-        for one, other in zip(fast(a, b), function(a, b), strict=True):
-            assert torch.allclose(one, other)
+        for value, other in zip(fast(a, b), function(a, b), strict=True):
+            assert torch.allclose(value, other)
     assert fast(a, b)[0].data_ptr() == a.data_ptr()
 
 

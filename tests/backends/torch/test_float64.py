@@ -34,8 +34,8 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
 
 def exactly(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Of a trace as it is, with what it writes to behind its results."""
-    found, call = traced(function, *arguments)
-    return float64.exact(found, call.tensors, written_values(found, call.tensors))
+    trace, call = traced(function, *arguments)
+    return float64.exact(trace, call.tensors, written_values(trace, call.tensors))
 
 
 def net() -> nn.Module:
@@ -55,10 +55,10 @@ def step_of(model: nn.Module, cast: bool) -> Callable[..., Any]:
 
 
 def assert_all_close(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    for result, other in zip(found, wanted, strict=True):
+        assert result.dtype == other.dtype
+        assert result.shape == other.shape
+        torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -69,10 +69,10 @@ def test_a_training_step_is_that_of_a_net_of_doubles(cast: bool, last: bool) -> 
     if last:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     wide, before = copy.deepcopy(model).double(), copy.deepcopy(model.state_dict())
-    found = exactly(step_of(model, cast), x, y)
+    result = exactly(step_of(model, cast), x, y)
     wanted = [*step_of(wide, False)(x.double(), y)]
-    assert_all_close(found[: len(wanted)], wanted)
-    assert_all_close(sorted(found[len(wanted) :], key=_key), sorted(wide.buffers(), key=_key))
+    assert_all_close(result[: len(wanted)], wanted)
+    assert_all_close(sorted(result[len(wanted) :], key=_key), sorted(wide.buffers(), key=_key))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -93,13 +93,13 @@ def test_results_come_in_the_order_in_which_plain_executions_do() -> None:
         return loss.detach()
 
     step(*BATCH)
-    found, call = traced(step, *BATCH)
-    fused = regions.fuse(found, lambda module, metas: module)
+    trace, call = traced(step, *BATCH)
+    fused = regions.fuse(trace, lambda module, metas: module)
     plain = backend.expected(fused, call, lambda _, arguments, keywords: step(*arguments))
     wide = backend.exact(fused, call)
     assert len(plain) > 2 * len(list(model.parameters()))
-    for one, other in zip(wide, plain, strict=True):
-        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-3, atol=1e-5)
+    for value, other in zip(wide, plain, strict=True):
+        torch.testing.assert_close(value, other.to(value.dtype), rtol=1e-3, atol=1e-5)
 
 
 def test_views_and_writes_are_to_copies() -> None:
@@ -117,14 +117,14 @@ def test_views_and_writes_are_to_copies() -> None:
 
     x, state = torch.rand(4, 4), base.clone()
     mine = x.clone()
-    found = exactly(function, mine)
+    result = exactly(function, mine)
     assert torch.equal(mine, x)
     assert torch.equal(base, state)
     base, wide = base.double(), x.double()
     first, second = base[:, 1:], base.t()
     wanted = [*function(wide), wide]
-    assert_all_close(found[:5], wanted)
-    assert any(one.shape == first.shape and torch.allclose(one, first, rtol=1e-12) for one in found[5:])
+    assert_all_close(result[:5], wanted)
+    assert any(result.shape == first.shape and torch.allclose(result, first, rtol=1e-12) for result in result[5:])
 
 
 def test_types_that_operations_name() -> None:
@@ -146,7 +146,7 @@ def test_types_that_operations_name() -> None:
         )
 
     x, index = torch.rand(6), torch.tensor([0, 2, 1])
-    found = exactly(function, x, index)
+    result = exactly(function, x, index)
     wide, third = x.double(), torch.arange(3, dtype=torch.float64) / 3
     loss = nn.functional.nll_loss(wide.reshape(3, 2).log_softmax(1), index % 2)
     weighted = nn.functional.nll_loss(
@@ -157,7 +157,7 @@ def test_types_that_operations_name() -> None:
         wide.sum(), wide.softmax(0), wide.log_softmax(0), third, index.double() / 3, index.double() * 0.1,
         torch.full((2,), 0.1, dtype=torch.float64), index + 1, (wide > 0.5).int(), wide.reshape(3, 2)[index], weighted,
     ]  # fmt: skip
-    assert_all_close(found, wanted)
+    assert_all_close(result, wanted)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +195,12 @@ def compiler(change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[
             node.kwargs = {key: float64._wide_type(value) for key, value in node.kwargs.items()}
         wide = GraphModule(module, graph)
 
-        def run(*given: Any) -> Any:
-            results = wide(*(one.double() if one.is_floating_point() else one for one in given))
+        def run(*arguments: Any) -> Any:
+            results = wide(*(value.double() if value.is_floating_point() else value for value in arguments))
             if change is not None:
-                results = [change(one) if one.dim() > 1 else one for one in results]
+                results = [change(result) if result.dim() > 1 else result for result in results]
             # As PyTorch has them: statistics of half numbers are float32, whatever a trace says of them.
-            return tuple(one.to(plain.dtype) for one, plain in zip(results, module(*given), strict=True))
+            return tuple(result.to(plain.dtype) for result, plain in zip(results, module(*arguments), strict=True))
 
         return run
 
@@ -209,8 +209,8 @@ def compiler(change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[
 
 def verdict(change: Callable[[torch.Tensor], torch.Tensor] | None, cast: bool) -> tuple[str | None, str]:
     step = step_of(net(), cast)
-    found, call = traced(step, *BATCH)
-    fused = regions.fuse(found, compiler(change))
+    trace, call = traced(step, *BATCH)
+    fused = regions.fuse(trace, compiler(change))
     plain = backend.expected(fused, call, lambda _, arguments, keywords: step(*arguments))
     count = len(fused.steps)
     run = backend.thread_run(fused, Plan(["cpu"], [0] * count, list(range(count)), {}), 1)
@@ -261,7 +261,7 @@ def test_without_exact_results_the_difference_to_plain_execution_decides(monkeyp
 
 def test_compiled_code_that_breaks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaking(module: Any, metas: Any) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
+        def run(*arguments: Any) -> Any:
             raise RuntimeError("a type that nobody takes")
 
         return run
@@ -277,9 +277,9 @@ def test_exact_results_are_computed_once_and_only_if_they_are_needed(monkeypatch
     asked: list[int] = []
     whole = backend.exact
 
-    def counted(*given: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         asked.append(1)
-        return whole(*given)
+        return whole(*arguments)
 
     monkeypatch.setattr(backend, "exact", counted)
     x = torch.rand(32, 32)

@@ -24,16 +24,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def large_before(found: Trace) -> list[tuple[str, frozenset[tuple[str, int]]]]:
+def large_before(trace: Trace) -> list[tuple[str, frozenset[tuple[str, int]]]]:
     """For each operation that is in no region: which others that are in none come before it, by their names."""
     before: list[frozenset[tuple[str, int]]] = []
     counts: dict[str, int] = {}
     names: list[tuple[str, int]] = []
-    for step, earlier in zip(found.steps, needs(found.tasks), strict=True):
+    for step, earlier in zip(trace.steps, needs(trace.tasks), strict=True):
         name = step.task.name
         names.append((name, counts.setdefault(name, 0)))
         counts[name] += 1
-        before.append(frozenset().union(*(before[one] | {names[one]} for one in earlier)))
+        before.append(frozenset().union(*(before[value] | {names[value]} for value in earlier)))
     return list(zip((name for name, _ in names), before, strict=True))
 
 
@@ -62,30 +62,30 @@ BATCH = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0)), to
 def test_a_training_step_is_the_same(name: str, cast: bool) -> None:
     torch.manual_seed(0)
     function = step_of(NETS[name](), cast)
-    found = traced(function, *BATCH)
-    fused = torch_fuse.fuse(found, uncompiled)
+    trace = traced(function, *BATCH)
+    fused = torch_fuse.fuse(trace, uncompiled)
     assert len(regions(fused)) >= 2
-    assert len(fused.steps) < len(found.steps)
-    assert backend.equal(results(fused, *BATCH), results(found, *BATCH)) == (True, 0.0)
+    assert len(fused.steps) < len(trace.steps)
+    assert backend.equal(results(fused, *BATCH), results(trace, *BATCH)) == (True, 0.0)
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_nothing_waits_for_more_than_before(name: str) -> None:
     """Of every operation outside of regions: the large ones before it are those of the program."""
     torch.manual_seed(0)
-    found = traced(step_of(NETS[name]()), *BATCH)
-    fused = torch_fuse.fuse(found, uncompiled)
+    trace = traced(step_of(NETS[name]()), *BATCH)
+    fused = torch_fuse.fuse(trace, uncompiled)
     large = {"convolution", "convolution_backward", "mm", "addmm", "max_pool2d_with_indices"}
 
     def heavy(of: Trace) -> dict[str, list[int]]:
         """How many large operations come before each large operation; the order of equal ones is none of ours."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for name, before in large_before(of):
             if name in large:
-                found.setdefault(name, []).append(len({one for one in before if one[0] in large}))
-        return {name: sorted(counts) for name, counts in found.items()}
+                result.setdefault(name, []).append(len({value for value in before if value[0] in large}))
+        return {name: sorted(counts) for name, counts in result.items()}
 
-    assert heavy(fused) == heavy(found)
+    assert heavy(fused) == heavy(trace)
 
 
 def test_branches_are_not_tied_together() -> None:
@@ -108,10 +108,12 @@ def test_what_two_regions_want_is_in_neither() -> None:
         shared = a.sin()
         return ((shared + a @ a).cos() * 2) @ a, ((shared * (b @ b)).exp() + 1) @ b
 
-    found = traced(function, torch.rand(4, 4), torch.rand(4, 4))
-    fused = torch_fuse.fuse(found, uncompiled)
+    trace = traced(function, torch.rand(4, 4), torch.rand(4, 4))
+    fused = torch_fuse.fuse(trace, uncompiled)
     assert "sin" in [step.task.name for step in fused.steps]
-    before = [len([one for one in earlier if one[0] == "mm"]) for name, earlier in large_before(fused) if name == "mm"]
+    before = [
+        len([value for value in earlier if value[0] == "mm"]) for name, earlier in large_before(fused) if name == "mm"
+    ]
     assert sorted(before) == [0, 0, 1, 1]
 
 
@@ -145,9 +147,9 @@ def test_views_and_writes() -> None:
         return y, view @ x, z, after, x.t() * 2
 
     a, b = torch.rand(4, 4), torch.rand(4)
-    found = traced(function, a, b)
-    fused = torch_fuse.fuse(found, uncompiled)
-    assert backend.equal(results(fused, a, b), results(found, a, b)) == (True, 0.0)
+    trace = traced(function, a, b)
+    fused = torch_fuse.fuse(trace, uncompiled)
+    assert backend.equal(results(fused, a, b), results(trace, a, b)) == (True, 0.0)
     assert torch.equal(state, torch.zeros(4))
 
 
@@ -164,10 +166,10 @@ def test_an_optimizer_in_the_function() -> None:
         return loss.detach()
 
     step(*BATCH)
-    found = traced(step, *BATCH)
-    fused = torch_fuse.fuse(found, uncompiled)
+    trace = traced(step, *BATCH)
+    fused = torch_fuse.fuse(trace, uncompiled)
     assert "batch_norm" in " ".join(regions(fused))
-    assert backend.equal(results(fused, *BATCH), results(found, *BATCH)) == (True, 0.0)
+    assert backend.equal(results(fused, *BATCH), results(trace, *BATCH)) == (True, 0.0)
 
 
 def test_random_numbers_are_left_alone() -> None:
@@ -175,10 +177,10 @@ def test_random_numbers_are_left_alone() -> None:
         return nn.functional.dropout(a.sin().cos(), 0.5, training=True).sin().cos()
 
     a = torch.rand(8, 8)
-    found = traced(function, a)
-    fused = torch_fuse.fuse(found, uncompiled)
+    trace = traced(function, a)
+    fused = torch_fuse.fuse(trace, uncompiled)
     assert any(step.task.token is not None for step in fused.steps)
-    assert backend.equal(results(fused, a), results(found, a)) == (True, 0.0)
+    assert backend.equal(results(fused, a), results(trace, a)) == (True, 0.0)
 
 
 def test_where_there_is_nothing_to_fuse() -> None:
@@ -191,15 +193,15 @@ def test_inductor_compiles_the_regions() -> None:
     torch.manual_seed(0)
     head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 26 * 26, 10))
     function = step_of(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), head))
-    found = traced(function, *BATCH)
-    fused = torch_fuse.fuse(found)
-    for one, other in zip(results(fused, *BATCH), results(found, *BATCH), strict=True):
+    trace = traced(function, *BATCH)
+    fused = torch_fuse.fuse(trace)
+    for result, other in zip(results(fused, *BATCH), results(trace, *BATCH), strict=True):
         if not isinstance(other, torch.Tensor) or not other.is_floating_point():
-            assert backend.equal([one], [other]) == (True, 0.0)
+            assert backend.equal([result], [other]) == (True, 0.0)
         elif other.norm() > 1e-5:
-            assert (one - other).norm() / other.norm() < 1e-4
+            assert (result - other).norm() / other.norm() < 1e-4
         else:  # a bias before a BatchNorm: its gradient is rounding, and nothing else
-            assert one.norm() < 1e-4
+            assert result.norm() < 1e-4
 
 
 def test_without_a_compiler_it_says_why() -> None:
@@ -226,9 +228,9 @@ def test_a_region_gives_nothing_back_that_is_not_its_own(function: Any) -> None:
     """The compiler's folding would leave of x + 0 the argument itself, and of two results one memory."""
     x = torch.randn(32, 32)
     module = make_fx(function, tracing_mode="fake")(x)
-    given = torch_fuse.inductor(module, [x])(x)
-    results = list(given) if isinstance(given, (list, tuple)) else [given]
+    arguments = torch_fuse.inductor(module, [x])(x)
+    results = list(arguments) if isinstance(arguments, (list, tuple)) else [arguments]
     expected = function(x)
-    for one, other in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True):
-        torch.testing.assert_close(one, other)  # a compiled sin may differ from eager's in the last bit
-    assert len({one.data_ptr() for one in [x, *results]}) == 1 + len(results)
+    for result, other in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        torch.testing.assert_close(result, other)  # a compiled sin may differ from eager's in the last bit
+    assert len({value.data_ptr() for value in [x, *results]}) == 1 + len(results)

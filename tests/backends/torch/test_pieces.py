@@ -58,16 +58,19 @@ def breaks_thrice(x: torch.Tensor) -> torch.Tensor:
 def test_each_piece_is_planned_and_each_break_is_told(tmp_path: Path) -> None:
     fast = in_pieces(breaks_thrice)
     for number in range(3):
-        found, expected = (printed(lambda call=call, n=number: call(X - n)) for call in (fast, breaks_thrice))
-        assert torch.equal(found[0], expected[0])
-        assert found[1] == expected[1]
-    told = fast.explain()
+        result, expected = (printed(lambda call=call, n=number: call(X - n)) for call in (fast, breaks_thrice))
+        assert torch.equal(result[0], expected[0])
+        assert result[1] == expected[1]
+    explanation = fast.explain()
     first = breaks_thrice.__code__.co_firstlineno
-    assert "in 3 pieces, with Python between them" in told
-    assert f"test_pieces.py:{first + 2}, in breaks_thrice: print(" in told
-    assert "(a tensor's value is read in Python)" in told
-    assert f"test_pieces.py:{first + 3}, in breaks_thrice: if y.sum() > 0:  (a branch depends on a tensor's val" in told
-    assert f"piece 1 (test_pieces.py:{first + 1}-{first + 2}): run as the schedule's order" in told
+    assert "in 3 pieces, with Python between them" in explanation
+    assert f"test_pieces.py:{first + 2}, in breaks_thrice: print(" in explanation
+    assert "(a tensor's value is read in Python)" in explanation
+    assert (
+        f"test_pieces.py:{first + 3}, in breaks_thrice: if y.sum() > 0:  (a branch depends on a tensor's val"
+        in explanation
+    )
+    assert f"piece 1 (test_pieces.py:{first + 1}-{first + 2}): run as the schedule's order" in explanation
     # What is drawn are all pieces.
     assert "then piece 2" in fast.draw(tmp_path / "graph.svg").read_text()
     spans = [span.name for span in fast.measured().spans]
@@ -102,11 +105,11 @@ def test_a_model_with_gradients_has_a_planned_forward_and_a_planned_backward() -
             optimizer.step()
     for (name, one), other in zip(nets[0].state_dict().items(), nets[1].state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-    told = fast.explain()
-    assert "Branches: run in one piece" in told
-    assert "piece 1, forward" in told
-    assert "piece 1, backward" in told
-    assert told.count("run as the schedule's order") == 2
+    explanation = fast.explain()
+    assert "Branches: run in one piece" in explanation
+    assert "piece 1, forward" in explanation
+    assert "piece 1, backward" in explanation
+    assert explanation.count("run as the schedule's order") == 2
 
 
 def test_gradients_can_be_derived_again() -> None:
@@ -121,10 +124,10 @@ def test_gradients_can_be_derived_again() -> None:
         net.zero_grad()
         (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
         (slope.square().sum() + call(x).mean()).backward()
-        gradients.append([one.grad.clone() for one in (x, *net.parameters())])
-    for found in gradients[1:]:
-        for one, other in zip(found, gradients[0], strict=True):
-            torch.testing.assert_close(one, other)
+        gradients.append([value.grad.clone() for value in (x, *net.parameters())])
+    for gradient in gradients[1:]:
+        for result, other in zip(gradient, gradients[0], strict=True):
+            torch.testing.assert_close(result, other)
     assert "piece 1, backward" in fast.explain()
 
 
@@ -148,7 +151,7 @@ def test_a_second_backward_pass_is_refused_where_plain_execution_refuses_it(
         return way(x, weight)
 
     fast = in_pieces(called)
-    found = []
+    results = []
     for call in (called, fast, fast, fast):
         weight.grad = None
         loss, _ = printed(lambda call=call: call(X))
@@ -156,11 +159,11 @@ def test_a_second_backward_pass_is_refused_where_plain_execution_refuses_it(
         if works:
             loss.backward()
             loss.backward()
-            found.append(weight.grad)
+            results.append(weight.grad)
         else:
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 loss.backward()
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(result, results[0]) for result in results)
     assert "run in one piece" in fast.explain()
 
 
@@ -173,7 +176,7 @@ def test_passes_through_different_results_do_not_disturb_each_other() -> None:
         return (x * weight).sum(), (x + weight).sin().sum()
 
     fast = in_pieces(called)
-    found = []
+    results = []
     for call in (called, fast, fast, fast):
         weight.grad = None
         (one, other), _ = printed(lambda call=call: call(X))
@@ -181,8 +184,8 @@ def test_passes_through_different_results_do_not_disturb_each_other() -> None:
         other.backward()
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             one.backward()
-        found.append(weight.grad)
-    assert all(torch.equal(one, found[0]) for one in found)
+        results.append(weight.grad)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_second_derivatives_are_those_of_the_arguments_as_they_were() -> None:
@@ -204,8 +207,8 @@ def test_second_derivatives_are_those_of_the_arguments_as_they_were() -> None:
     for plain in (adds, keeps):
         fast = in_pieces(plain)
         for _ in range(3):
-            found, expected = (second(printed(lambda call=call: call(torch.ones(4)))[0]) for call in (fast, plain))
-            assert torch.equal(found, expected)
+            result, expected = (second(printed(lambda call=call: call(torch.ones(4)))[0]) for call in (fast, plain))
+            assert torch.equal(result, expected)
     x = torch.ones(4)
     value, _ = printed(lambda: fast(x))
     x.fill_(100.0)
@@ -255,8 +258,8 @@ def test_state_arguments_and_random_numbers_are_those_of_plain_execution() -> No
         x = X.clone()
         results = [call(x) for _ in range(4)]
         outcomes.append((results, x, state["calls"], state["sums"], state["weight"], torch.get_rng_state()))
-    for one, other in zip(*outcomes, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for value, other in zip(*outcomes, strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
 
 
 def inverse_or_nothing(x: torch.Tensor) -> Any:
@@ -281,9 +284,9 @@ def test_errors_are_caught_where_plain_execution_catches_them() -> None:
     positive, negative = X @ X.t() + 4 * torch.eye(4), -torch.eye(4)
     fast = in_pieces(inverse_or_nothing)
     for x in (positive, negative, positive, negative):
-        found, expected = (printed(lambda call=call, x=x: call(x)) for call in (fast, inverse_or_nothing))
-        assert found[1] == expected[1]
-        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+        result, expected = (printed(lambda call=call, x=x: call(x)) for call in (fast, inverse_or_nothing))
+        assert result[1] == expected[1]
+        torch.testing.assert_close(result[0], expected[0], rtol=0, atol=0)
     assert "handles errors (try)" in fast.explain()
     # The graph that a call begins with fails: what comes before the error in the program has happened.
     fast = in_pieces(fails_later)
@@ -308,9 +311,9 @@ def test_arguments_that_share_memory_are_written_to_once() -> None:
     fast = in_pieces(halves)
     for _ in range(2):
         whole, plain = X.clone(), X.clone()
-        found, expected = fast(whole[:, :3], whole[:, 1:]), halves(plain[:, :3], plain[:, 1:])
-        for one, other in zip((*found, whole), (*expected, plain), strict=True):
-            assert torch.equal(one, other)
+        result, expected = fast(whole[:, :3], whole[:, 1:]), halves(plain[:, :3], plain[:, 1:])
+        for value, other in zip((*result, whole), (*expected, plain), strict=True):
+            assert torch.equal(value, other)
 
 
 def test_a_value_that_is_needed_is_not_taken_for_an_error_that_is_caught() -> None:
@@ -373,9 +376,9 @@ def test_an_error_of_dynamo_or_ours_means_plain_execution_and_a_note(monkeypatch
     monkeypatch.setattr(pieces, "compile_with", breaks_down)
     fast = in_pieces(breaks_thrice)
     for _ in range(2):
-        found, expected = (printed(lambda call=call: call(X)) for call in (fast, breaks_thrice))
-        assert torch.equal(found[0], expected[0])
-        assert found[1] == expected[1]
+        result, expected = (printed(lambda call=call: call(X)) for call in (fast, breaks_thrice))
+        assert torch.equal(result[0], expected[0])
+        assert result[1] == expected[1]
     assert "runs without a plan: it cannot be planned (AssertionError: out of order)" in fast.explain()
     monkeypatch.setattr(compat.dynamo._Frames, "_listening", breaks_down)
     fast = in_pieces(breaks_thrice)
@@ -410,7 +413,7 @@ def stepwise(monkeypatch: pytest.MonkeyPatch, *, seconds: dict[bool, float]) -> 
 
     monkeypatch.setattr(pieces.InPieces, "call", call)
     plainly = fast._plainly
-    monkeypatch.setattr(fast, "_plainly", lambda *given: (taken.append(False), plainly(*given))[1])
+    monkeypatch.setattr(fast, "_plainly", lambda *arguments: (taken.append(False), plainly(*arguments))[1])
     # One plan of a piece is faster than its graph as it is.
     monkeypatch.setattr(stages.Captured, "plans", lambda self, last: [("", _Lanes())] if last else [])
     return fast, taken
@@ -435,8 +438,8 @@ def test_the_faster_way_is_kept(monkeypatch: pytest.MonkeyPatch, wins: bool) -> 
     assert fast.planned.seconds[AS_WRITTEN] == 2.9
     if not wins:
         assert fast.planned.run == fast._plainly  # nothing stands between a call and the function
-        told = "Dynamo's guards before each piece cost more than the pieces gain"
-        assert any(told in note for note in fast.planned.notes)
+        message = "Dynamo's guards before each piece cost more than the pieces gain"
+        assert any(message in note for note in fast.planned.notes)
 
 
 def test_a_short_function_never_meets_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +460,7 @@ def test_what_never_wins_is_called_directly_and_asked_again_now_and_then(monkeyp
         fast(X)
     for planned in fast._recent:
         fits = planned.fits
-        planned.fits = lambda *given, fits=fits: (asked.append(1), fits(*given))[1]
+        planned.fits = lambda *arguments, fits=fits: (asked.append(1), fits(*arguments))[1]
     for _ in range(12):
         assert torch.equal(fast(X), X + 1 if X.sum() > 0 else X - 1)
     assert len(asked) == 2
@@ -498,7 +501,7 @@ def test_an_error_of_ours_behind_other_pieces_is_no_error_of_the_program(capsys:
 
     def make(piece: object, graph: Any, is_backward: bool, reuse: bool) -> Any:
         planned.append(piece)
-        return graph.forward if len(planned) == 1 else lambda *given: None  # what a broken plan would give
+        return graph.forward if len(planned) == 1 else lambda *arguments: None  # what a broken plan would give
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x * 2

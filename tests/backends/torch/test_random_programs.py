@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(
 
 def bits(tensor: torch.Tensor) -> list[int]:
     """Not a number is the same as itself, too."""
-    found: list[int] = tensor.contiguous().view(torch.int32).flatten().tolist()
-    return found
+    result: list[int] = tensor.contiguous().view(torch.int32).flatten().tolist()
+    return result
 
 
 # Random programs
@@ -88,7 +88,7 @@ def outcome(run: Callable[..., Any], inputs: list[torch.Tensor]) -> Any:
         results = run(inputs)
     except RuntimeError as error:
         return str(error)
-    return [bits(one) if isinstance(one, torch.Tensor) else repr(one) for one in results]
+    return [bits(result) if isinstance(result, torch.Tensor) else repr(result) for result in results]
 
 
 @given(
@@ -107,24 +107,24 @@ def test_random_programs_equal_eager_to_the_bit(
     with operation_threads(1):  # as a lane has
         expected = function(*plain)
     state = torch.get_rng_state()
-    found, _ = traced(function, *inputs)
+    trace, _ = traced(function, *inputs)
     tasks = [
-        Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token) for t in threads.tasks(found)
+        Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token) for t in threads.tasks(trace)
     ]
-    made = scheduled(found, lanes, tasks, way)
-    if every := [(task, other) for task, others in made.waits.items() for other in others]:
+    planned = scheduled(trace, lanes, tasks, way)
+    if every := [(task, other) for task, others in planned.waits.items() for other in others]:
         task, other = data.draw(st.sampled_from(every))
-        left = tuple(one for one in made.waits[task] if one != other)
+        left = tuple(wait for wait in planned.waits[task] if wait != other)
         with pytest.raises(UnsafeSchedule):  # not one of them can be left out
-            check(replace(made, waits={**made.waits, task: left}))
-    run = ThreadRun(found, planning.plan_of(made), lanes)
+            check(replace(planned, waits={**planned.waits, task: left}))
+    run = ThreadRun(trace, planning.plan_of(planned), lanes)
     for _ in range(2):  # gates are closed again after a run
         for mine, first in zip(own, inputs, strict=True):
             mine.copy_(first)
         torch.manual_seed(1)
         results = run.replay(own)
-        assert [bits(one) for one in results] == [bits(one) for one in expected]
-        assert [bits(one) for one in own] == [bits(one) for one in plain]
+        assert [bits(result) for result in results] == [bits(value) for value in expected]
+        assert [bits(value) for value in own] == [bits(value) for value in plain]
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -138,7 +138,7 @@ WHOLE, AGAIN, REST = torch.from_numpy(ARRAY), torch.from_numpy(ARRAY), torch.fro
 def _attention(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """In bfloat16, with its backward pass: products of batches end in views that do not say so."""
     with torch.enable_grad():
-        q, k = (one.detach().clone().bfloat16()[None].requires_grad_() for one in (a, b))
+        q, k = (value.detach().clone().bfloat16()[None].requires_grad_() for value in (a, b))
         y = (q @ k.transpose(-1, -2)).softmax(-1) @ k
         first, second = torch.autograd.grad(y.float().square().sum(), [q, k])
     return (first[0] + second[0].t()).float()
@@ -212,9 +212,9 @@ def test_random_programs_with_checks_and_hidden_memory(
         with pytest.raises(CannotTrace, match="after it has written"):
             traced(function, *inputs)
         return
-    found, _ = traced(function, *inputs)
-    tasks = [replace(task, seconds=chance.random()) for task in threads.tasks(found)]
-    run = ThreadRun(found, planning.plan_of(scheduled(found, lanes, tasks)), lanes)
+    trace, _ = traced(function, *inputs)
+    tasks = [replace(task, seconds=chance.random()) for task in threads.tasks(trace)]
+    run = ThreadRun(trace, planning.plan_of(scheduled(trace, lanes, tasks)), lanes)
     for _ in range(2):
         for mine, first in zip(own, inputs, strict=True):
             mine.copy_(first)
@@ -222,7 +222,7 @@ def test_random_programs_with_checks_and_hidden_memory(
         assert outcome(run.replay, own) == expected
         if isinstance(expected, list):  # otherwise it is done again, plainly
             assert np.array_equal(ARRAY, left, equal_nan=True)
-            assert [bits(one) for one in own] == [bits(one) for one in plain]
+            assert [bits(value) for value in own] == [bits(value) for value in plain]
             assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -237,6 +237,6 @@ def test_lanes_are_in_inference_mode_where_the_caller_is() -> None:
         expected = function(x, sums)
         for lanes in (2, 3):
             run = run_on(function, lanes, x, own.zero_())
-            for one, other in zip(run.replay([x, own]), expected, strict=True):
-                assert torch.equal(one, other)
-                assert one.is_inference()
+            for value, other in zip(run.replay([x, own]), expected, strict=True):
+                assert torch.equal(value, other)
+                assert value.is_inference()

@@ -78,22 +78,22 @@ def traced() -> tuple[Any, list[Any]]:
 
 
 def test_each_step_is_on_its_gpu_and_a_copy_between_them_is_a_task_of_the_one_that_gets_it() -> None:
-    found, _ = traced()
-    places = {(step.task.name, step.task.device, step.task.kind) for step in found.steps}
+    captured, _ = traced()
+    places = {(step.task.name, step.task.device, step.task.kind) for step in captured.steps}
     assert ("_to_copy", "gpu:1", "copy") in places
     assert ("relu", "gpu:0", "compute") in places
     assert ("tanh", "gpu:1", "compute") in places
-    (copy,) = [step for step in found.steps if step.task.kind == "copy"]
+    (copy,) = [step for step in captured.steps if step.task.kind == "copy"]
     assert codegen.peer_source(copy) == torch.device("cuda:0")
-    assert planning.device_of(None, found) == (torch.device("cuda:0"), torch.device("cuda:1"))  # type: ignore[arg-type]
+    assert planning.device_of(None, captured) == (torch.device("cuda:0"), torch.device("cuda:1"))  # type: ignore[arg-type]
 
 
 def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
-    found, _ = traced()
-    assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(found))
+    captured, _ = traced()
+    assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(captured))
     best = Planned(lambda *_: None)
-    device = planning.device_of(None, found)  # type: ignore[arg-type]
-    ways = choose_gpu.ways(planning, found, device, graph(found.tasks), best)
+    device = planning.device_of(None, captured)  # type: ignore[arg-type]
+    ways = choose_gpu.ways(planning, captured, device, graph(captured.tasks), best)
     assert next(way.lanes for way, *_ in ways) == "one lane of each kind"
     assert {way.means for way, *_ in ways} == {Means.STREAMS}
     for _, made, _ in ways:
@@ -103,15 +103,15 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
 
 
 def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> None:
-    found, inputs = traced()
-    measured = graph(found.tasks)
-    made = schedule(measured, lanes_for(measured, 1))
-    check(made)
-    plan = planning.plan_of(made)
+    captured, inputs = traced()
+    measured = graph(captured.tasks)
+    planned = schedule(measured, lanes_for(measured, 1))
+    check(planned)
+    plan = planning.plan_of(planned)
     streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
-    named = {str(lane): stream.name for lane, stream in zip(made.lanes, streams, strict=True)}
-    results = codegen.generate(found, plan, streams).build()(inputs)
-    assert [str(one.device) for one in results] == ["cuda:1", "cuda:0", "cuda:1"]
+    named = {str(lane): stream.name for lane, stream in zip(planned.lanes, streams, strict=True)}
+    results = codegen.generate(captured, plan, streams).build()(inputs)
+    assert [str(result.device) for result in results] == ["cuda:1", "cuda:0", "cuda:1"]
     producing, copying = named["gpu:0 compute 0"], named["gpu:1 copy 0"]
     consuming = named["gpu:1 compute 0"]
     wait = LOG.index(f"{copying} waits for {producing}", len(streams) - 1)  # the first ones are the run's beginning
@@ -120,7 +120,7 @@ def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> No
     assert beside.removeprefix("on ") not in named.values()  # no other work stands in its way
     assert current == f"on {copying}"  # the result's memory belongs to the lane
     assert f"{consuming} waits for {copying}" in LOG[wait:]
-    first = streams[codegen.gpu_lanes(found, plan)[0]].name
+    first = streams[codegen.gpu_lanes(captured, plan)[0]].name
     assert {line for line in LOG if line.startswith(f"{first} waits for")} >= {
         f"{first} waits for {name}" for name in named.values() if name != first
     }
@@ -131,12 +131,12 @@ def test_the_host_waits_for_the_copies_to_every_gpu() -> None:
         return x.to("cuda:0").sin(), x.to("cuda:1").sin()
 
     inputs = [torch.ones(4)]
-    found = trace.trace(function, inputs)
-    made = schedule(graph(found.tasks), lanes_for(graph(found.tasks), 1))
-    plan = planning.plan_of(made)
+    captured = trace.trace(function, inputs)
+    planned = schedule(graph(captured.tasks), lanes_for(graph(captured.tasks), 1))
+    plan = planning.plan_of(planned)
     streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
-    codegen.generate(found, plan, streams).build()(inputs)
-    copying = {stream.name for lane, stream in zip(made.lanes, streams, strict=True) if lane.kind == "copy in"}
+    codegen.generate(captured, plan, streams).build()(inputs)
+    copying = {stream.name for lane, stream in zip(planned.lanes, streams, strict=True) if lane.kind == "copy in"}
     assert len(copying) == 2
     assert {line.removeprefix("host waits for ") for line in LOG if line.startswith("host")} == copying
 
@@ -147,9 +147,9 @@ def test_writing_to_memory_of_the_host_is_not_captured_and_is_waited_for(shape: 
         host.copy_(x.sum() if not shape else x, non_blocking=True)
         return x + 1
 
-    found = trace.trace(function, [torch.ones(4, device="cuda:0"), torch.ones(shape)])
-    assert torch_runs.why_no_graph(found) is not None
-    (step,) = [step for step in found.steps if step.task.name == "copy_"]
+    captured = trace.trace(function, [torch.ones(4, device="cuda:0"), torch.ones(shape)])
+    assert torch_runs.why_no_graph(captured) is not None
+    (step,) = [step for step in captured.steps if step.task.name == "copy_"]
     assert "True" not in codegen.call_text(step.node, codegen.Code(streams=True))
     assert "non_blocking" not in codegen.call_text(step.node, codegen.Code(streams=True))
 
@@ -160,16 +160,16 @@ def test_a_lane_that_runs_ahead_of_copies_to_the_host_is_held_back() -> None:
     def function(x: Any) -> Any:
         return [(x * number).to("cpu") for number in range(60)]
 
-    found = trace.trace(function, [torch.ones(1000, 1000, device="cuda:0")])
-    measured = graph([replace(task, seconds=1e-4 if task.kind == "compute" else 1e-3) for task in found.tasks])
-    footprint = Footprint(*planning.footprint(found))
+    captured = trace.trace(function, [torch.ones(1000, 1000, device="cuda:0")])
+    measured = graph([replace(task, seconds=1e-4 if task.kind == "compute" else 1e-3) for task in captured.tasks])
+    footprint = Footprint(*planning.footprint(captured))
 
     def peak_of(made: Any) -> int:
-        let_go = codegen.let_go_at(found, codegen.plan_of(made))
+        let_go = codegen.let_go_at(captured, codegen.plan_of(made))
         return peak(measured.tasks, footprint, one_after_the_other(made.order), let_go)
 
-    made = schedule(measured, lanes_for(measured, 1))
-    assert peak_of(made) == (1 + 60 + 60) * 4_000_000
-    held_back = thrifty(made, footprint, (1 + 60 + 10) * 4_000_000)
+    planned = schedule(measured, lanes_for(measured, 1))
+    assert peak_of(planned) == (1 + 60 + 60) * 4_000_000
+    held_back = thrifty(planned, footprint, (1 + 60 + 10) * 4_000_000)
     check(held_back)
     assert peak_of(held_back) <= (1 + 60 + 10) * 4_000_000

@@ -21,18 +21,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def parted(found: Trace, least: int = 1) -> Trace:
+def parted(trace: Trace, least: int = 1) -> Trace:
     """On a CPU, where nothing is cut by itself."""
-    return split(found, ("cpu",), least)
+    return split(trace, ("cpu",), least)
 
 
-def names(found: Trace) -> list[str]:
-    return [task.name for task in found.tasks]
+def names(trace: Trace) -> list[str]:
+    return [task.name for task in trace.tasks]
 
 
-def lengths(found: Trace, name: str) -> list[int]:
+def lengths(trace: Trace, name: str) -> list[int]:
     """Of the first lists of the operations of this name."""
-    return [len(step.node.args[0]) for step in found.steps if step.task.name == name]  # type: ignore[arg-type]
+    return [len(step.node.args[0]) for step in trace.steps if step.task.name == name]  # type: ignore[arg-type]
 
 
 def net() -> nn.Sequential:
@@ -59,23 +59,23 @@ class CapturableAdam:
     def __init__(self, parameters: Any) -> None:
         self.weights = list(parameters)
         self.steps = [torch.zeros(()) for _ in self.weights]
-        self.means, self.squares = ([torch.zeros_like(one) for one in self.weights] for _ in range(2))
+        self.means, self.squares = ([torch.zeros_like(weight) for weight in self.weights] for _ in range(2))
 
     def zero_grad(self) -> None:
-        for one in self.weights:
-            one.grad = None
+        for weight in self.weights:
+            weight.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        gradients = [one.grad for one in self.weights]
+        gradients = [weight.grad for weight in self.weights]
         torch._foreach_add_(self.steps, 1)
         torch._foreach_mul_(self.weights, 1 - 0.01 * 0.1)
         torch._foreach_lerp_(self.means, gradients, 0.1)
         torch._foreach_mul_(self.squares, 0.999)
         torch._foreach_addcmul_(self.squares, gradients, gradients, 0.001)
         first, second = (torch._foreach_pow(beta, self.steps) for beta in (0.9, 0.999))
-        for one in (first, second):
-            torch._foreach_sub_(one, 1)
+        for value in (first, second):
+            torch._foreach_sub_(value, 1)
         torch._foreach_neg_(second)
         torch._foreach_div_(first, 0.01)
         torch._foreach_reciprocal_(first)
@@ -101,30 +101,30 @@ MAKES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MAKES)
 def test_steps_with_updates_in_parts_are_equal_to_the_bit(name: str) -> None:
-    plain, ours = net(), net()
-    eager, step = step_of(plain, MAKES[name]), step_of(ours, MAKES[name])
+    plain, result = net(), net()
+    eager, step = step_of(plain, MAKES[name]), step_of(result, MAKES[name])
     x = torch.randn(5, 8)
     eager(x), step(x)  # the first step makes the optimizer's state
-    found, tensors = traced(step, x)
-    apart = parted(found)
-    last = [one for one in names(found) if one.startswith(("_foreach_add", "_fused"))][-1]  # of weights
-    assert names(apart).count(last) >= names(found).count(last) + 2
+    trace, tensors = traced(step, x)
+    apart = parted(trace)
+    last = [name for name in names(trace) if name.startswith(("_foreach_add", "_fused"))][-1]  # of weights
+    assert names(apart).count(last) >= names(trace).count(last) + 2
     run = ThreadRun(apart, planning.plan_of(scheduled(apart, 2)), 2)
     for _ in range(3):
         assert torch.equal(planning.together(apart)(run.replay(tensors)), eager(x))
-        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
-            assert one.grad is not None
+        for parameter, other in zip(result.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+            assert parameter.grad is not None
             assert other.grad is not None
-            assert torch.equal(one.grad, other.grad)
+            assert torch.equal(parameter.grad, other.grad)
 
 
 @pytest.mark.parametrize("name", MAKES)
 def test_an_update_begins_before_the_last_gradient_is_made(name: str) -> None:
     step, x = step_of(net(), MAKES[name]), torch.randn(5, 8)
     step(x)
-    found, _ = traced(step, x)
-    update = [one for one in names(found) if one.startswith(("_foreach_add", "_fused"))][-1]  # of weights
+    trace, _ = traced(step, x)
+    update = [name for name in names(trace) if name.startswith(("_foreach_add", "_fused"))][-1]  # of weights
 
     def places(apart: Trace) -> tuple[int, int]:
         """Of the first update of weights, and of the product that gives the last gradient of a weight."""
@@ -133,9 +133,9 @@ def test_an_update_begins_before_the_last_gradient_is_made(name: str) -> None:
         gradients = [order.index(number) for number, task in enumerate(apart.tasks) if task.name == "mm"]
         return min(updates), max(gradients)
 
-    first, last = places(parted(found))
+    first, last = places(parted(trace))
     assert first < last
-    first, last = places(found)
+    first, last = places(trace)
     assert first > last
 
 
@@ -147,12 +147,12 @@ def test_lists_are_cut_into_few_parts_of_about_equal_bytes() -> None:
         torch._foreach_add_(weights, [x.expand(size).sin() for size in sizes], alpha=-0.1)
         return x + 1
 
-    found, _ = traced(update, torch.ones(1))
-    assert lengths(parted(found), "_foreach_add_") == [2, 3, 4, 1]
-    assert lengths(parted(found, 4 * 100), "_foreach_add_") == [2, 3, 5]
-    assert lengths(parted(found, 4 * 201), "_foreach_add_") == [3, 7]
-    assert parted(found, 4 * 400) is found
-    assert split(found, least=1) is found  # on a CPU such an operation is a loop
+    trace, _ = traced(update, torch.ones(1))
+    assert lengths(parted(trace), "_foreach_add_") == [2, 3, 4, 1]
+    assert lengths(parted(trace, 4 * 100), "_foreach_add_") == [2, 3, 5]
+    assert lengths(parted(trace, 4 * 201), "_foreach_add_") == [3, 7]
+    assert parted(trace, 4 * 400) is trace
+    assert split(trace, least=1) is trace  # on a CPU such an operation is a loop
 
 
 def test_numbers_go_with_their_tensors_and_results_are_found_in_their_part() -> None:
@@ -162,12 +162,12 @@ def test_numbers_go_with_their_tensors_and_results_are_found_in_their_part() -> 
         return [made[2], made[0], made[3]]
 
     xs = [torch.randn(3) for _ in range(4)]
-    found, tensors = traced(scaled, *xs)
-    apart = parted(found)
+    trace, tensors = traced(scaled, *xs)
+    apart = parted(trace)
     assert lengths(apart, "_foreach_mul") == lengths(apart, "_foreach_add_") == [1, 1, 1, 1]
     run = ThreadRun(apart, planning.plan_of(scheduled(apart, 2)), 2)
-    for one, other in zip(run.replay(tensors), scaled(*xs), strict=True):
-        assert torch.equal(one, other)
+    for value, other in zip(run.replay(tensors), scaled(*xs), strict=True):
+        assert torch.equal(value, other)
 
 
 def test_a_tensor_that_is_in_several_parts_is_updated_in_their_order() -> None:
@@ -181,8 +181,8 @@ def test_a_tensor_that_is_in_several_parts_is_updated_in_their_order() -> None:
         return whole
 
     x, y = torch.randn(8), torch.randn(8)
-    found, tensors = traced(twice, x, y)
-    apart = parted(found)
+    trace, tensors = traced(twice, x, y)
+    apart = parted(trace)
     assert lengths(apart, "_foreach_mul_") == [1, 1, 1]
     assert lengths(apart, "_foreach_addcmul_") == [1, 1]
     run = ThreadRun(apart, planning.plan_of(scheduled(apart, 3)), 3)
@@ -196,16 +196,16 @@ def test_what_could_not_begin_at_different_times_stays_whole() -> None:
     def update(*gradients: torch.Tensor) -> torch.Tensor:
         torch._foreach_mul_(momenta, 0.9)  # all there before
         torch._foreach_add_(momenta, gradients)  # so are arguments
-        made = [one.sin() for one in gradients]
-        norm = torch.stack([one.square().sum() for one in made]).sum()
+        made = [gradient.sin() for gradient in gradients]
+        norm = torch.stack([value.square().sum() for value in made]).sum()
         torch._foreach_div_(made, norm)  # for which all gradients must be there
         torch._foreach_add_(weights, made, alpha=-0.1)
         flat = torch.cat(gradients)
         torch._foreach_sub_(weights, [flat[4 * number : 4 * number + 4] for number in range(4)])
         return norm
 
-    found, _ = traced(update, *[torch.randn(4) for _ in range(4)])
-    assert parted(found) is found
+    trace, _ = traced(update, *[torch.randn(4) for _ in range(4)])
+    assert parted(trace) is trace
 
 
 def test_what_is_no_list_of_equals_stays_whole() -> None:
@@ -217,13 +217,13 @@ def test_what_is_no_list_of_equals_stays_whole() -> None:
         torch._foreach_add_(weights, [*made[:3], made[3][:1]])
         return torch._foreach_norm(made)  # summed up in pieces as the largest of them has
 
-    found, _ = traced(update, *[torch.randn(4) for _ in range(4)])
-    assert parted(found) is found
+    trace, _ = traced(update, *[torch.randn(4) for _ in range(4)])
+    assert parted(trace) is trace
 
 
 def test_by_itself_only_large_lists_on_gpus_are_cut() -> None:
     step, x = step_of(net(), MAKES["plain"]), torch.randn(5, 8)
     step(x)
-    found, _ = traced(step, x)
-    assert lengths(found, "_foreach_add_") == [12]
-    assert split(found, ("cpu",)) is found
+    trace, _ = traced(step, x)
+    assert lengths(trace, "_foreach_add_") == [12]
+    assert split(trace, ("cpu",)) is trace

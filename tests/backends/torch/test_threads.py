@@ -68,16 +68,16 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[t
     return planning.trace(function, call), call.tensors
 
 
-def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
-    tasks = torch_threads.tasks(found) if tasks is None else tasks
-    made: Schedule = way(graph(tasks), lanes_for(graph(tasks), lanes))
-    check(made)
-    return made
+def scheduled(trace: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
+    tasks = torch_threads.tasks(trace) if tasks is None else tasks
+    planned: Schedule = way(graph(tasks), lanes_for(graph(tasks), lanes))
+    check(planned)
+    return planned
 
 
 def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
-    found, _ = traced(function, *arguments)
-    return ThreadRun(found, planning.plan_of(scheduled(found, lanes)), lanes)
+    trace, _ = traced(function, *arguments)
+    return ThreadRun(trace, planning.plan_of(scheduled(trace, lanes)), lanes)
 
 
 # Order
@@ -157,7 +157,7 @@ def test_memory_is_let_go_with_its_last_use_on_any_lane() -> None:
 
     @torch.library.custom_op("manyhands_tests::watched", mutates_args=())
     def watched(x: torch.Tensor) -> torch.Tensor:
-        alive.append(sum(one() is not None for one in seen))
+        alive.append(sum(value() is not None for value in seen))
         result = x + 1
         seen.append(weakref.ref(result))
         return result
@@ -176,7 +176,7 @@ def test_memory_is_let_go_with_its_last_use_on_any_lane() -> None:
     finally:
         gc.enable()
     assert max(alive) <= 4
-    assert sum(one() is not None for one in seen) == 0
+    assert sum(value() is not None for value in seen) == 0
 
 
 def test_two_callers_at_once() -> None:
@@ -189,10 +189,10 @@ def test_two_callers_at_once() -> None:
         wrong.extend(i for i in range(30) if not all(map(torch.equal, run.replay([x, y]), expected)))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not wrong
 
 
@@ -398,5 +398,5 @@ def test_calls_that_take_long_are_tried_few_times(monkeypatch: pytest.MonkeyPatc
     assert [called.count(number) for number in range(3)] == [2, 2, 1]
     called.clear()
     times = choose_cpu.race([taking(0, 0.006), taking(1, 0.008)], lambda: None)
-    assert [len(one) for one in times] == [30, 30]
+    assert [len(value) for value in times] == [30, 30]
     assert [called.count(number) for number in range(2)] == [31, 31]  # the first round is the warm-up

@@ -28,7 +28,7 @@ def traced(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tr
 
 
 def task(found: trace.Trace, name: str) -> Any:
-    return next(one for one in found.tasks if one.name == name)
+    return next(value for value in found.tasks if value.name == name)
 
 
 def planned(function: Callable[..., Any]) -> Parallel:
@@ -45,8 +45,8 @@ def net() -> nn.Sequential:
 
 
 def test_tasks_read_what_they_take_and_write_what_they_make() -> None:
-    found = traced(lambda x: (x @ x).relu(), torch.ones(3, 3))
-    product, relu = found.tasks
+    captured = traced(lambda x: (x @ x).relu(), torch.ones(3, 3))
+    product, relu = captured.tasks
     assert product.writes & relu.reads
     assert not product.writes & product.reads
 
@@ -57,22 +57,24 @@ def test_a_view_shares_the_memory_of_its_base_and_an_in_place_operation_writes_i
         y.view(-1).mul_(2)
         return y * 3
 
-    found = traced(function, torch.ones(2, 2))
-    assert task(found, "mul_").writes & task(found, "add").writes
-    assert task(found, "mul_").writes & task(found, "mul").reads
+    captured = traced(function, torch.ones(2, 2))
+    assert task(captured, "mul_").writes & task(captured, "add").writes
+    assert task(captured, "mul_").writes & task(captured, "mul").reads
 
 
 def test_batch_normalisation_writes_its_running_statistics() -> None:
     layer = nn.BatchNorm1d(4)
-    found = traced(lambda x: layer(x).detach(), X)
-    constants = {getattr(found.module, str(node.target)).data_ptr(): found.storages[node] for node in found.constants}
-    written = task(found, "native_batch_norm").writes
+    captured = traced(lambda x: layer(x).detach(), X)
+    constants = {
+        getattr(captured.module, str(node.target)).data_ptr(): captured.storages[node] for node in captured.constants
+    }
+    written = task(captured, "native_batch_norm").writes
     assert constants[layer.running_mean.data_ptr()] <= written  # type: ignore[union-attr]
     assert constants[layer.running_var.data_ptr()] <= written  # type: ignore[union-attr]
-    assert constants[layer.num_batches_tracked.data_ptr()] <= task(found, "add_").writes  # type: ignore[union-attr]
+    assert constants[layer.num_batches_tracked.data_ptr()] <= task(captured, "add_").writes  # type: ignore[union-attr]
     layer.eval()  # then it only reads them
-    found = traced(lambda x: layer(x).detach(), X)
-    assert not any(task(found, "native_batch_norm").writes & found.storages[node] for node in found.constants)
+    captured = traced(lambda x: layer(x).detach(), X)
+    assert not any(task(captured, "native_batch_norm").writes & captured.storages[node] for node in captured.constants)
 
 
 def test_random_numbers_keep_their_order_even_if_nobody_takes_them() -> None:
@@ -80,8 +82,8 @@ def test_random_numbers_keep_their_order_even_if_nobody_takes_them() -> None:
         torch.rand(3)
         return x + torch.rand(3)
 
-    found = traced(function, torch.ones(3))
-    assert [one.token for one in found.tasks if one.name == "rand"] == ["random numbers of cpu"] * 2
+    captured = traced(function, torch.ones(3))
+    assert [value.token for value in captured.tasks if value.name == "rand"] == ["random numbers of cpu"] * 2
     fast = planned(function)
     torch.manual_seed(1)
     expected = function(torch.ones(3))
@@ -101,8 +103,8 @@ def test_a_convolutions_backward_is_taken_apart() -> None:
     masks = [step.node.args[-1] for step in traced(function, x).steps if step.task.name == "convolution_backward"]
     assert [True, False, False] in masks
     assert [False, True, False] in masks
-    for one, other in zip(planned(function)(x), function(x), strict=True):
-        assert torch.equal(one, other)
+    for value, other in zip(planned(function)(x), function(x), strict=True):
+        assert torch.equal(value, other)
 
 
 # Tracing touches nothing
@@ -134,8 +136,8 @@ def test_tracing_touches_nothing_of_the_callers(before: bool) -> None:
     else:
         with pytest.raises(NotYet, match="optimizer"):
             traced(step, X, Y)
-    for one, other in zip(everything(model), known, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
+    for value, other in zip(everything(model), known, strict=True):
+        assert (value is None and other is None) or torch.equal(value, other)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), kept, strict=True))
     now = optimizer.state_dict()["state"]
     assert now.keys() == state["state"].keys()
@@ -282,9 +284,9 @@ def test_an_argument_that_is_written_to_is_written_to() -> None:
 
 def test_users_of_parts_come_after_the_split() -> None:
     """A part of several views has no memory of its own: only the handle orders its users behind the split."""
-    found = trace.trace(lambda x: [part * 2 for part in x.split(2)], [torch.randn(6, 3)])
-    names = [step.task.name for step in found.steps]
-    needs = graph(found.tasks).needs
+    captured = trace.trace(lambda x: [part * 2 for part in x.split(2)], [torch.randn(6, 3)])
+    names = [step.task.name for step in captured.steps]
+    needs = graph(captured.tasks).needs
     assert names.count("mul") == 3
     for number, name in enumerate(names):
         if name == "mul":
@@ -302,12 +304,12 @@ def test_two_users_of_one_weight_do_not_wait_for_each_other() -> None:
             layer.weight.mul_(2)
             return first, second, *parts, layer(x)
 
-    found = traced(function, X, X + 1)
-    names = [step.task.name for step in found.steps]
-    needed = graph(found.tasks).needs
+    captured = traced(function, X, X + 1)
+    names = [step.task.name for step in captured.steps]
+    needed = graph(captured.tasks).needs
     before: list[set[int]] = []
     for earlier in needed:
-        before.append(set(earlier).union(*(before[one] for one in earlier)))
+        before.append(set(earlier).union(*(before[value] for value in earlier)))
     products = [number for number, name in enumerate(names) if name == "addmm"]
     update = names.index("mul_")
     assert products[0] not in before[products[1]]

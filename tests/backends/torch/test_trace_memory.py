@@ -43,9 +43,9 @@ def planned(function: Callable[..., Any]) -> Parallel:
 class Observer(Interpreter):
     """Runs a trace, and compares who really shares memory with what the trace says."""
 
-    def __init__(self, found: Trace) -> None:
-        super().__init__(found.module)
-        self._found = found
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.module)
+        self._found = trace
         self.unknown: set[str] = set()
 
     def run_node(self, n: Node) -> Any:
@@ -53,9 +53,9 @@ class Observer(Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         result = native(n)(*args, **kwargs) if hasattr(n.target, "_schema") else n.target(*args, **kwargs)  # type: ignore[operator]
-        given = {one: tree_leaves(self.env[one]) for one in n.all_input_nodes}
+        arguments = {node: tree_leaves(self.env[node]) for node in n.all_input_nodes}
         for tensor in _tensors(result):
-            for one, values in given.items():
+            for one, values in arguments.items():
                 if any(_share(tensor, other) for other in _tensors(values)):
                     self._must_be_known(n, self._found.storages[n] & self._found.storages[one])
         for one, other in itertools.combinations(_tensors(result), 2):
@@ -69,7 +69,7 @@ class Observer(Interpreter):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _views(node: Node) -> bool:
@@ -100,7 +100,7 @@ def attention(kind: torch.dtype) -> Callable[..., Any]:
 
 def of_module(module: nn.Module) -> Callable[..., Any]:
     def function(x: torch.Tensor) -> Any:
-        loss = sum(one.float().square().mean() for one in _tensors(module(x)))
+        loss = sum(tensor.float().square().mean() for tensor in _tensors(module(x)))
         return torch.autograd.grad(loss, list(module.parameters()))  # type: ignore[arg-type]
 
     return function
@@ -129,8 +129,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[int, ...], tor
 def test_a_trace_knows_all_that_really_shares_memory(name: str) -> None:
     make, shape, kind = PROGRAMS[name]
     x = torch.randn(shape).to(kind)
-    found, tensors = traced(make(), x)
-    observer = Observer(found)
+    trace, tensors = traced(make(), x)
+    observer = Observer(trace)
     with torch.no_grad():
         observer.run(*tensors)
     assert not observer.unknown
@@ -144,20 +144,22 @@ def test_a_trace_knows_all_that_really_shares_memory(name: str) -> None:
 def test_who_takes_a_value_comes_after_who_makes_it(name: str, way: Any) -> None:
     """Also where values are known by their memory alone, as on a GPU: in every order that the checker lets pass."""
     make, shape, kind = PROGRAMS[name]
-    found, _ = traced(make(), torch.randn(shape).to(kind))
-    assert any(step.task.name.startswith(("_unsafe", "unsafe")) for step in found.steps)
+    trace, _ = traced(make(), torch.randn(shape).to(kind))
+    assert any(step.task.name.startswith(("_unsafe", "unsafe")) for step in trace.steps)
     before: list[set[int]] = []
-    for earlier in needs(found.tasks):
-        before.append(earlier.union(*(before[one] for one in earlier)))
-    made_by = {node: number for number, step in enumerate(found.steps) for node in step.nodes}
-    for number, step in enumerate(found.steps):
-        makers = {made_by[one] for node in step.nodes for one in node.all_input_nodes if one in made_by} - {number}
+    for earlier in needs(trace.tasks):
+        before.append(earlier.union(*(before[value] for value in earlier)))
+    made_by = {node: number for number, step in enumerate(trace.steps) for node in step.nodes}
+    for number, step in enumerate(trace.steps):
+        makers = {made_by[value] for node in step.nodes for value in node.all_input_nodes if value in made_by} - {
+            number
+        }
         assert makers <= before[number]
-    program = graph(found.tasks)
+    program = graph(trace.tasks)
     for lanes in (2, 3):
-        made = way(program, lanes_for(program, lanes))
-        check(made)
-        place = {task: number for number, task in enumerate(made.order)}
+        scheduled_tasks = way(program, lanes_for(program, lanes))
+        check(scheduled_tasks)
+        place = {task: number for number, task in enumerate(scheduled_tasks.order)}
         assert all(place[other] < place[number] for number, others in enumerate(before) for other in others)
 
 
@@ -179,29 +181,29 @@ def test_both_bias_gradients_of_an_lstm_have_their_own_memory(layers: int) -> No
 
     x = torch.randn(4, 3, 8)
     fast = planned(gradients)
-    found, expected = fast(x), gradients(x)
+    results, expected = fast(x), gradients(x)
     assert "synchronous" in fast.explain()
-    assert not planning.overlapping(found)
-    for one, other in zip(found, expected, strict=True):
-        one.mul_(0.5)  # as clipping does
+    assert not planning.overlapping(results)
+    for result, other in zip(results, expected, strict=True):
+        result.mul_(0.5)  # as clipping does
         other.mul_(0.5)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other)
     planned(backward)(x)
-    assert not planning.overlapping([one.grad for one in layer.parameters()])
+    assert not planning.overlapping([parameter.grad for parameter in layer.parameters()])
 
 
 def test_results_that_share_memory_where_plain_ones_do_not_are_refused() -> None:
     x = torch.ones(3)
-    found, _ = traced(lambda x: (x + 1, x + 1), x)
+    trace, _ = traced(lambda x: (x + 1, x + 1), x)
     call = torch_call.call((x,), {})
     one, other = torch.full((3,), 2.0), torch.full((3,), 2.0)
-    judge = Judge(planning, found, call, [one, other], [])
+    judge = Judge(planning, trace, call, [one, other], [])
     assert judge.refused([one, one])[0] == "two of its results share memory"
     assert judge.refused([one, other.clone()]) == (None, TO_THE_BIT)
     halves = torch.full((6,), 2.0).split(3)  # of one memory, but not of the same bytes
     assert judge.refused(halves) == (None, TO_THE_BIT)
-    both = Judge(planning, found, call, [one, one], [])
+    both = Judge(planning, trace, call, [one, one], [])
     assert both.refused([one, other]) == (None, TO_THE_BIT)
 
 
@@ -210,29 +212,29 @@ def test_results_that_share_memory_where_plain_ones_do_not_are_refused() -> None
 
 def test_tensors_from_outside_that_show_one_array_are_one_memory() -> None:
     array = np.zeros(8, dtype=np.float32)
-    whole, again, rest = torch.from_numpy(array), torch.from_numpy(array), torch.from_numpy(array[2:])
+    whole, repeated, rest = torch.from_numpy(array), torch.from_numpy(array), torch.from_numpy(array[2:])
     other = torch.from_numpy(np.zeros(8, dtype=np.float32))
 
     def function(x: torch.Tensor) -> Any:
         whole.add_(x)
-        a = again * 2
+        a = repeated * 2
         rest.mul_(3)
         other.add_(1)
-        return a, whole + 1, again.sum()
+        return a, whole + 1, repeated.sum()
 
-    found, _ = traced(function, torch.ones(8))
-    memories = {id(getattr(found.module, str(node.target))): found.storages[node] for node in found.constants}
-    assert memories[id(whole)] == memories[id(again)] == memories[id(rest)]
+    trace, _ = traced(function, torch.ones(8))
+    memories = {id(getattr(trace.module, str(node.target))): trace.storages[node] for node in trace.constants}
+    assert memories[id(whole)] == memories[id(repeated)] == memories[id(rest)]
     assert not memories[id(other)] & memories[id(whole)]
     for lanes in (1, 2, 3):
-        made = scheduled(found, lanes)
-        run = planning.thread_run(found, planning.plan_of(made), lanes)
+        scheduled_tasks = scheduled(trace, lanes)
+        run = planning.thread_run(trace, planning.plan_of(scheduled_tasks), lanes)
         for _ in range(5):
             array[:] = 0
-            expected = [one.clone() for one in function(torch.ones(8))]
+            expected = [value.clone() for value in function(torch.ones(8))]
             kept, array[:] = array.copy(), 0
-            for one, two in zip(run.replay([torch.ones(8)]), expected, strict=True):
-                assert torch.equal(one, two)
+            for value, two in zip(run.replay([torch.ones(8)]), expected, strict=True):
+                assert torch.equal(value, two)
             assert np.array_equal(array, kept)
 
 
@@ -246,10 +248,10 @@ def test_arguments_that_show_one_array_are_known_to_share_it() -> None:
     for second in (slice(0, 8), slice(1, 9)):
         assert torch.equal(fast(torch.zeros(8), torch.zeros(8)), torch.zeros(8))
         assert "synchronous" in fast.explain()
-        array, again = np.zeros(9, dtype=np.float32), np.zeros(9, dtype=np.float32)
-        ours = fast(torch.from_numpy(array[:8]), torch.from_numpy(array[second]))
+        array, repeated = np.zeros(9, dtype=np.float32), np.zeros(9, dtype=np.float32)
+        result = fast(torch.from_numpy(array[:8]), torch.from_numpy(array[second]))
         assert "share memory" in fast.explain()
-        assert torch.equal(ours, function(torch.from_numpy(again[:8]), torch.from_numpy(again[second])))
+        assert torch.equal(result, function(torch.from_numpy(repeated[:8]), torch.from_numpy(repeated[second])))
     pair = torch.zeros(16)
     fast(pair[:8], pair[8:])
     assert "share memory" in fast.explain()  # one memory, as PyTorch knows it

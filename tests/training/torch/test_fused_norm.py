@@ -25,7 +25,7 @@ Y = torch.arange(6) % 3
 
 def stepped(net: nn.Module, x: torch.Tensor, *modes: Any) -> list[torch.Tensor]:
     """The loss, all gradients and all buffers of three steps; the weights stay."""
-    found = []
+    results = []
     norms = [mode for mode in modes if isinstance(mode, FusedNorms)]
     for _ in range(3):
         net.zero_grad()
@@ -39,9 +39,9 @@ def stepped(net: nn.Module, x: torch.Tensor, *modes: Any) -> list[torch.Tensor]:
         else:
             with modes[0] if modes else torch.enable_grad():
                 loss.backward()
-        found += [loss.detach(), *(one.grad for one in net.parameters() if one.grad is not None)]
-        found += [one.clone() for one in net.buffers()]
-    return found
+        results += [loss.detach(), *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)]
+        results += [buffer.clone() for buffer in net.buffers()]
+    return results
 
 
 def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[FusedNorms, float]:
@@ -51,12 +51,12 @@ def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[Fuse
     plain = stepped(copy.deepcopy(net), x)
     norms = FusedNorms()
     modes = (SideLanes(NoLanes(), 2), norms) if lanes else (norms,)
-    ours = stepped(net, x, *modes)
-    assert len(plain) == len(ours)
+    result = stepped(net, x, *modes)
+    assert len(plain) == len(result)
     apart = max(
-        float((a.to_dense().double() - b.to_dense().double()).abs().max()) for a, b in zip(plain, ours, strict=True)
+        float((a.to_dense().double() - b.to_dense().double()).abs().max()) for a, b in zip(plain, result, strict=True)
     )
-    assert is_clean(one.to_dense() for one in ours)
+    assert is_clean(value.to_dense() for value in result)
     return norms, apart
 
 
@@ -111,9 +111,9 @@ def test_what_is_held_is_written() -> None:
     net = net.to(memory_format=torch.channels_last)
     stepped(net, x, norms)
     assert net.kept is not None
-    ours = net.kept.detach().clone()
+    result = net.kept.detach().clone()
     net(x)
-    torch.testing.assert_close(ours, net.kept.detach())
+    torch.testing.assert_close(result, net.kept.detach())
 
 
 def test_what_is_read_past_pytorch_is_found() -> None:
@@ -140,10 +140,10 @@ class ByAddress(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        found = torch.empty(gradient.shape, dtype=gradient.dtype).to(memory_format=torch.channels_last)
+        result = torch.empty(gradient.shape, dtype=gradient.dtype).to(memory_format=torch.channels_last)
         both = gradient.clone().add_(gradient) if context.in_place else gradient + gradient.clone()
-        ctypes.memmove(found.data_ptr(), both.data_ptr(), both.nbytes)
-        return found, None
+        ctypes.memmove(result.data_ptr(), both.data_ptr(), both.nbytes)
+        return result, None
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -159,7 +159,7 @@ def test_sums_of_gradients_that_are_read_past_pytorch_are_found(in_place: bool) 
         loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
     with norms:
         loss.backward()
-    assert not is_clean([one.grad for one in net.parameters() if one.grad is not None])
+    assert not is_clean([parameter.grad for parameter in net.parameters() if parameter.grad is not None])
 
 
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)
@@ -181,12 +181,12 @@ def test_whole_nets(make: Callable[..., nn.Module]) -> None:
     torch.manual_seed(0)
     net = make(3).double()
     norms, apart = both(net, torch.rand(4, 1, 12, 12, dtype=torch.float64), lanes=True)
-    count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
-    told = norms.counts
-    assert told["batch normalisations"] == told["with ReLU"] + told["with addition and ReLU"] == count
+    count = sum(isinstance(module, nn.BatchNorm2d) for module in net.modules())
+    message = norms.counts
+    assert message["batch normalisations"] == message["with ReLU"] + message["with addition and ReLU"] == count
     # Backward not those whose shortcut has a convolution, which takes the gradient first.
-    assert told["backward past the ReLU"] >= count * 0.7
-    assert told["of them of a sum"] >= 2
+    assert message["backward past the ReLU"] >= count * 0.7
+    assert message["of them of a sum"] >= 2
     assert apart < 1e-11
 
 

@@ -50,7 +50,7 @@ class Net(nn.Module):
         self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
         # An epsilon that keeps norms of norms from blowing rounding up.
         options: list[dict[str, Any]] = [{}, {"affine": False}, {"track_running_stats": False}, {}]
-        self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS, eps=0.1, **one) for one in options)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS, eps=0.1, **option) for option in options)
         self.norms[3].eval()
         self.register_buffer("seen", torch.zeros_like(X))
         self.gradients: list[torch.Tensor] = []
@@ -118,7 +118,7 @@ LINES: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "again": lambda net, x, y: checkpoint(net.residual, x, use_reentrant=False),
     "sigmoid": lambda net, x, y: torch.sigmoid(x),
     "view": lambda net, x, y: x.view(torch.float64),
-    "halves": lambda net, x, y: torch.cat([functional.relu(net.norms[0](one)) for one in x.split([2, 3])]),
+    "halves": lambda net, x, y: torch.cat([functional.relu(net.norms[0](value)) for value in x.split([2, 3])]),
     "part": lambda net, x, y: functional.pad(functional.relu(x[:3]), (0, 0, 0, 0, 0, 0, 0, 2)),
     "channels apart": lambda net, x, y: x.contiguous(),
     "leaf": lambda net, x, y: x.detach().requires_grad_(),
@@ -151,7 +151,7 @@ def left_behind(
     net: Net, program: list[tuple[str, int, int]], around_forward: list[Any], around_backward: list[Any]
 ) -> list[torch.Tensor] | type[Exception]:
     """The loss, all gradients and all buffers of two steps; or what PyTorch raises."""
-    found = []
+    results = []
     for _ in range(2):
         net.zero_grad()
         net.gradients = []
@@ -169,10 +169,10 @@ def left_behind(
                 loss.backward()
         except RuntimeError as error:
             return type(error)
-        seen = [one if one.grad_fn is None else one.grad for one in net.gradients]
-        found += [loss.detach(), *seen, *(one.grad for one in net.parameters()), *net.buffers()]
-        found = [one.clone() for one in found if one is not None]
-    return found
+        seen = [gradient if gradient.grad_fn is None else gradient.grad for gradient in net.gradients]
+        results += [loss.detach(), *seen, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
+        results = [result.clone() for result in results if result is not None]
+    return results
 
 
 def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
@@ -181,13 +181,13 @@ def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
     plain = left_behind(copy.deepcopy(net), program, [], [])
     norms = FusedNorms()
     beside = [SideLanes(NoLanes(), 2, most_held=2000)] if lanes else []
-    ours = left_behind(net, program, [BatchedCasts(), norms], [*beside, norms])
-    if isinstance(plain, type) or isinstance(ours, type):
-        assert plain is ours
+    result = left_behind(net, program, [BatchedCasts(), norms], [*beside, norms])
+    if isinstance(plain, type) or isinstance(result, type):
+        assert plain is result
         return
-    assert len(plain) == len(ours)
-    for one, other in zip(plain, ours, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-11, atol=1e-11, equal_nan=True)
+    assert len(plain) == len(result)
+    for value, other in zip(plain, result, strict=True):
+        torch.testing.assert_close(other, value, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # it may be detached since

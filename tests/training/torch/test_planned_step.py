@@ -51,8 +51,8 @@ def job() -> tuple[Any, Progress, Callable[[], None]]:
 def test_whoever_makes_a_step_it_is_the_same() -> None:
     """The real planner: whether its plan is used depends on the machine, what comes of the steps does not."""
     (eager, progress, step), (plain, _, plainly) = job(), job()
-    for one in (eager, plain):
-        one.optimizer.zero_grad()
+    for parameter in (eager, plain):
+        parameter.optimizer.zero_grad()
     made = PlannedStep(PlanOfParallel(step), step, progress)
     for run in (made, plainly):
         torch.manual_seed(1)
@@ -60,8 +60,8 @@ def test_whoever_makes_a_step_it_is_the_same() -> None:
             run()
     assert int(progress.position) == 80
     assert int(progress.step) == 20
-    for one, other in zip(eager.parameters, plain.parameters, strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(eager.parameters, plain.parameters, strict=True):
+        assert torch.equal(parameter, other)
     assert torch.equal(eager.metrics.sums, plain.metrics.sums)
 
 
@@ -79,7 +79,7 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although what is shown of a job changes while it runs."""
     planned = []
     plan = Parallel._plan
-    monkeypatch.setattr(Parallel, "_plan", lambda *given, **how: planned.append(1) or plan(*given, **how))
+    monkeypatch.setattr(Parallel, "_plan", lambda *arguments, **how: planned.append(1) or plan(*arguments, **how))
     eager, progress, step = job()
     made = PlannedStep(PlanOfParallel(step), step, progress)
     for _ in range(20):

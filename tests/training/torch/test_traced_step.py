@@ -50,18 +50,20 @@ def compared(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> list[
     other = copy.deepcopy(net)
     plain, step = step_of(net, loss), step_of(other, loss)
     trace, done = rewrite(planning.trace(step, planning.call((), {}), guarded=False))
-    made = schedule_of(trace, (CPU,), lanes=True, held=1 << 12)
-    replayed = planning.synchronous_run(trace, planning.plan_of(made))
+    planned = schedule_of(trace, (CPU,), lanes=True, held=1 << 12)
+    replayed = planning.synchronous_run(trace, planning.plan_of(planned))
     together = planning.together(trace)
     for _ in range(STEPS):
         plain()
         together(replayed.replay([]))
-    for (name, one), ours in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, one, rtol=1e-10, atol=1e-11, msg=lambda why, name=name: f"{name}: {why}")
-    for one, ours in zip(net.parameters(), other.parameters(), strict=True):
-        assert (one.grad is None) == (ours.grad is None)
-        if one.grad is not None:
-            torch.testing.assert_close(ours.grad, one.grad, rtol=1e-9, atol=1e-11)
+    for (name, parameter), value in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(
+            value, parameter, rtol=1e-10, atol=1e-11, msg=lambda why, name=name: f"{name}: {why}"
+        )
+    for parameter, value in zip(net.parameters(), other.parameters(), strict=True):
+        assert (parameter.grad is None) == (value.grad is None)
+        if parameter.grad is not None:
+            torch.testing.assert_close(value.grad, parameter.grad, rtol=1e-9, atol=1e-11)
     return done
 
 
@@ -155,8 +157,8 @@ def test_a_plan_with_other_bits_is_not_used() -> None:
     made = TracedStep(step, captured, CPU, lanes=True, held=0, executor=in_this_thread)
     plain()
     made()
-    for one, ours in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, one, rtol=1e-10, atol=1e-11)
+    for value, ours in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, value, rtol=1e-10, atol=1e-11)
     if made.why_not() is None:  # the kernels of a CPU may give the same bits
         made.replay()
     else:
@@ -169,7 +171,7 @@ def test_a_plan_with_the_same_bits_is_used() -> None:
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     other = copy.deepcopy(net)
     x = torch.rand(6, 5, dtype=torch.float64)
-    plain, step = (step_of(one, lambda net: functional.cross_entropy(net(x), Y)) for one in (net, other))
+    plain, step = (step_of(value, lambda net: functional.cross_entropy(net(x), Y)) for value in (net, other))
     captured = Captured(step)
     made = TracedStep(step, captured, CPU, lanes=True, held=0, executor=in_this_thread)
     plain(), plain()
@@ -177,6 +179,6 @@ def test_a_plan_with_the_same_bits_is_used() -> None:
     made.replay()
     assert (made.why_not(), captured.calls) == (None, 1)
     assert "lanes" in made.explain()
-    for one, ours in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, ours)
-        assert torch.equal(one.grad, ours.grad)  # type: ignore[arg-type]
+    for parameter, ours in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, ours)
+        assert torch.equal(parameter.grad, ours.grad)  # type: ignore[arg-type]
