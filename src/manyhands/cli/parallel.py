@@ -1,4 +1,4 @@
-"""``manyhands parallel``: run a function of a script in parallel, and say how that goes."""
+"""``manyhands parallel``: run a function of a script in parallel, and explain the plan."""
 
 from __future__ import annotations
 

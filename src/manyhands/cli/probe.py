@@ -1,4 +1,4 @@
-"""Asks one framework for its devices, in a process of its own.
+"""Asks one framework for its devices, in a separate process.
 
 Frameworks take what they find when they start (JAX most of a GPU's memory, TensorFlow all of it), fight
 over one process, and may crash or hang on a broken driver. So the table of ``manyhands devices`` asks each in

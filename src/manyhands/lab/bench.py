@@ -1,4 +1,4 @@
-"""What an experiment works with: devices, tensors, trials in turns, and the check that comes before them."""
+"""The tools of an experiment: devices, tensors, alternating trials, and the check of results before them."""
 
 from __future__ import annotations
 

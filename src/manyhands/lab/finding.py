@@ -1,4 +1,4 @@
-"""What an experiment gives: tables, plots, and the sentence that its figures support. Plain data, no framework."""
+"""The outcome of an experiment: tables, plots, and the sentence that its figures support. Plain data, no framework."""
 
 from __future__ import annotations
 

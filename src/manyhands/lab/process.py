@@ -1,4 +1,4 @@
-"""Runs one experiment in a process of its own.
+"""Runs one experiment in a separate process.
 
 Virtual devices and numbers of threads are settled when a framework starts, one framework takes all of a GPU's memory,
 and a crash must not take the other experiments with it. What the child says goes through a pipe, one JSON object per

@@ -1,4 +1,4 @@
-"""What is known of an experiment when it has ended, however it ended; and the report of all of them as data."""
+"""The result of an experiment, whether it finished or failed; and the report of all of them as data."""
 
 from __future__ import annotations
 

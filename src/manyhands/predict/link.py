@@ -1,4 +1,4 @@
-"""What is between devices: how fast an all-reduce goes over it.
+"""The link between devices: how fast an all-reduce over it is.
 
 A link has a *bus bandwidth* in the sense of nccl-tests: an all-reduce of S bytes over n devices moves 2 (n-1)/n S
 bytes over every device's link, whatever n is. It may depend on the number of devices: four GPUs of a DGX-1 reach each

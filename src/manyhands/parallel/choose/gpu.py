@@ -1,4 +1,4 @@
-"""Chooses how to run a traced function on GPUs: as written, or on one or more lanes, as a CUDA graph or issued anew.
+"""Chooses how to run a traced function on GPUs: as written, or on one or more lanes, as a CUDA graph or as streams.
 
 Schedules that the simulation predicts to be fast are checked, run, compared with plain execution and timed. The fastest
 correct one is kept. Plain execution is always a candidate.

@@ -1,4 +1,4 @@
-"""``Callback``: code of the user's own that is called at certain moments of a training.
+"""``Callback``: the user's code that is called at certain events of a training.
 
 ::
 

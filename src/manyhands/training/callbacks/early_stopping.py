@@ -1,4 +1,4 @@
-"""``EarlyStopping``: end a training that does not get better any more."""
+"""``EarlyStopping``: stop a training that no longer improves."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Run folders and checkpoints: complete on disk, or not there."""
+"""Run folders and checkpoints: complete on disk, or absent."""

@@ -1,4 +1,4 @@
-"""Writing a job's checkpoint, and going on from one: the part that is the same in every framework."""
+"""Saves a job's checkpoint, and resumes from one: the part that is the same in every framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there.
+"""The store of checkpoints: each is complete on disk, or absent.
 
 A checkpoint is a folder ``step-00000123`` with ``state.json`` and one ``<name>.safetensors`` per blob.
 It is written under another name, synced, and renamed; only then are older ones deleted. So a kill at

@@ -1,4 +1,4 @@
-"""What an option that does not exist was meant to be, and where it is given.
+"""Suggests the option that a misspelt or misplaced one was meant to be.
 
 Other trainers call the same things by other names, and some options belong to a topic: ``Trainer(accumulate=4)`` is an
 error that says ``Trainer(step=mh.Step(accumulate=4))``.

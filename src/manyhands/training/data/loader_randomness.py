@@ -1,4 +1,4 @@
-"""Random numbers that a loader draws on the host: its own, so that they can be drawn again.
+"""Random numbers that a loader draws on the host: seeded separately, so that they can be repeated.
 
 A loader that shuffles by itself draws from the random numbers of the whole program. Here NumPy's and Python's are
 seeded while it works, and put back after each batch: an epoch that is iterated again has the same

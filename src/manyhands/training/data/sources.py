@@ -1,4 +1,4 @@
-"""Where samples come from in JAX, TensorFlow and MXNet: arrays of NumPy's, or a loader with an order of its own.
+"""Where samples come from in JAX, TensorFlow and MXNet: NumPy arrays, or a loader with its own order.
 
 PyTorch has datasets and loaders of its own, and sources for them: :mod:`manyhands.training.torch.data.sources`.
 """

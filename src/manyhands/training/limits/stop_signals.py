@@ -1,4 +1,4 @@
-"""Being stopped from outside: a signal ends a job after the step that it is in, with a checkpoint.
+"""Stop signals (SIGTERM, Ctrl-C): a signal ends a job after its current step, with a checkpoint.
 
 ``SIGTERM`` (a scheduler, ``docker stop``), ``SIGUSR1`` (SLURM's ``--signal=USR1@120``) and ``SIGINT`` (Ctrl-C) are
 noted while ``fit`` runs in the main thread; the loop looks at the note between two steps. A second Ctrl-C stops at

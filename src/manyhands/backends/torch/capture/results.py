@@ -1,4 +1,4 @@
-"""Results that are dataclasses, shapes, or losses after their backward pass: they are built anew at every call.
+"""Results that are dataclasses, shapes, or losses after their backward pass: they are rebuilt at every call.
 
 PyTorch's pytrees end at a dataclass, and turn a ``torch.Size`` into a tuple. So where a function returns a dataclass,
 it is replaced, during tracing, by its parts, which are a node of the tree. From that node a dataclass is built again,

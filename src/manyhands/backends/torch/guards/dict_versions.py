@@ -1,4 +1,4 @@
-"""Which of many dicts have changed since they were last looked at: thousands are asked in some microseconds.
+"""Detects which of many dicts have changed since the last check: thousands in a few microseconds.
 
 CPython gives a dict a new version at every change, and keeps it in the dict (PEP 509). The parameters, hooks and
 settings of a net of 350 modules are in some 2,800 dicts. NumPy reads their versions from memory as one array, instead

@@ -1,4 +1,4 @@
-"""Facts about what a function takes from outside, and how it is asked whether they still hold.
+"""Facts about the state that a function reads from outside, and the check whether they still hold.
 
 Most facts are about entries of dicts: the parameters, hooks and settings of modules, a function's globals. They are
 asked again where the dict has changed (:mod:`.dict_versions`). Where tensors lie is asked of all of them in one call.

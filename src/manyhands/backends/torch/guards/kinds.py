@@ -1,4 +1,4 @@
-"""Of what kind a value is that a function reaches: whose code it is, how to see whether its content has changed."""
+"""Classifies the values that a function reaches: whose code it is, and how to detect that its content changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places where a function may leave something that was not there: globals, classes, closures, slots, tensors, caches.
+"""Places where a function may leave new objects: globals, classes, closures, slots, tensors, caches.
 
 What a function finds outside itself is written down as facts (:mod:`.state`). What it makes there is not among
 them: ``global last; last = x.sum()`` where there was no ``last``, ``w.buffer = x * 2`` where the tensor had no such

@@ -1,4 +1,4 @@
-"""What a function takes from outside its arguments, watched: closures, globals, modules, optimizers.
+"""Watches the state that a function reads outside its arguments: closures, globals, modules, optimizers.
 
 A trace holds for the tensors, numbers and flags that the function found there. Before tracing all of that is written
 down as facts: this closure's ``net`` is that module, it is in training mode, its ``weight`` is that tensor at that

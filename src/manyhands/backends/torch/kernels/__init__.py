@@ -1,1 +1,1 @@
-"""CUDA kernels of our own, and the compiler that they need."""
+"""Our own CUDA kernels, and the compiler that they need."""

@@ -1,4 +1,4 @@
-"""Batch normalisation together with the addition and the ReLU behind it, as operations of PyTorch of our own.
+"""BatchNorm fused with the addition and the ReLU that follow it, as our own PyTorch operations.
 
 PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels, each of which reads the whole layer and three of which
 write it: statistics, normalisation, addition, ReLU; and as three more backward. The GPU computes next to nothing in

@@ -1,4 +1,4 @@
-"""The operations of :mod:`.batch_norm` made of PyTorch's, slowly: for CPUs, and for tests to compare with.
+"""The operations of :mod:`.batch_norm`, written slowly with PyTorch's operations: for CPUs and for tests.
 
 Each has the parameters of the operation that it implements.
 """

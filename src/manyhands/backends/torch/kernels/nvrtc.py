@@ -1,4 +1,4 @@
-"""Kernels of our own: CUDA source, compiled by NVRTC when it is first needed, and launched on PyTorch's streams.
+"""Our own kernels: CUDA source, compiled by NVRTC when it is first needed, and launched on PyTorch's streams.
 
 NVRTC comes with every build of PyTorch for NVIDIA GPUs, and compiles a file of kernels when a job starts. It needs no
 toolkit, no C++ compiler and no headers; so the sources include none.

@@ -1,4 +1,4 @@
-"""What passes share: a graph to rewrite, and what happens to memory between two of its operations.
+"""Helpers of all passes: a graph to rewrite, and what happens to memory between two of its operations.
 
 A pass takes a :class:`Trace` and returns a better one. It matches patterns of operations, so it has to know that
 nothing comes between them: a value that is used later than before must not be written to meanwhile.

@@ -1,4 +1,4 @@
-"""The cost of an operation in PyTorch: measured with made-up numbers, or estimated by a roofline.
+"""The cost of an operation in PyTorch: measured with substitute numbers, or estimated by a roofline.
 
 On a CPU an operation is timed with one thread, as a lane calls it. On a GPU it is timed as a CUDA graph of several
 copies, first one after the other and then side by side: the difference shows how much of the chip one copy fills.

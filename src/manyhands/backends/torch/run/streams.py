@@ -1,4 +1,4 @@
-"""Runs the code of lanes on CUDA streams, issued anew at every call; and says why a trace cannot be one CUDA graph.
+"""Runs the code of lanes on CUDA streams, issued again at every call; and says why a trace cannot be one CUDA graph.
 
 A CUDA graph (:mod:`.cuda_graph`) needs no time of the host, but its memory is always the same. Issuing anew costs the
 host some microseconds per operation, and gives new results: better where much is copied to the host, and the only way

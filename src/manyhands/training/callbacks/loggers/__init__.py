@@ -1,1 +1,1 @@
-"""Loggers: callbacks that write figures somewhere, in a thread of their own."""
+"""Loggers: callbacks that write figures somewhere, in a separate thread."""

@@ -1,4 +1,4 @@
-"""Work that is done by a thread of its own: who hands it over does not wait for a disk or a network.
+"""A background thread that writes: the training does not wait for a disk or a network.
 
 Work is done in order. The disk may refuse (it is full): that is a warning, and the training goes on. Any other error is
 raised where the next work is handed over.

@@ -1,4 +1,4 @@
-"""``Logger``: the callback that writes figures somewhere. Derive from it for a place of your own."""
+"""``Logger``: the callback that writes figures somewhere. Derive from it for another destination."""
 
 from __future__ import annotations
 

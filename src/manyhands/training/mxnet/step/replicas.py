@@ -1,4 +1,4 @@
-"""A model with a replica on each device: there, and home again.
+"""A model with a replica on each device, and its way back to the caller's model.
 
 Gluon keeps a copy of every parameter on each device that it was initialised on. Its own ``reset_ctx`` makes one copy of
 several by taking their mean, which rounds (three equal numbers of float32 need not have themselves as their mean): so

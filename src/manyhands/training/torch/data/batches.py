@@ -1,4 +1,4 @@
-"""A batch as the user's loader gives it: as a rule a tuple of tensors, but a dict or a dataclass is as good."""
+"""A batch as the user's loader gives it: usually a tuple of tensors, also a dict or a dataclass."""
 
 from __future__ import annotations
 

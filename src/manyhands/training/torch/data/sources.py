@@ -1,4 +1,4 @@
-"""Where samples come from: arrays in memory, a dataset, or a loader with an order of its own.
+"""Where samples come from: arrays in memory, a dataset, or a loader with its own order.
 
 A source gives a rank its shards, batch by batch. ``Arrays`` can live on the device as a whole; a batch is then a
 gather there and the host has nothing to do. ``Samples`` are fetched from a dataset by number, with the worker

@@ -1,4 +1,4 @@
-"""Measures the link between this machine's devices: all-reduces in processes of their own, as ranks make them.
+"""Measures the link between this machine's devices: all-reduces between processes, as ranks make them.
 
 ``python -m manyhands.training.torch.predict.measured_link FOLDER RANK SIZE KIND`` is one of these processes; the first
 writes what it saw. A small sum gives the latency of a hop, one of a bucket's size the bandwidth; each for two ranks and

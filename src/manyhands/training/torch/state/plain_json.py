@@ -1,4 +1,4 @@
-"""Python values as JSON, with their tensors beside it; only kinds that need no code of a file's to be made again.
+"""Python values as JSON, with their tensors beside it; only types that can be rebuilt without running code from a file.
 
 Numbers, texts and None are themselves. Everything else is an object with one entry, its kind::
 

@@ -1,4 +1,4 @@
-"""The random numbers of a process: PyTorch's, NumPy's and Python's, seeded, kept and put back together."""
+"""The random numbers of a process: PyTorch's, NumPy's and Python's, seeded, saved and restored together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker process: waits for jobs, does its rank of each, and says how it goes.
+"""A worker process: waits for jobs, runs its rank of each, and reports the progress.
 
 Started by :mod:`.pool`: forked from a process that has loaded PyTorch (:mod:`.fork_server`), or for a GPU as
 ``python -m manyhands.training.torch.workers.worker ADDRESS RANK``. It does not import the caller's main module, so

@@ -1,1 +1,1 @@
-"""Weight gradients beside the backward pass, on lanes of their own."""
+"""Weight gradients beside the backward pass, on separate lanes."""

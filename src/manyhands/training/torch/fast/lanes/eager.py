@@ -1,4 +1,4 @@
-"""Weight gradients beside the backward pass: on lanes of their own, joined before they are read.
+"""Weight gradients beside the backward pass: on separate lanes, joined before they are read.
 
 A backward pass is a chain: each layer needs the gradient of the layer behind it. Nothing in the chain needs the
 gradients of the weights, but PyTorch issues all on one stream. Here a dispatch mode is active during the backward pass.
