@@ -109,8 +109,8 @@ TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
     ),
     (
         lambda mh, model: mh.Trainer(1, quiet=True).fit(model, X),
-        "BadBatch: a batch (inputs, target) is needed, and this one has only one part: give both, or a model with a "
-        "training_step(batch) of its own",
+        "BadBatch: a batch (inputs, target) is needed, and this one has only one part: give both, or a model with "
+        "its own training_step(batch)",
     ),
     (
         lambda mh, model: mh.Trainer(1, quiet=True).fit(model, (X, Y[:5])),

@@ -221,7 +221,7 @@ def test_two_schedules() -> None:
 
 
 def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(BadSettings, match="not of this model"):
+    with pytest.raises(BadSettings, match="parameters of another model"):
         fit(mlp(), vectors(), optimizer=gluon.Trainer(mlp().collect_params(), "sgd"))
 
 

@@ -273,7 +273,7 @@ def test_a_moment_of_another_library_is_refused() -> None:
     class Own(Callback):
         def on_epoch_end(self, *_: Any) -> None: ...
 
-    with pytest.raises(BadSettings, match=r"on_train_epoch_end is no moment.*Did you mean on_epoch_end\?"):
+    with pytest.raises(BadSettings, match=r"on_train_epoch_end is not an event.*Did you mean on_epoch_end\?"):
         checked("callbacks", [Lightning()], Callback)
     assert len(checked("callbacks", [Own(), EarlyStopping("val_loss")], Callback)) == 2
 

@@ -87,7 +87,7 @@ def test_names_are_those_of_a_list() -> None:
     assert meant(Device("gpu", 1)).devices == [Device("gpu", 1)]
     with pytest.raises(NoSuchDevice, match="devices='gpu:1': there is no gpu:1 here"):
         meant("gpu:1", gpus=1)
-    with pytest.raises(DuplicateDevices, match=r"devices='cpu,cpu': cpu stands there more than once\..* cpu:2"):
+    with pytest.raises(DuplicateDevices, match=r"devices='cpu,cpu': cpu appears more than once\..* cpu:2"):
         meant("cpu,cpu")
 
 

@@ -155,7 +155,7 @@ def refuse(tmp_path: Path, name: str, content: bytes, *words: str) -> None:
         (lambda good: gzip.compress(good)[:-8] + b"12345678", "gzip data is damaged"),
         (lambda good: gzip.compress(good)[:12] + b"\xff" * 40, "gzip data is damaged"),
         (lambda good: gzip.compress(good) + b"rest", "gzip data is damaged"),
-        (lambda good: gzip.compress(good) + gzip.compress(b"more"), "goes on after"),
+        (lambda good: gzip.compress(good) + gzip.compress(b"more"), "continues after"),
         (lambda good: gzip.compress(good[:-1]), "cut short"),
     ],
 )

@@ -203,7 +203,7 @@ def test_silly_settings(options: dict[str, Any]) -> None:
 
 
 def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(BadSettings, match="not of this model"):
+    with pytest.raises(BadSettings, match="parameters of another model"):
         fit(mlp(), vectors(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1))
 
 

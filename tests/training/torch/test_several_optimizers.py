@@ -167,7 +167,7 @@ def test_what_cannot_be() -> None:
         fit_gan(GAN(), data(), 1, step=Step(on_nan="continue"))
     model = GAN()
     model.configure_optimizers = lambda: [torch.optim.SGD(model.parameters(), 0.1)] * 2  # type: ignore[method-assign]
-    with pytest.raises(BadSettings, match="optimizer 1 of configure_optimizers has parameters that another one has"):
+    with pytest.raises(BadSettings, match="optimizer 1 of configure_optimizers shares parameters with another one"):
         fit_gan(model, data(), 1)
     model.configure_optimizers = lambda: [mlp()]  # type: ignore[method-assign]
     with pytest.raises(BadSettings, match="gave a Sequential among its optimizers: give a list of optimizers, or a di"):

@@ -69,7 +69,7 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
         model_parameters = set(map(id, trained))
         trained = list(optimizer._params)
         if any(id(parameter) not in model_parameters for parameter in trained):
-            raise BadSettings("the optimizer has parameters of another model: make it from this model's parameters")
+            raise BadSettings("the optimizer has parameters of another model: make it with this model's parameters")
         # Its own steps divide by the number of samples; here the loss has been divided already.
         optimizer, scale = optimizer.optimizer, optimizer._scale
     if not isinstance(optimizer, Optimizer):

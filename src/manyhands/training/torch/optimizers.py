@@ -40,7 +40,7 @@ def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.O
     if isinstance(optimizer, torch.optim.Optimizer):
         of_model = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in of_model for group in optimizer.param_groups for parameter in group["params"]):
-            raise BadSettings("the optimizer has parameters that are not of this model: make it of model.parameters()")
+            raise BadSettings("the optimizer has parameters of another model: make it with model.parameters()")
         return optimizer
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
         return _Configured()
