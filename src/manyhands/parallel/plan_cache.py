@@ -95,7 +95,7 @@ class Plans(Generic[Plan]):
 
     def replace(self, plan: Plan, other: Plan) -> None:
         """Another plan for the calls of one."""
-        for variants in self._kept.values():
+        for variants in self._plans.values():
             variants[:] = [other if variant is plan else variant for variant in variants]
 
     def keep(self, signature: Hashable, plan: Plan) -> None:

@@ -87,8 +87,8 @@ _TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval
 
 def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
     """Flax's modules, where a task calls a transform of Flax: it empties them and fills them again."""
-    modules = [one for one in objects if isinstance(one, _nnx_classes()[:1])]
-    if not modules or not (words & _TRANSFORMS or any(_is_transform(one) for one in objects)):
+    modules = [value for value in objects if isinstance(value, _nnx_classes()[:1])]
+    if not modules or not (words & _TRANSFORMS or any(_is_transform(value) for value in objects)):
         return []
     return modules
 

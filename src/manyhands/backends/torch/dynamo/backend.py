@@ -109,11 +109,11 @@ class _Places:
 
     def __init__(self) -> None:
         self.fixed: set[int] = set()  # of parameters and buffers, as the forward graph last saw them
-        self.kept: set[int] = set()  # of the forward graph's results that the backward graph reads
+        self.saved: set[int] = set()  # of the forward graph's results that the backward graph reads
         self.are_known = False  # whether the forward graph has been planned
 
     def __contains__(self, place: int) -> bool:
-        return place in self.fixed or place in self.kept
+        return place in self.fixed or place in self.saved
 
 
 class _PlannedGraph:
@@ -138,35 +138,35 @@ class _PlannedGraph:
         arguments = [node for node in nodes if node.op == "placeholder"]
         of_arguments = {memory for node in arguments for memory in _memories(node)}
         self._whole, self._places = module, places
-        self._own = [number for number, value in enumerate(outputs) if _is_own(value, of_arguments)]
+        self._computed = [number for number, value in enumerate(outputs) if _is_computed(value, of_arguments)]
         number_of = {node: number for number, node in enumerate(arguments)}
         # Which argument each of the other results is; those that are none have to be made of them.
         same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
-        left = {*range(len(outputs))} - {*self._own} - {number for number, _ in same}
+        left = {*range(len(outputs))} - {*self._computed} - {number for number, _ in same}
         self._others = sorted(number for number in left if not _is_nothing(outputs[number]))
-        self._rest = _part(module, [outputs[number] for number in self._others])
+        self._make_views = _part(module, [outputs[number] for number in self._others])
         # Of nothing, all arguments and the planned results: which of these each result is.
         sources = [0] * len(outputs)
-        for at, number in enumerate(self._own):
+        for at, number in enumerate(self._computed):
             sources[number] = 1 + len(arguments) + at
         for number, argument in same:
             sources[number] = 1 + argument
         self._pick = _picker(sources)
-        self._is_nothing_planned = not self._own and not any(map(_has_effect, nodes))
+        self._is_nothing_planned = not self._computed and not any(map(_has_effect, nodes))
         self._is_backward = is_backward
         if not is_backward:
             places.are_known = self._is_nothing_planned
-        function = _part(module, [outputs[number] for number in self._own], with_effects=True)
+        function = _part(module, [outputs[number] for number in self._computed], with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
-        kept_from = len(outputs) if forward is None else forward.results
-        self._kept = [at for at, number in enumerate(self._own) if number >= kept_from]
+        saved_from = len(outputs) if forward is None else forward.results
+        self._saved = [at for at, number in enumerate(self._computed) if number >= saved_from]
         written_back = 0 if forward is None else forward.written_back
-        self._callers = [at for at, number in enumerate(self._own) if written_back <= number < kept_from]
-        self._plan = make(function, bool(self._kept))
+        self._callers = [at for at, number in enumerate(self._computed) if written_back <= number < saved_from]
+        self._plan = make(function, bool(self._saved))
         self._bound: list[_Bound] = []
         # Alive while somebody holds the kept results of the last call.
         self._holder: weakref.ref[torch.Tensor] | None = None
-        self._alone = threading.Lock() if self._kept else nullcontext()
+        self._alone = threading.Lock() if self._saved else nullcontext()
 
     def __call__(self, *arguments: Any) -> Any:
         # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
@@ -189,7 +189,7 @@ class _PlannedGraph:
             planned_results = self._own_results(bound, bound.plan, arguments)
         results = list(self._pick((None, *arguments, *planned_results)))
         if self._others:
-            for number, value in zip(self._others, self._rest(*arguments), strict=True):
+            for number, value in zip(self._others, self._make_views(*arguments), strict=True):
                 results[number] = value
         return results
 
@@ -199,16 +199,16 @@ class _PlannedGraph:
             tensors = [value for value in plain_arguments if isinstance(value, torch.Tensor)]
             return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
         # Kept results stay in the graph's memory: the backward pass reads them there.
-        with only_tried() if self._kept else nullcontext():
+        with only_tried() if self._saved else nullcontext():
             results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
-        if not self._kept:
+        if not self._saved:
             return results
         for at in self._callers:
             results[at] = results[at].clone()
-        if not bound.kept:  # the same at every replay
-            bound.kept = {_place(results[at]) for at in self._kept}
-            self._places.kept = set().union(*(known.kept for known in (bound, *self._bound)))
-        first = self._kept[0]
+        if not bound.saved:  # the same at every replay
+            bound.saved = {_place(results[at]) for at in self._saved}
+            self._places.saved = set().union(*(known.saved for known in (bound, *self._bound)))
+        first = self._saved[0]
         results[first] = results[first].detach()  # a new object at every call, alive as long as somebody needs it
         self._holder = weakref.ref(results[first])
         return results
@@ -245,19 +245,19 @@ class _Bound:
         later = None if plan is None else plan.later
         self._due: int = 0 if later is None else later[0]
         self.planner: Planner | None = None if later is None else later[1]
-        self.kept: set[int] = set()  # the memories of kept results, once they are there
+        self.saved: set[int] = set()  # the memories of kept results, once they are there
         self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
         first: dict[int, int] = {}
         numbers = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
         # A result that the forward pass keeps twice is one tensor, and PyTorch's guards want each only once.
-        self._again = [(n, at) for n in numbers if (at := first.setdefault(id(arguments[n]), n)) != n]
+        self._repeated = [(n, at) for n in numbers if (at := first.setdefault(id(arguments[n]), n)) != n]
         self._is_plain = len(first) == len(arguments)
         held = {*in_place} if plan is not None and plan.in_graph else set[int]()
         asked = [number for number in first.values() if number not in held]
         self._asked = _picker(asked)
         guards: Callable[..., bool] = tensor_guards([arguments[number] for number in asked]) if asked else lambda: True
-        self._alike = guards
-        self._lie_there = compat.lie_at({number: arguments[number].data_ptr() for number in in_place})
+        self._same_forms = guards
+        self._same_addresses = compat.arguments_lie_at({number: arguments[number].data_ptr() for number in in_place})
         # For a run: where each tensor lies, and which of them may lie elsewhere at the next call.
         self._tensors = numbers
         self._addresses = [arguments[number].data_ptr() for number in numbers]
@@ -272,9 +272,9 @@ class _Bound:
         if not self._is_plain:
             if any(arguments[number] != value for number, value in self._others):
                 return False
-            if any(arguments[number] is not arguments[first] for number, first in self._again):
+            if any(arguments[number] is not arguments[first] for number, first in self._repeated):
                 return False
-        return self._alike(*self._asked(arguments)) and self._lie_there(arguments)
+        return self._same_forms(*self._asked(arguments)) and self._same_addresses(arguments)
 
     def tensors_of(self, arguments: tuple[Any, ...]) -> AddressedTensors:
         """The tensors for a run, of arguments that fit, and where they lie."""
@@ -307,7 +307,7 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is_own(value: Any, of_arguments: set[int]) -> bool:
+def _is_computed(value: Any, of_arguments: set[int]) -> bool:
     """Whether a result is a tensor in memory of its own."""
     if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return False
@@ -365,13 +365,13 @@ def _copies_together(module: GraphModule) -> list[dict[Node, None]]:
     for node in module.graph.nodes:
         if not _writes(node) or node.users or len(node.args) != 2 or node.kwargs:
             continue
-        target, source = (one.meta.get("val") if isinstance(one, Node) else None for one in node.args)
+        target, source = (argument.meta.get("val") if isinstance(argument, Node) else None for argument in node.args)
         if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
             continue
         form = target.shape, target.dtype, target.device
-        alike = form == (source.shape, source.dtype, source.device) and node.args[0] in arguments
+        same_form = form == (source.shape, source.dtype, source.device) and node.args[0] in arguments
         if (
-            alike
+            same_form
             and not _memories(node.args[1]) & of_arguments
             and all(written[memory] == 1 for memory in _memories(node.args[0]))
         ):
