@@ -44,7 +44,7 @@ def arguments(number: int, offset: int = 0) -> list[Any]:
 
 def copies_of(forced: Forced) -> tuple[bool, bool]:
     """Whether the graph copies its arguments, and its results, itself."""
-    captured = forced.made[1]._own
+    captured = forced.made[1]._copying
     return captured.copies_in is not None, captured.copies_out is not None
 
 

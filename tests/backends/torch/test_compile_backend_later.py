@@ -167,7 +167,7 @@ def test_regions_are_compiled_with_the_arguments_of_a_later_call(monkeypatch: py
         torch.testing.assert_close(fast(x), (x @ x).sin())
         assert not seen or number >= 2
     assert seen == [True]
-    plans = [plan for plans in made[0]._plans._kept.values() for plan in plans]
+    plans = [plan for plans in made[0]._plans._plans.values() for plan in plans]
     assert [plan.way.lanes for plan in plans] == ["regions"]
     assert plans[0].holds()
 

@@ -247,7 +247,7 @@ def test_results_that_are_handed_on_take_only_the_operations_that_they_need() ->
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
         own = dynamo._PlannedGraph(graph, lambda function, reuse: lambda arguments: None, dynamo._Places(), None)
-        counted.extend(str(node.target) for node in own._rest.graph.nodes if node.op == "call_function")
+        counted.extend(str(node.target) for node in own._make_views.graph.nodes if node.op == "call_function")
         return torch._functorch._aot_autograd.utils.make_boxed_func(graph)
 
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=record)

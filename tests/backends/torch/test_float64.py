@@ -345,6 +345,6 @@ def test_infinities_have_to_be_in_the_same_places() -> None:
     inf, nan = float("inf"), float("nan")
     plain, exact = torch.tensor([1.0, inf, nan]), torch.tensor([1.0, 1e300, nan], dtype=torch.float64)
     (same,) = float64.distances([plain.clone()], [plain], [exact], 0.0)
-    assert (same.ours, same.plain) == (0.0, 0.0)
+    assert (same.planned, same.plain) == (0.0, 0.0)
     for other in ([1.0, -inf, nan], [1.0, inf, 2.0], [1.0, nan, inf], [nan, inf, nan]):
         assert not float64.verdict([torch.tensor(other)], [plain], [exact], 0.0).accepted
