@@ -164,7 +164,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
         return [*values, *(gradient for _, gradient in left if gradient is not None)]
 
     try:
-        with _fake_mode(arguments), compat.lazy_graph_modules():
+        with _fake_mode(arguments) as mode, compat.lazy_graph_modules(), compat.quick_constants(mode):
             module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
     except CannotTrace:
         raise

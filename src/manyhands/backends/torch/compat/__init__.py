@@ -54,7 +54,12 @@ from manyhands.backends.torch.compat.dynamo import (
     skip_code,
     stack_of,
 )
-from manyhands.backends.torch.compat.fake_tensors import RememberingFakeMode, graph_module, lazy_graph_modules
+from manyhands.backends.torch.compat.fake_tensors import (
+    RememberingFakeMode,
+    graph_module,
+    lazy_graph_modules,
+    quick_constants,
+)
 from manyhands.backends.torch.compat.guards_by_dynamo import compile_whole, dynamo_check, dynamo_enabled
 from manyhands.backends.torch.compat.tensor_places import addresses_are, equal_addresses
 

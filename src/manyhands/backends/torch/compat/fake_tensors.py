@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+import math
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
+
+from manyhands.backends.torch.compat.dynamo import replaced
+
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 
 class RememberingFakeMode(FakeTensorMode):
@@ -17,6 +24,10 @@ class RememberingFakeMode(FakeTensorMode):
     PyTorch remembers what an operation gives for fake tensors of certain forms, but does not look there when one of
     them is real, and works it out again for every layer. So real ones are made fake before it looks: a moment later
     they would be anyway.
+
+    Nor does it remember operations that write to their first argument and give that back, as an optimizer calls them
+    for every weight. Here they are, once PyTorch has accepted one for arguments of the same forms. And batch
+    normalisation, which PyTorch takes apart into thirty operations, is known by the form of its input.
     """
 
     def __init__(self) -> None:
@@ -28,19 +39,94 @@ class RememberingFakeMode(FakeTensorMode):
             super().__init__(
                 allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
             )
+        self._accepted: set[Hashable] = set()  # writes to the first argument that PyTorch has worked out once
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kinds = _kinds((*args, *(kwargs or {}).values()))
         # Of real ones alone PyTorch may know the numbers; and what changes a form is not for real ones.
         if FakeTensor in kinds and kinds & _REAL and torch.Tag.inplace_view not in func.tags:
             args, kwargs = tree_map(self._as_fake, (args, kwargs))
-        return super().dispatch(func, types, args, kwargs)
+        if func is _BATCH_NORM and not kwargs and _is_simple_norm(args):
+            return self._batch_norm(args[0], args[5])
+        key = self._write_key(func, args, kwargs or {})
+        if key is None:
+            return super().dispatch(func, types, args, kwargs)
+        if key in self._accepted:
+            return args[0]
+        result = super().dispatch(func, types, args, kwargs)
+        if result is args[0] and self._write_key(func, args, kwargs or {}) == key:
+            self._accepted.add(key)
+        return result
 
     def _as_fake(self, value: Any) -> Any:
         return self.fake_tensor_converter.from_real_tensor(self, value) if type(value) in _REAL else value
 
+    def _write_key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
+        """What a write to the first argument depends on; None for other operations, and where numbers are known."""
+        if not args or type(args[0]) is not FakeTensor or not _gives_first_argument_back(func):
+            return None
+        key: list[Hashable] = [func, *kwargs]
+        memories = set()
+        for value in (*args, *kwargs.values()):
+            if type(value) is FakeTensor and value.fake_mode is self and value.constant is None:
+                key.append((value.shape, value.stride(), value.dtype, value.fake_device))
+                memory = value.untyped_storage()._cdata
+                if memory in memories:  # PyTorch refuses some of those
+                    return None
+                memories.add(memory)
+            elif type(value) in (int, float, bool, str, type(None)):
+                key.append((type(value), value))
+            else:
+                return None
+        return tuple(key)
+
+    def _batch_norm(self, given: FakeTensor, training: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count = given.shape[1] if training or given.fake_device.type != "cpu" else 0
+        form = given.dtype, given.fake_device
+        return (
+            self.fake(given.shape, given.stride(), *form),
+            self.fake((count,), (1,), *form),
+            self.fake((count,), (1,), *form),
+        )
+
+    def fake(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():  # no operation of the trace
+            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
 
 _REAL = {torch.Tensor, torch.nn.Parameter}
+
+
+@functools.cache
+def _gives_first_argument_back(func: Any) -> bool:
+    """Whether an operation writes to its first argument and to nothing else, leaves its form, and gives it back."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable or len(schema.returns) != 1 or torch.Tag.inplace_view in func.tags:
+        return False
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    returned = schema.returns[0].alias_info
+    return written[0] and not any(written[1:]) and returned is not None and returned.is_write
+
+
+def _is_simple_norm(args: Sequence[Any]) -> bool:
+    """Whether the results of batch normalisation have the form of its input: contiguous, all of one type."""
+    given, *parameters = args[:5]
+    if type(given) is not FakeTensor or given.dim() < 2 or not given.numel():
+        return False
+    # is_contiguous() does not look at the strides of sizes of 1, which the results need not have.
+    if any(stride != math.prod(given.shape[number + 1 :]) for number, stride in enumerate(given.stride())):
+        return False
+    if given.dtype not in (torch.float32, torch.float64) or (not args[5] and None in parameters[2:]):
+        return False
+    if args[5] and given.numel() == given.shape[1]:  # a variance of single numbers
+        return False
+    form = (given.dtype, given.fake_device, given.shape[1:2])
+    return all(
+        one is None or (type(one) is FakeTensor and (one.dtype, one.fake_device, one.shape) == form)
+        for one in parameters
+    )
 
 
 def _kinds(values: Sequence[Any]) -> set[type]:
@@ -54,6 +140,25 @@ def lazy_graph_modules() -> Iterator[None]:
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):
+        yield
+
+
+@contextmanager
+def quick_constants(mode: Any) -> Iterator[None]:
+    """Have make_fx describe each use of a real tensor by a fake one that is made at once.
+
+    It looks for the fake mode, enters it and goes through it for every one: a tenth of a trace.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    thread, describing = threading.get_ident(), proxy_tensor.extract_val
+
+    def extract_val(value: Any, *more: Any, **named: Any) -> Any:
+        if type(value) in _REAL and value.layout is torch.strided and threading.get_ident() == thread:
+            return mode.fake(value.shape, value.stride(), value.dtype, value.device)
+        return describing(value, *more, **named)
+
+    with replaced((proxy_tensor, "extract_val", extract_val)) if type(mode) is RememberingFakeMode else nullcontext():
         yield
 
 
