@@ -100,6 +100,14 @@ class Optimizers:
             raise BadSettings(f"optimizer={_name_of(make)} has no default learning rate: give lr=, as lr=0.001")
         return make, {}
 
+    def check_made(self, made: Any, kind: type) -> None:
+        """Refuse what a function of the user gave, where it is not of this kind."""
+        if not isinstance(made, kind):
+            raise BadSettings(
+                f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to make one of "
+                f"{self.where}, as lambda rate: {self.example}(rate)"
+            )
+
     def _named(self, name: str) -> Any:
         known = self.by_name()
         if (entry := known.get(name.lower())) is not None:

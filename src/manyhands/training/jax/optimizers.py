@@ -64,11 +64,7 @@ def optimizer_for(
     else:
         make, rate = OPTIMIZERS.maker(model, optimizer, lr)
         transformation = make(**rate)
-    if not isinstance(transformation, optax.GradientTransformation):
-        raise BadSettings(
-            f"optimizer= gave a {type(transformation).__name__}: a function of the rate has to make one of Optax's "
-            "optimizers, as lambda rate: optax.adam(rate)"
-        )
+        OPTIMIZERS.check_made(transformation, optax.GradientTransformation)
     parts: list[str] = []
     _state_names(jax.eval_shape(transformation.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
     if scheduled and "ScaleByScheduleState" in parts:

@@ -75,11 +75,7 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
     if not isinstance(optimizer, Optimizer):
         make, rate = OPTIMIZERS.maker(model, optimizer, lr)
         optimizer = make(**rate)
-    if not isinstance(optimizer, Optimizer):
-        raise BadSettings(
-            f"optimizer= gave a {type(optimizer).__name__}: a function of the learning rate has to make one of "
-            "mx.optimizer, as lambda rate: mx.optimizer.Adam(learning_rate=rate)"
-        )
+        OPTIMIZERS.check_made(optimizer, Optimizer)
     _check_fits(optimizer, scheduled=scheduled, devices=devices)
     # Without the statistics: at its first step the trainer sends the first device's of all that it has to the others.
     trained = [parameter for parameter in trained if parameter.grad_req != "null"]

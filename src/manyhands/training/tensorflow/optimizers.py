@@ -140,11 +140,7 @@ def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
         return optimizer
     make, rate = OPTIMIZERS.maker(model, optimizer, lr)
     returned = make(**rate)
-    if not isinstance(returned, keras.optimizers.Optimizer):
-        raise BadSettings(
-            f"optimizer= gave a {type(returned).__name__}: a function of the learning rate has to make an optimizer of "
-            "Keras, as lambda rate: keras.optimizers.Adam(rate)"
-        )
+    OPTIMIZERS.check_made(returned, keras.optimizers.Optimizer)
     return returned
 
 
