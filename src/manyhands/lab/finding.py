@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manyhands.audit.reports.seconds import seconds as seconds
@@ -85,9 +85,6 @@ class Finding:
     tables: Sequence[Table] = ()
     plots: Sequence[Plot] = ()
     notes: Sequence[str] = field(default=())
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Finding:
