@@ -32,7 +32,7 @@ from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.evaluation.standalone import Evaluating
 from manyhands.training.limits import stop_signals
 from manyhands.training.limits.ending import ENDLESS
-from manyhands.training.limits.finding_batch_size import FindingBatchSize
+from manyhands.training.limits.find_batch_size import FindingBatchSize
 from manyhands.training.limits.first_batches import as_number, first_batches
 from manyhands.training.loss.nan_losses import NAN_HINT
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers

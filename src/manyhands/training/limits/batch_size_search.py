@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import launcher
 from manyhands.training.data.sources import Arrays
-from manyhands.training.limits import batch_size, host_memory
+from manyhands.training.limits import batch_size_bisection, host_memory
 from manyhands.training.options import Checkpoints, Limits
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Search:
 
     def largest(self, maximum: int | None) -> int:
         count = len(self.devices)
-        return batch_size.find(self.trainer, self.data, count, maximum, self._fits, micro=self.micro)
+        return batch_size_bisection.find(self.trainer, self.data, count, maximum, self._fits, micro=self.micro)
 
     def _fits(self, batch: int, micro: int | None) -> bool:
         if not self.on_host:

@@ -21,7 +21,7 @@ import torch
 from manyhands.errors import LossIsNotANumber
 from manyhands.training import launcher
 from manyhands.training.callbacks.plan import NO_CALLBACKS
-from manyhands.training.limits import batch_size, host_memory
+from manyhands.training.limits import batch_size_bisection, host_memory
 from manyhands.training.options import Checkpoints, Limits
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.sources import Arrays, Samples
@@ -65,13 +65,13 @@ class Search:
 
     def _search(self, devices: list[torch.device], maximum: int | None, on_all: Callable[[bool], bool]) -> int:
         def fits(batch: int, micro: int | None) -> bool:
-            sizes = batch_size.shards(self.trainer, batch, len(devices))
+            sizes = batch_size_bisection.shards(self.trainer, batch, len(devices))
             shards = dict.fromkeys(devices, max(sizes) if micro is not None else 0)
             for device, size in zip(devices, sizes, strict=True):
                 shards[device] = max(shards[device], size)
             return on_all(all(self._fits(device, shard, micro) for device, shard in shards.items()))
 
-        return batch_size.find(self.trainer, self.data, len(devices), maximum, fits, micro=self.micro)
+        return batch_size_bisection.find(self.trainer, self.data, len(devices), maximum, fits, micro=self.micro)
 
     def _fits(self, device: torch.device, shard: int, micro: int | None) -> bool:
         if device.type == "cuda":
