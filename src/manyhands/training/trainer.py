@@ -78,16 +78,16 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
             ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. PyTorch's schedulers are
             ``mh.PerStep(make)`` or ``mh.PerEpoch(make)``. Default: None, a constant rate.
-        precision: What layers compute in: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay float32; with
-            fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the model, never by a
-            clock.
+        precision: The number format of the layers: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay
+            float32; with fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the
+            model, never by a clock.
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
         run: A folder for figures, checkpoints and a picture of the curves. Default: None, nothing is written.
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
             of a run or checkpoint. Default: None, start a new run.
         quiet: Show no progress. Default: False.
-        callbacks: What is called at certain moments, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
-            ``help(mh.Callback)`` for the moments. Default: none.
+        callbacks: Code that is called at certain events, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
+            ``help(mh.Callback)`` for the events. Default: none.
         loggers: Where figures are written besides the run's own files, as ``[mh.CSVLogger(every=50)]``. Default: none.
         step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
         checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.

@@ -87,9 +87,9 @@ class Averaging:
 
 
 class Callback:
-    """Code that is called at certain moments of a training: override the methods that you need.
+    """Code that is called at certain events of a training: override the methods that you need.
 
-    An exception in one of them ends the training: ``CallbackFailed`` names the callback and the moment.
+    An exception in one of them ends the training: ``CallbackFailed`` names the callback and the event.
     """
 
     # Steps between two calls of on_steps; None: it is not called.

@@ -207,7 +207,7 @@ class Dispatcher:
             self._call(name, moment, *args)
 
     def _call(self, name: str, moment: str, *args: Any) -> Any:
-        """Call one; an error names the callback and the moment. Errors of our own say enough themselves."""
+        """Call one; an error names the callback and the event. manyhands' own errors need no such wrapper."""
         try:
             return getattr(self._callbacks[name], moment)(*args)
         except ManyhandsError:

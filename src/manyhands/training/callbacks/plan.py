@@ -58,30 +58,30 @@ def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
         if not isinstance(value, kind):
             raise BadSettings(
                 f"{option}=[{value!r}]: a {type(value).__name__} is no {name}; derive your class from mh.{name}"
-                + (" (callbacks of Keras and Lightning have other moments)" if name == "Callback" else "")
+                + (" (callbacks of Keras and Lightning have other events)" if name == "Callback" else "")
             )
-        _check_moments(value)
+        _check_events(value)
         every = value.every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise BadSettings(f"{type(value).__name__}: every={every!r}, give a number of steps of at least 1, or None")
     return listed
 
 
-def _check_moments(callback: Callback) -> None:
+def _check_events(callback: Callback) -> None:
     """Refuse a method that is meant as a moment and would never be called: on_train_epoch_end, as in Lightning."""
-    moments = sorted(name for name in dir(Callback) if name.startswith("on_"))
+    events = sorted(name for name in dir(Callback) if name.startswith("on_"))
     for kind in type(callback).__mro__:
         if kind.__module__.startswith("manyhands."):
             return
         for name in vars(kind):
-            if name.startswith("on_") and name not in moments:
+            if name.startswith("on_") and name not in events:
                 close = difflib.get_close_matches(
-                    name.replace("train_", "").replace("validation", "evaluation"), moments, 1
+                    name.replace("train_", "").replace("validation", "evaluation"), events, 1
                 )
                 meant = f" Did you mean {close[0]}?" if close else ""
                 raise BadSettings(
                     f"{kind.__name__}.{name} is not an event of the training and would never be called.{meant} The "
-                    f"events are {', '.join(moments)}"
+                    f"events are {', '.join(events)}"
                 )
 
 

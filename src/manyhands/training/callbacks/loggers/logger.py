@@ -47,7 +47,7 @@ class Logger(Callback):
     def close(self) -> None:
         """The training is over."""
 
-    # The moments
+    # Events
 
     def on_fit_start(self, training: Training) -> None:
         self._training, self._step = training, training.step if training.resumed else None
