@@ -278,17 +278,25 @@ def equal(results: Sequence[Any], expected: Sequence[Any]) -> tuple[bool, float]
             return False, float("inf")
         if torch.equal(a, b):
             continue
+        difference = _relative_difference(a, b)
+        if math.isfinite(difference):  # so nothing is NaN
+            same, worst = False, max(worst, difference)
+            continue
         if not torch.equal(a.isnan(), b.isnan()):
             return False, float("inf")
         # Not a number in the same places is the same.
         a, b = (results.masked_fill(results.isnan(), 0) for results in (a, b))
         if not torch.equal(a, b):
             same = False
-            wide = torch.complex128 if b.is_complex() else torch.float64
-            wide_a, wide_b = a.to(wide), b.to(wide)
-            difference = float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3))
+            difference = _relative_difference(a, b)
             worst = max(worst, difference if math.isfinite(difference) else float("inf"))
     return same, worst
+
+
+def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    wide_a, wide_b = a.to(wide), b.to(wide)
+    return float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3))
 
 
 def overlapping(values: Sequence[Any]) -> set[tuple[int, int]]:

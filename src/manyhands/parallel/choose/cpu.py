@@ -151,10 +151,11 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
         if not number:  # the warm-up
             running = [position for position in running if spent_by[position] < max(_LONG, _BEHIND * spent_by[0])]
             least = 1 if spent_by[0] > _LONG else least
-        for position in range(len(runs)) if number or least == 1 else ():
+        decided = running == [0]  # nobody is left to be compared with
+        for position in range(len(runs)) if number or least == 1 or decided else ():
             times[position].append(spent_by[position])
         spent = time.perf_counter() - start
-        if spent > _BUDGET and (number >= usual or (number >= least and spent > 2 * _BUDGET)):
+        if decided or (spent > _BUDGET and (number >= usual or (number >= least and spent > 2 * _BUDGET))):
             break
     return times
 
