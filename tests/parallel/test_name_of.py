@@ -1,4 +1,4 @@
-"""What a plan is called, and how it is told."""
+"""The name of a function in explanations and progress lines."""
 
 from __future__ import annotations
 
