@@ -39,7 +39,7 @@ def main(framework: str, names: list[str]) -> None:
     bench = SmallBench(importlib.import_module(f"manyhands.{framework}"), framework, quick=True, most_devices=most)
     for name in names:
         begin = time.perf_counter()
-        bench.virtual, bench.kept = [], []
+        bench.virtual, bench.recorded = [], []
         result = process.perform(experiments.load(name), bench)
         print(json.dumps(result.as_data()), flush=True)
         print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)

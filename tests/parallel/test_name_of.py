@@ -41,3 +41,10 @@ class Net:
 )
 def test_a_function_is_called_what_its_author_calls_it(function: Callable[..., int], name: str) -> None:
     assert name_of(function) == name
+
+
+def test_a_function_that_wraps_itself_has_a_name() -> None:
+    def endless() -> None: ...
+
+    endless.__wrapped__ = endless  # type: ignore[attr-defined]
+    assert name_of(endless) == "endless"

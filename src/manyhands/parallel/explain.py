@@ -13,12 +13,16 @@ from manyhands.schedule.simulate import Bounds, bounds
 
 _NEARLY = 0.8  # of the time: then it is what bounds the rest
 _SMALL = 20e-6  # seconds; handing over a task costs about as much
+_MOST_WRAPPERS = 100  # of a function: what wraps itself has no end
 
 
 def name_of(function: Callable[..., object]) -> str:
     """As its author knows it: what a partial or a decorator wraps, a module by its class."""
-    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
     return getattr(function, "__name__", type(function).__name__)
 
 

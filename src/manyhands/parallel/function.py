@@ -175,7 +175,8 @@ class Parallel(ParallelFunction[P, R]):
 
     def _with_regions(self, planned: Planned, arguments: tuple[object, ...]) -> GraphPlan | None:
         """The better plan, after compiled regions were tried with the arguments of a later call."""
-        assert planned.with_regions is not None
+        if planned.with_regions is None:  # another graph of the same plan has tried them
+            return self._graph_plan(self.plan_for(arguments))
         self._last = planned.with_regions(self.backend.call(arguments, {}))
         self._plans.replace(planned, self._last)
         return self._graph_plan(self._last)
@@ -322,7 +323,7 @@ class Parallel(ParallelFunction[P, R]):
                 planned.notes.append(f"compiled regions: not used: {first_line(error)}")
                 better = planned
         better.holds, better.changed = trace.holds, trace.changed
-        better.planning = f"{planned.planning}, later in {progress.summary()}"
+        better.planning = f"{planned.planning}, and regions later in {progress.summary()}"
         return better
 
     def _add_guards(self, planned: Planned, call: Call, trace: Trace) -> None:
@@ -337,7 +338,9 @@ class Parallel(ParallelFunction[P, R]):
             planned.notes.append(f"guarded by manyhands: Dynamo cannot trace it ({error})")
         if planned.guards is None or AS_WRITTEN not in planned.seconds:
             return
-        reads_its_tensors = self.backend.runs_ahead(trace) if planned.way.means is Means.GRAPH else None
+        # With ``reuse_outputs`` a run overwrites the results of the last one, which may be this call's arguments.
+        can_start = planned.way.means is Means.GRAPH and not planned.reuse_outputs
+        reads_its_tensors = self.backend.runs_ahead(trace) if can_start else None
         if reads_its_tensors is not None:
             start = planned.starts[planned.run]
             planned.ahead = lambda tensors: start(tensors) if reads_its_tensors() else NOT_STARTED

@@ -69,7 +69,7 @@ class VirtualDeviceHolders(Generic[D]):
             return VirtualDevices(map(self._backend.gpu, range(count)), self, created=not have)
 
     def enter(self, *, created: bool) -> None:
-        """A block begins; ``made``: its own call has made the devices, so that they end with the last block."""
+        """A block begins; ``created``: its own call has made the devices, so that they end with the last block."""
         if created and not self._backend.CAPABILITIES.virtual_can_end:
             raise VirtualDevicesError(
                 f"{self._backend.name} cannot undo virtual devices, so a with block cannot end them: call "

@@ -86,7 +86,7 @@ def _conclusion(bench: Bench, gain: Comparison, reports: dict[str, dict[str, Any
     printed, deferred = reports.values()
     seen = (
         f"The auditor sees {_waits(printed)} waits in the loop that prints, and {_waits(deferred)} in the one that "
-        "keeps."
+        "reads later."
     )
     if printed["gain"] is None:
         predicted = ""

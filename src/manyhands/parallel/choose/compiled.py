@@ -6,8 +6,8 @@ operations are small, and loses where a library's kernel beats the compiler's. S
 each kind is timed in turns with the best one so far, so that a moment in which the machine is busy affects both.
 Compiling takes long: once the whole function is compiled, and its tasks depend on each other so that lanes have nothing
 to gain, runs of small operations are not compiled, too. Who calls often may have them compiled later: when what lanes
-could have saved in all calls so far is as much as compiling takes. So a program never spends more on it than it could
-have won, and its first call takes as long as compiling the whole function once.
+could have saved in all calls so far is as much as compiling takes. So its first call takes as long as compiling the
+whole function once. (Not counted: a backward graph is planned again where its forward graph gets another plan.)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
     gain = planned.seconds[planned.way] * (1 - measured.critical_path() / measured.work())
     planned.regions_after = math.ceil(seconds / gain)
     planned.notes.append(
-        f"compiled regions are tried after {planned.regions_after} calls: compiling takes about {seconds:.0f} s, "
+        f"compiled regions are tried after {planned.regions_after} calls: compiling takes about {seconds:.1f} s, "
         f"and lanes would save at most {gain * 1e6:.0f} us a call"
     )
 

@@ -68,7 +68,7 @@ def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
 
 
 def _check_events(callback: Callback) -> None:
-    """Refuse a method that is meant as a moment and would never be called: on_train_epoch_end, as in Lightning."""
+    """Refuse a method that is meant for an event and would never be called: on_train_epoch_end, as in Lightning."""
     events = sorted(name for name in dir(Callback) if name.startswith("on_"))
     for kind in type(callback).__mro__:
         if kind.__module__.startswith("manyhands."):

@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from manyhands.backends.torch.compat.dynamo import replaced
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
+_quick = threading.RLock()  # of the trace whose constants are described quickly
 
 
 class RememberingFakeMode(FakeTensorMode):
@@ -124,8 +125,8 @@ def _is_simple_norm(args: Sequence[Any]) -> bool:
         return False
     form = (given.dtype, given.fake_device, given.shape[1:2])
     return all(
-        one is None or (type(one) is FakeTensor and (one.dtype, one.fake_device, one.shape) == form)
-        for one in parameters
+        value is None or (type(value) is FakeTensor and (value.dtype, value.fake_device, value.shape) == form)
+        for value in parameters
     )
 
 
@@ -158,8 +159,14 @@ def quick_constants(mode: Any) -> Iterator[None]:
             return mode.fake(value.shape, value.stride(), value.dtype, value.device)
         return describing(value, *more, **named)
 
-    with replaced((proxy_tensor, "extract_val", extract_val)) if type(mode) is RememberingFakeMode else nullcontext():
+    if type(mode) is not RememberingFakeMode or not _quick.acquire(blocking=False):  # a second trace takes longer
         yield
+        return
+    try:
+        with replaced((proxy_tensor, "extract_val", extract_val)):
+            yield
+    finally:
+        _quick.release()
 
 
 def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:

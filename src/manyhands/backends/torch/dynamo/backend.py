@@ -11,7 +11,7 @@ A planned function returns new tensors. A graph's results may also be its argume
 pass needs of the forward pass): those are computed outside the plan.
 
 What the forward pass keeps for the backward pass stays where its CUDA graph wrote it, and the CUDA graph of the
-backward pass reads it there. A forward pass that is called while the kept tensors of the one before are still needed
+backward pass reads it there. A forward pass that is called while the saved tensors of the one before are still needed
 runs as it is.
 """
 
@@ -121,7 +121,7 @@ class _PlannedGraph:
 
     ``places`` are known to the forward and the backward graph of a model. A backward graph runs as it is until the
     forward graph has a plan: PyTorch lets nothing be planned in its first call, and a plan of the backward graph for
-    what that call kept would be for tensors that lie elsewhere from then on.
+    what that call saved would be for tensors that lie elsewhere from then on.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _PlannedGraph:
         self._callers = [at for at, number in enumerate(self._computed) if written_back <= number < saved_from]
         self._plan = make(function, bool(self._saved))
         self._bound: list[_Bound] = []
-        # Alive while somebody holds the kept results of the last call.
+        # Alive while somebody holds the saved results of the last call.
         self._holder: weakref.ref[torch.Tensor] | None = None
         self._alone = threading.Lock() if self._saved else nullcontext()
 
@@ -245,7 +245,7 @@ class _Bound:
         later = None if plan is None else plan.later
         self._due: int = 0 if later is None else later[0]
         self.planner: Planner | None = None if later is None else later[1]
-        self.saved: set[int] = set()  # the memories of kept results, once they are there
+        self.saved: set[int] = set()  # the memories of saved results, once they are there
         self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
         first: dict[int, int] = {}
         numbers = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
