@@ -1,4 +1,4 @@
-"""Times alternatives alternately, so that a moment in which the machine is busy affects all of them."""
+"""Times several ways to do the same, interleaved: a moment in which the machine is busy affects all of them."""
 
 from __future__ import annotations
 

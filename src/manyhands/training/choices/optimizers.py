@@ -104,8 +104,8 @@ class Optimizers:
         """Refuse what a function of the user gave, where it is not of this kind."""
         if not isinstance(made, kind):
             raise BadSettings(
-                f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to make one of "
-                f"{self.where}, as lambda rate: {self.example}(rate)"
+                f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to return an "
+                f"optimizer of {self.where}, as lambda rate: {self.example}(rate)"
             )
 
     def _named(self, name: str) -> Any:
