@@ -304,7 +304,7 @@ def test_devices_of_several_kinds() -> None:
         ({"workers": Workers(per_device=2)}, "virtual_devices"),
         ({"step": Step(compile=False)}, "always compiled"),
         ({"optimizer": "adma"}, "Did you mean 'adamax'"),
-        ({"optimizer": lambda rate: rate}, "has to make one"),
+        ({"optimizer": lambda rate: rate}, "has to return an optimizer"),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),
         ({"optimizer": nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param)}, r"its \.tx"),
     ],
