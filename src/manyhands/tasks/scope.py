@@ -219,6 +219,6 @@ def _must_be_threads(threads: object) -> None:
     """Refuse what is no whole number."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, numbers.Integral)):
         raise EngineError(
-            f"parallel(threads={threads!r}): give the number of tasks that run at once, at least 1; the default is "
+            f"parallel(threads={threads!r}): give a whole number of tasks that run at once, at least 1; the default is "
             "one thread per usable core"
         )

@@ -332,4 +332,4 @@ def test_it_is_said_once_on_stderr() -> None:
     code = "from manyhands import torch as mh; mh.virtual_devices(2); mh.num_gpus(); print(mh.gpu(1))"
     result = run_python(code, MANYHANDS_VIRTUAL_DEVICES="2")
     assert result.stdout == f"{mh.gpu(1)}\n"
-    assert result.stderr.count("2 virtual devices") == 1
+    assert result.stderr.count("2 virtual CPU devices") == 1
