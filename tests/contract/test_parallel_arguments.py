@@ -22,7 +22,7 @@ def test_what_is_no_function_is_told_what_to_write(mh: Any) -> None:
 
 @pytest.mark.parametrize("threads", ["2", 1.5, True])
 def test_threads_are_a_whole_number(mh: Any, threads: Any) -> None:
-    with pytest.raises(EngineError, match=r"parallel\(threads=.*\): .* the number of tasks that run at once"):
+    with pytest.raises(EngineError, match=r"parallel\(threads=.*\): .* a whole number of tasks that run at once"):
         mh.parallel(threads=threads)
 
 
