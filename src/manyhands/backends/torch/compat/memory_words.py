@@ -25,8 +25,3 @@ def reader(addresses: Sequence[int]) -> Callable[[], bytes]:
 
     memory, places = np.asarray(Memory()), (np.array(addresses, np.int64) - first) // _WORD
     return lambda: memory[places].tobytes()
-
-
-def as_bytes(words: Sequence[int]) -> bytes:
-    """What :func:`reader` gives for these words."""
-    return np.array(words, np.uint64).tobytes()

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
-from manyhands.backends.torch.compat.memory_words import as_bytes, reader
+from manyhands.backends.torch.compat.memory_words import reader
 
 _WORD = 8
 _IMPL_WORDS = 24  # a TensorImpl has 192 bytes, which PyTorch asserts when it is built
 _STORAGE_WORDS = 8  # a StorageImpl has more
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may compute where they lie
 
 # As Inductor asks before it replays a CUDA graph. None in a build without CUDA.
 equal_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -47,9 +48,6 @@ def _asked_one_by_one(tensors: list[torch.Tensor], addresses: list[int]) -> Call
     if equal_addresses is None:
         return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
     return functools.partial(equal_addresses, tensors, addresses, [*range(len(tensors))])
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may compute where they lie
 
 
 class _Layout(NamedTuple):
@@ -77,20 +75,6 @@ class _Words:
         impls, fields, data = self._known
         return self._impls() == impls and self._fields() == fields and self._data() == data
 
-    def lead_to(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether they are the words that PyTorch's own functions give."""
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        fields = [
-            word
-            for tensor, storage in zip(tensors, storages, strict=True)
-            for word in (storage._cdata, int(tensor.storage_offset()))
-        ]
-        return self._known == (
-            as_bytes([tensor._cdata for tensor in tensors]),
-            as_bytes(fields),
-            as_bytes([storage.data_ptr() for storage in storages]),
-        )
-
 
 @functools.cache
 def _layout() -> _Layout | None:
@@ -115,8 +99,7 @@ def _found_layout() -> _Layout | None:
     data = _place_of([storage.data_ptr() for storage in storages], storage_impls, _STORAGE_WORDS)
     if impl is None or storage is None or offset is None or data is None:
         return None
-    layout = _Layout(impl, storage, offset, data)
-    return layout if _Words(probes, layout).lead_to(probes) else None
+    return _Layout(impl, storage, offset, data)
 
 
 def _probes() -> list[torch.Tensor]:
@@ -139,11 +122,11 @@ def _place_of(words: Sequence[int], objects: Sequence[int], count: int) -> int |
 
 
 def _is_noticed(change: Callable[[torch.Tensor], object], layout: _Layout) -> bool:
-    changing, staying = _eight_zeros(), _eight_zeros()
-    words = _Words([changing, staying], layout)
+    tensor = _eight_zeros()
+    words = _Words([tensor], layout)
     before = words.are_unchanged()
-    held = change(changing)  # what it returns lives on: its memory is not given again
-    noticed = before and not words.are_unchanged() and _Words([staying], layout).are_unchanged()
+    held = change(tensor)  # what it returns lives on: its memory is not given again
+    noticed = before and not words.are_unchanged()
     del held
     return noticed
 
