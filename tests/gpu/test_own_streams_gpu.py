@@ -83,6 +83,40 @@ def test_streams_that_are_current_are_reserved_too() -> None:
     assert all(bool((other == 7).all()) for other in others)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_reserving_does_not_wait_for_the_gpu(gradients: bool) -> None:
+    """A training job reserves in the middle of its epochs, while hundreds of steps are under way."""
+    (stream,) = own_streams.own_streams(DEVICE, 1)
+    own_streams.reserve_workspaces([stream], DEVICE, gradients=gradients)
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(), torch.cuda.Event()
+    torch.cuda._sleep(4_000_000_000)  # about two seconds
+    begin.record()
+    own_streams.reserve_workspaces([stream], DEVICE, gradients=gradients)
+    end.record()
+    assert not begin.query()
+    end.synchronize()
+
+
+def test_reserving_leaves_no_workspaces_elsewhere() -> None:
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    (stream,) = own_streams.own_streams(DEVICE, 1)
+    own_streams.reserve_workspaces([stream], DEVICE, gradients=False)
+    reserved = torch.cuda.memory_allocated()
+    with torch.cuda.stream(stream):
+        found = products(*arguments())
+    torch.cuda.synchronize()
+    del found
+    torch._C._cuda_clearCublasWorkspaces()
+    one_stream = reserved - torch.cuda.memory_allocated()
+    with torch.cuda.stream(stream):
+        x, w = arguments()
+        before = torch.cuda.memory_allocated()
+        x @ w, torch.addmm(w[0], x, w)
+        assert torch.cuda.memory_allocated() - before == one_stream
+
+
 def test_streams_are_different_and_come_in_turns() -> None:
     streams = own_streams.own_streams(DEVICE, 32)
     assert len({stream.cuda_stream for stream in streams}) == 32

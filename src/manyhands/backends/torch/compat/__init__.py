@@ -8,7 +8,8 @@ and Inductor have a file, and so have fake tensors; other modules get all names 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -173,6 +174,20 @@ def write_count(tensor: torch.Tensor) -> int:
 def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """What replays a graph: graph.replay without its detour through Python."""
     return functools.partial(torch._C._CUDAGraph.replay, graph)
+
+
+@contextmanager
+def allocating_from(pool: tuple[int, int], device: torch.device) -> Iterator[None]:
+    """Within it memory for the current stream comes from a pool that stays, whichever thread allocates it.
+
+    ``torch.cuda.use_mem_pool`` holds for one thread, and a backward pass has another.
+    """
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_beginAllocateCurrentStreamToPool(number, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(number, pool)
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -5,9 +5,8 @@ captured graph goes on writing to the workspaces of its streams. But ``torch.com
 workspaces when it records a graph of its own. A graph that was captured before would then write to memory that belongs
 to somebody else by now, or to nobody.
 
-So graphs are captured on streams of our own, which PyTorch gives to nobody. Their workspaces are allocated during the
-capture of a small graph, which is never replayed (:func:`reserve_workspaces`). When they are freed, they stay in that
-graph's memory pool, which nobody else allocates from.
+So graphs are captured on streams of our own, which PyTorch gives to nobody, and their workspaces are allocated from a
+memory pool that nobody else allocates from (:func:`reserve_workspaces`). When they are freed, they stay in that pool.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.kernels.nvrtc import cuda_driver
-from manyhands.backends.torch.run.streams import reset_generator
 from manyhands.errors import CannotCompile
 
 _MOST = 32  # streams of a device, as many as PyTorch has in its pool: each may have a workspace
@@ -29,19 +27,10 @@ _NON_BLOCKING = 1  # such a stream does not wait for the default stream
 _lock = threading.Lock()
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: dict[torch.device, int] = {}
-
-
-class _Reserve:
-    """The memory pool of reserved workspaces of each device, and the graph that keeps each pool."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.pools: dict[torch.device, Any] = {}
-        self.keepers: dict[Any, torch.cuda.CUDAGraph] = {}
-
-
-# Two: who reserves with gradients waits for the thread that computes them, and that thread may reserve for itself.
-_reserves = {False: _Reserve(), True: _Reserve()}
+# The pool of each device; another one with gradients: who reserves those waits for the thread that computes them, and
+# that thread may reserve for itself meanwhile.
+_pools: dict[tuple[torch.device, bool], tuple[int, int]] = {}
+_turns = {False: threading.Lock(), True: threading.Lock()}
 
 
 def own_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
@@ -62,53 +51,26 @@ def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.devic
     """Allocate this thread's workspaces for some streams in the pool that stays.
 
     Call it before anything runs on the streams, and again before each capture, as the workspaces may have been freed.
-    ``gradients``: also those of the thread that runs backward passes.
+    ``gradients``: also those of the thread that runs backward passes. The host does not wait.
     """
     if device.type != "cuda" or torch.version.cuda is None or not streams:
         return
-    device, reserve = _numbered(device), _reserves[gradients]
+    device = _numbered(device)
     with (
-        reserve.lock,
+        _turns[gradients],
         torch.cuda.device(device),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cuda", enabled=False),
         suppress(RuntimeError),  # no memory, or no products (deterministic algorithms): nothing is reserved
     ):
-        # cuBLAS starts here, which cannot be captured; on the default stream, which is none of these.
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
-            x = torch.ones(16, 16, device=device, requires_grad=gradients)
-            _multiply(x)
-        torch.cuda.synchronize(device)  # a capture resets the random numbers' counters, which a replay may be reading
-        pool = reserve.pools.pop(device, None) or torch.cuda.graph_pool_handle()
-        reserve.keepers[pool] = _captured(x, streams, pool, device)
-        reserve.pools[device] = pool  # not after an error: PyTorch may still take it for a pool of a capture
-
-
-def _captured(
-    x: torch.Tensor, streams: Sequence[torch.cuda.Stream], pool: Any, device: torch.device
-) -> torch.cuda.CUDAGraph:
-    """A graph with products on each stream."""
-    graph = torch.cuda.CUDAGraph()
-    first, *others = streams
-    try:
-        with torch.cuda.stream(first):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                _multiply(x)
-                for stream in others:
-                    stream.wait_stream(first)
-                    try:
-                        with torch.cuda.stream(stream):
-                            _multiply(x)
-                    finally:
-                        first.wait_stream(stream)
-            finally:
-                graph.capture_end()
-    except BaseException:
-        reset_generator(device)
-        raise
-    return graph
+        pool = _pools.setdefault((device, gradients), torch.cuda.graph_pool_handle())
+        current = torch.cuda.current_stream(device)
+        for stream in streams:
+            stream.wait_stream(current)  # graphs that were captured on the stream may be running on the current one
+            with torch.cuda.stream(stream), compat.allocating_from(pool, device):
+                _multiply(torch.ones(16, 16, device=device, requires_grad=gradients))
+            current.wait_stream(stream)
 
 
 def _multiply(x: torch.Tensor) -> None:
