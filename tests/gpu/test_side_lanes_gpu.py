@@ -16,9 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.backends.torch import compat  # noqa: E402
 from manyhands.backends.torch.run import float64  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
 from manyhands.training.torch.fast.lanes.lanes import Beside  # noqa: E402
 
@@ -39,10 +41,10 @@ def _the_same_kernels() -> Any:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-def trained(name: str, **options: Any) -> tuple[dict[str, Any], Any]:
+def trained(name: str, *, epochs: int = 2, **options: Any) -> tuple[dict[str, Any], Any]:
     torch.manual_seed(0)
     net = models.initialise(NETS[name](), seed=0)
-    trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, **options)
+    trainer = mh.Trainer(epochs, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, **options)
     result = trainer.fit(net, (IMAGES, LABELS))
     return net.state_dict(), result
 
@@ -107,6 +109,32 @@ def test_other_settings_too(options: dict[str, Any]) -> None:
         trained("small resnet", step=Step(side_lanes=False), **options)[0],
         trained("small resnet", step=Step(side_lanes=True), **options)[0],
     )
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_casts_begin_on_a_side_lane(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the capture on a stream of their own; losses and weights are the same to the bit, epoch after epoch."""
+    streams: list[tuple[bool, int]] = []
+    copies = compat.foreach_copy_
+
+    def noted(casts: Any, weights: Any) -> None:
+        if weights[0].is_cuda:
+            streams.append((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream))
+        copies(casts, weights)
+
+    monkeypatch.setattr(compat, "foreach_copy_", noted)
+    main, results = stream_of(torch.device(DEVICE)).cuda_stream, []
+    for side_lanes in (False, True):
+        del streams[:]
+        run = tmp_path / str(side_lanes)
+        results.append(trained(name, epochs=4, precision="bf16", step=Step(side_lanes=side_lanes), run=run))
+        assert any(captured for captured, _ in streams)
+        assert all((stream != main) == (side_lanes and captured) for captured, stream in streams)
+        assert ("casts on a side lane" in (run / "step.txt").read_text()) == side_lanes
+    (plain, told), (lanes, told_too) = results
+    assert not unequal(plain, lanes)
+    assert [row["train_loss"] for row in told.rows] == [row["train_loss"] for row in told_too.rows]
+    assert [row["train_acc"] for row in told.rows] == [row["train_acc"] for row in told_too.rows]
 
 
 @pytest.mark.parametrize("most_held", [None, 1 << 20])

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from captured_step_cases import COUNT, eager_step, without_gpu
+from lanes_cases import NoLanes
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.errors import UnsafeSchedule
+from manyhands.schedule.check import check
 from manyhands.training.torch.book import models
+from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
+from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.fast.lanes.early import EarlyWork
+from manyhands.training.torch.fast.lanes.lanes import Beside
 from manyhands.training.torch.step.eager import Numbers
 
 X = torch.rand(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -111,6 +120,145 @@ def test_a_net_whose_weights_are_exchanged() -> None:
                 ours = layer(torch.ones(2, 4))
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 assert torch.equal(ours, functional.linear(torch.ones(2, 4), layer.weight, layer.bias))
+
+
+class Recorded(NoLanes):
+    """Lanes that say what was issued to them: operations with their lane, marks and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[int, str]] = []
+
+    def wait(self, lane: int, mark: int) -> None:
+        super().wait(lane, mark)
+        self.log.append((lane, "wait"))
+
+
+class OnLanes(TorchDispatchMode):
+    """Notes the operations that are left, with their lanes."""
+
+    def __init__(self, lanes: Recorded) -> None:
+        super().__init__()
+        self.lanes = lanes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.lanes.log.append((self.lanes.current, str(func).removeprefix("aten.").split(".")[0]))
+        return func(*args, **(kwargs or {}))
+
+
+class Scaled(nn.Module):
+    """Operations on the batch come before the first cast; a weight may be written to before it is cast."""
+
+    def __init__(self, written: str = "") -> None:
+        super().__init__()
+        self.first, self.second, self.written = nn.Linear(144, 3), nn.Linear(3, 3), written
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1).exp().sin()
+        if self.written:
+            with torch.no_grad():
+                self.get_submodule(self.written).weight.mul_(1.5)
+        return self.second(self.first(x).cos())
+
+
+@pytest.mark.parametrize("written", ["", "first", "second"])
+def test_casts_begin_with_the_pass_on_a_side_lane(written: str) -> None:
+    torch.manual_seed(0)
+    net, lanes = Scaled(written), Recorded()
+    plain = passed(copy.deepcopy(net))
+    early = EarlyWork(lanes)
+    batched = BatchedCasts(early)
+    for ours, theirs in zip(passed(net, OnLanes(lanes), batched, steps=3), plain, strict=True):
+        assert torch.equal(ours, theirs)
+    assert lanes.log.count((1, "_foreach_copy_")) == 2  # in the first pass nothing is known yet
+    last = lanes.log[len(lanes.log) - lanes.log[::-1].index((1, "_foreach_copy_")) - 1 :]
+    until = last.index((0, "wait"))
+    assert (0, "exp") in last[:until]
+    assert all(lane == 0 for lane, _ in last[1:])
+    # The main lane waits before the first use, and before it writes to what the side lane reads.
+    assert last.index((0, "mul_") if written else (0, "addmm")) > until
+    assert last.count((0, "_to_copy")) == (3 if written else 2)  # batch and answer; the weight is cast again
+    assert "on a side lane" in batched.explain()
+    assert early.schedule is not None
+    check(early.schedule)
+    with pytest.raises(UnsafeSchedule):
+        check(replace(early.schedule, waits={}))
+
+
+def test_casts_are_allocated_on_the_main_lane_before_the_side_lane_forks_off() -> None:
+    """Their memory belongs to the lane that allocates it."""
+    lanes = Recorded()
+    passed(Scaled(), OnLanes(lanes), BatchedCasts(EarlyWork(lanes)), steps=2)
+    start = lanes.log.index((1, "wait"))
+    assert lanes.log[start - 4 : start] == [(0, "empty_like")] * 4
+    assert {name for lane, name in lanes.log if lane == 1} == {"wait", "_foreach_copy_"}
+
+
+@pytest.mark.parametrize("forgets", ["first", "second", ""])
+def test_a_wait_that_is_forgotten_is_found(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts that are read too early; a weight that is written too early."""
+    early = EarlyWork(NoLanes())
+    batched, net = BatchedCasts(early), Scaled(forgets)
+    passed(net, batched, steps=1)
+    join = early.join
+    monkeypatch.setattr(early, "join", lambda: None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        batched.__enter__()
+        net(X)
+        monkeypatch.setattr(early, "join", join)
+        with pytest.raises(UnsafeSchedule, match="early work"):
+            batched.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_main_lane_waits_also_for_casts_that_nobody_asks_for(fails: bool) -> None:
+    lanes, net = Recorded(), Scaled()
+    batched = BatchedCasts(EarlyWork(lanes))
+    passed(net, batched, steps=1)
+    with pytest.raises(ValueError, match="no") if fails else torch.no_grad(), batched:
+        X.exp()
+        if fails:
+            raise ValueError("no")
+    assert lanes.log == [(1, "wait"), (0, "wait")]
+
+
+def test_a_cast_that_fails_leaves_no_lane_behind() -> None:
+    lanes, net = Recorded(), Scaled()
+    early = EarlyWork(lanes)
+
+    def failing() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        early.begin(failing, reads=[net.first.weight], writes=[torch.zeros(2)])
+    assert lanes.log == [(1, "wait"), (0, "wait")]
+    assert not early.is_running
+
+
+def test_the_fast_step_begins_with_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it gathers the batch."""
+    without_gpu(monkeypatch)
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    images = torch.rand(COUNT, 144, generator=torch.Generator().manual_seed(0))
+    data, lanes = Arrays((images, torch.arange(COUNT) % 3)), Recorded()
+    for net in nets:
+        eager = eager_step(net)
+        eager.numbers = Numbers(autocast=torch.bfloat16)
+        graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
+        graph._beside = Beside(lanes) if net is nets[1] else None
+        graph.begin_epoch(torch.arange(COUNT), 0, 0)
+        with OnLanes(lanes):
+            for _ in range(3):
+                lanes.log.append((0, "step"))
+                assert graph(16), graph.ended
+    step = lanes.log[len(lanes.log) - lanes.log[::-1].index((0, "step")) :]
+    copied = step.index((1, "_foreach_copy_"))
+    assert copied < step.index((0, "index_select")) < step.index((0, "wait"))
+    assert "4 casts of weights; the casts on a side lane" in graph.explain()
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -359,6 +359,8 @@ class GraphStep:
         size, lanes = len(sized.window), self._beside
         compiled, is_usual = self._is_compiled(size), size == self._size
         norms, casts, convolutions = (None, None, None) if compiled else (self._norms, self._casts, self._convolutions)
+        if casts is not None:
+            casts.early = None if lanes is None else lanes.early
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
         if convolutions is not None:  # chosen for the usual size; other sizes take the same
