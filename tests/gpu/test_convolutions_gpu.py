@@ -14,6 +14,8 @@ from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.convolutions import choice, cudnn_plans, products
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, problems_of
+from manyhands.backends.torch.run.graph_nodes import instantiate
+from manyhands.backends.torch.run.streams import capturing
 from manyhands.training.torch.book import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -67,6 +69,28 @@ def test_ways_give_pytorchs_results_eagerly_and_in_a_graph(case: tuple[int, ...]
             assert torch.equal(eager, captured)
             tried += 1
     assert tried >= (2 if case[3] == 1 or case[0] <= 3 or cudnn_plans.missing() is None else 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plans_in_one_graph_do_not_disturb_each_others_workspaces(case: tuple[int, ...]) -> None:
+    """Many plans one after the other, with memory in between that is written and freed."""
+    if (why := cudnn_plans.missing()) is not None:
+        pytest.skip(why)
+    trials = [choice._Trial(problem) for problem in _problems(case)]
+    ways = [(trial, way) for trial in trials for way in cudnn_plans.candidates(trial.problem, trial.result, 4)]
+    eager = [way(*trial._operands) for trial, way in ways]
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    captured = []
+    with capturing(graph, torch.device("cuda", 0)):
+        for trial, way in ways:
+            torch.full((4096,), 7, device="cuda")
+            captured.append(way(*trial._operands))
+    instantiate(graph, torch.device("cuda", 0))
+    for _ in range(5):
+        for result in captured:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(eager, captured, strict=True))
 
 
 def test_a_strided_1x1_is_faster_in_another_way_and_that_is_remembered() -> None:

@@ -11,10 +11,19 @@ torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch.kernels.nvrtc import compiled  # noqa: E402
 from manyhands.backends.torch.run import graph_nodes  # noqa: E402
+from manyhands.backends.torch.run.graph_workspaces import workspace, workspaces_of  # noqa: E402
 from manyhands.backends.torch.run.streams import capturing  # noqa: E402
 
 GPU = torch.device("cuda", 0)
+SIZE = 1000  # bytes of a workspace
 _BYTES = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
+
+
+@pytest.fixture(autouse=True)
+def _ready(gpu: None) -> None:
+    """Kernels cannot be compiled during a capture, and graphs get a room when somebody had a workspace."""
+    compiled("fill.cu", GPU)
+    workspace(SIZE, GPU)
 
 
 def memset(tensor: Any, value: int, element_bytes: int) -> None:
@@ -94,3 +103,194 @@ def test_convolutions_leave_no_memsets() -> None:
     assert not list(graph_nodes.nodes_of(driver, graph.raw_cuda_graph(), graph_nodes.MEMSET))
     graph.replay()
     assert torch.equal(found, expected)
+
+
+# Workspaces: their memsets come at the start of the graph
+
+
+def shared(size: int, device: Any) -> Any:
+    """Memory that others have before and after, as workspaces outside of a graph's room do."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def call(space: Any, target: Any, number: int) -> None:
+    """What a library does with a workspace: clears it, computes in it, and leaves it dirty."""
+    memset(space, 0, 1)
+    torch.add(space, number, out=target)
+    space.fill_(0xEE)
+
+
+def dirty() -> None:
+    """Write to memory that whoever allocates next may get."""
+    torch.full((SIZE,), 0xDD, dtype=torch.uint8, device=GPU)
+
+
+def fills(graph: Any) -> int:
+    """How many kernels of a graph fill memory."""
+    kernels, settings, count = compiled("fill.cu", GPU), graph_nodes.KernelNode(), 0
+    for node in graph_nodes.nodes_of(kernels.driver, graph.raw_cuda_graph(), graph_nodes.KERNEL):
+        answer = kernels.driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
+        count += answer == 0 and settings.function == kernels.function("fill").value
+    return count
+
+
+def memsets(graph: Any) -> int:
+    driver = compiled("fill.cu", GPU).driver
+    return len(list(graph_nodes.nodes_of(driver, graph.raw_cuda_graph(), graph_nodes.MEMSET)))
+
+
+def check_replays(graph: Any, seen: Any, expected: list[int]) -> None:
+    for _ in range(20):
+        seen.zero_()
+        graph.replay()
+        assert seen.eq(torch.tensor(expected, dtype=torch.uint8, device=GPU)[:, None]).all()
+
+
+@pytest.mark.parametrize("first_is_memset", [False, True])
+def test_one_kernel_clears_the_workspaces_of_all_calls(first_is_memset: bool) -> None:
+    seen = torch.zeros(6, SIZE, dtype=torch.uint8, device=GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        for number in range(6):
+            if number or not first_is_memset:
+                dirty()
+            call(workspace(SIZE, GPU), seen[number], number + 1)
+    assert len(workspaces_of(graph)) == 6
+    assert graph_nodes.instantiate(graph, GPU) == 6
+    assert (fills(graph), memsets(graph)) == (1, 0)
+    check_replays(graph, seen, [1, 2, 3, 4, 5, 6])
+
+
+def test_memory_that_others_have_too_is_cleared_at_its_place() -> None:
+    seen = torch.zeros(6, SIZE, dtype=torch.uint8, device=GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        for number in range(6):
+            dirty()
+            call((shared if number % 2 else workspace)(SIZE, GPU), seen[number], number + 1)
+    assert graph_nodes.instantiate(graph, GPU) == 6
+    assert (fills(graph), memsets(graph)) == (1 + 3, 0)
+    check_replays(graph, seen, [1, 2, 3, 4, 5, 6])
+
+
+def test_a_call_that_clears_again_does_so_at_its_place() -> None:
+    seen = torch.zeros(4, SIZE, dtype=torch.uint8, device=GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        dirty()
+        for number in (0, 2):
+            space = workspace(SIZE, GPU)
+            call(space, seen[number], number + 1)
+            call(space, seen[number + 1], number + 2)
+    assert graph_nodes.instantiate(graph, GPU) == 4
+    assert (fills(graph), memsets(graph)) == (1 + 2, 0)
+    check_replays(graph, seen, [1, 2, 3, 4])
+
+
+def test_a_call_that_does_not_begin_with_the_memset_clears_at_its_place() -> None:
+    seen = torch.zeros(3, SIZE, dtype=torch.uint8, device=GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        for number in range(3):
+            space = workspace(SIZE, GPU)
+            space.fill_(0xCC)
+            call(space, seen[number], number + 1)
+    assert graph_nodes.instantiate(graph, GPU) == 3
+    assert (fills(graph), memsets(graph)) == (3, 0)
+    check_replays(graph, seen, [1, 2, 3])
+
+
+def test_a_value_other_than_zero_is_written_at_its_place() -> None:
+    seen = torch.zeros(3, SIZE, dtype=torch.uint8, device=GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        for number in range(3):
+            space = workspace(SIZE, GPU)
+            memset(space, 10 * number + 10, 1)
+            torch.add(space, 1, out=seen[number])
+            space.fill_(0xEE)
+    assert graph_nodes.instantiate(graph, GPU) == 3
+    check_replays(graph, seen, [11, 21, 31])
+
+
+def test_calls_on_streams_that_fork_and_join() -> None:
+    seen = torch.zeros(9, SIZE, dtype=torch.uint8, device=GPU)
+    side = torch.cuda.Stream(GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        main = torch.cuda.current_stream()
+        for turn in range(3):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                dirty()
+                call(workspace(SIZE, GPU), seen[3 * turn], 1)
+            call(workspace(SIZE, GPU), seen[3 * turn + 1], 2)
+            main.wait_stream(side)
+            call(workspace(SIZE, GPU), seen[3 * turn + 2], 3)  # waits for both
+            seen[3 * turn].add_(seen[3 * turn + 2])
+    assert graph_nodes.instantiate(graph, GPU) == 9
+    assert (fills(graph), memsets(graph)) == (1, 0)
+    check_replays(graph, seen, [4, 2, 3] * 3)
+
+
+def test_another_graph_of_the_same_pool_has_other_memory() -> None:
+    """Its results stay while the first graph clears its workspaces."""
+    seen = torch.zeros(2, 2, SIZE, dtype=torch.uint8, device=GPU)
+    graphs, pool = [], None
+    for turn in range(2):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with capturing(graph, GPU, pool=pool):
+            for number in range(2):
+                call(workspace(SIZE, GPU), seen[turn, number], turn + 1)
+            result = seen[turn] + 0
+        graph_nodes.instantiate(graph, GPU)
+        pool = graph.pool()
+        graphs.append(graph)
+    spaces = [(space.begin, space.end) for graph in graphs for space in workspaces_of(graph)]
+    assert all(first[1] <= second[0] for first, second in zip(sorted(spaces), sorted(spaces)[1:], strict=False))
+    for _ in range(5):
+        graphs[1].replay()
+        graphs[0].replay()
+        assert (result == 2).all()
+        assert (seen[0] == 1).all()
+
+
+def test_deterministic_algorithms_fill_no_room() -> None:
+    """PyTorch fills new memory then, at the start of a capture too."""
+    seen = torch.zeros(3, SIZE, dtype=torch.uint8, device=GPU)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with capturing(graph, GPU):
+            for number in range(3):
+                call(workspace(SIZE, GPU), seen[number], number + 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not workspaces_of(graph)
+    assert graph_nodes.instantiate(graph, GPU) == 3
+    check_replays(graph, seen, [1, 2, 3])
+
+
+def test_a_backward_pass_in_its_thread_has_parts_of_the_room() -> None:
+    class Called(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, target: Any) -> Any:
+            ctx.target = target
+            call(workspace(SIZE, GPU), target[0], 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            call(workspace(SIZE, GPU), ctx.target[1], 2)
+            return gradient * 2, None
+
+    seen = torch.zeros(2, SIZE, dtype=torch.uint8, device=GPU)
+    x = torch.ones(4, device=GPU, requires_grad=True)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, GPU):
+        (gradient,) = torch.autograd.grad(Called.apply(x, seen).sum(), x)
+    assert len(workspaces_of(graph)) == 2
+    assert graph_nodes.instantiate(graph, GPU) == 2
+    assert (fills(graph), memsets(graph)) == (1, 0)
+    check_replays(graph, seen, [1, 2])
+    assert (gradient == 2).all()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
+from manyhands.backends.torch.run.graph_workspaces import workspace
 
 PACKAGE = "nvidia-cudnn-frontend"
 _MOST_WORKSPACE = 64 << 20  # bytes
@@ -71,8 +72,7 @@ class CudnnPlan:
     def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         form, device = self._result, first.device
         result = torch.empty_strided(form.shape, form.stride, dtype=first.dtype, device=device)
-        workspace = torch.empty(max(1, self._workspace), dtype=torch.uint8, device=device)
-        self._graph.execute(self._index, (first, second, result), workspace)
+        self._graph.execute(self._index, (first, second, result), workspace(self._workspace, device))
         return result if bias is None else result.add_(bias.view(1, -1, 1, 1))
 
 

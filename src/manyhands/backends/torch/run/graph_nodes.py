@@ -8,16 +8,29 @@ captured graph is instantiated here::
     with capturing(graph, device):
         ...
     instantiate(graph, device)
+
+Dozens of such kernels still add up, though they write little. Where a call has memory of the graph to itself
+(:mod:`.graph_workspaces`) and begins with the memset, nobody writes there earlier in the graph. So the memset may as
+well come first of all, and one kernel at the start does the work of all of them::
+
+    captured:      copy -> memset 1 -> convolution 1 -> norm -> memset 2 -> convolution 2
+    instantiated:  fill 1 and 2 -> copy -> convolution 1 -> norm -> convolution 2
+
+The kernel is a node of the graph, so it clears at every replay, whatever the replay before left in the workspaces. It
+clears everything from the first workspace to the last: what lies between are workspaces too, in which nothing counts
+before their calls. All other memsets become kernels at their places.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.backends.torch.run.graph_workspaces import Workspace, workspaces_of
 from manyhands.errors import CannotCompile
 
 KERNEL, MEMSET = 0, 2  # types of nodes
@@ -25,8 +38,10 @@ _ALLOCATIONS = (10, 11)  # of memory, and its release: nodes of such a graph can
 _LONG = 1 << 16  # bytes
 _THREADS = 128
 _MOST_BLOCKS = 1024
+_WORTH = 2  # memsets: a single one at the start of a graph would be in the way as much as at its place
 _NEEDED = (  # of CUDA's driver, to replace a node
     "cuGraphGetNodes",
+    "cuGraphGetRootNodes",
     "cuGraphNodeGetType",
     "cuGraphMemsetNodeGetParams",
     "cuGraphNodeGetDependencies_v2",
@@ -71,14 +86,29 @@ class _Edge(ctypes.Structure):
     _fields_ = (("ports", ctypes.c_ubyte * 2), ("kind", ctypes.c_ubyte), ("reserved", ctypes.c_ubyte * 5))
 
 
+_WAITS = bytes(_Edge())
+
+
+@dataclass(frozen=True, slots=True)
+class Memset:
+    """A memset in a row of bytes; ``before``: the nodes that it waits for, None where it does more than wait."""
+
+    node: int
+    target: int
+    size: int
+    pattern: int
+    before: frozenset[int] | None
+
+
 def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     """Make a graph that was captured with ``keep_graph=True`` ready to be replayed.
 
-    Returns how many memsets were replaced by kernels; where that cannot be done, the graph stays as it was captured.
+    Returns how many memsets were replaced by kernels, at their places or at the start of the graph; where that cannot
+    be done, the graph stays as it was captured.
     """
     with torch.cuda.device(device):
         try:
-            replaced = _replace_memsets(graph.raw_cuda_graph(), compiled("fill.cu", device))
+            replaced = _replace_memsets(graph.raw_cuda_graph(), compiled("fill.cu", device), workspaces_of(graph))
         except CannotCompile:  # no NVRTC, an old driver
             replaced = 0
         graph.instantiate()
@@ -87,64 +117,150 @@ def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
 
 def nodes_of(driver: ctypes.CDLL, graph: int, kind: int) -> Iterator[int]:
     """The nodes of one type."""
-    count, node_type = ctypes.c_size_t(), ctypes.c_int()
-    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)))
-    nodes = (ctypes.c_void_p * count.value)()
-    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)))
-    for node in nodes:
+    node_type = ctypes.c_int()
+    for node in _listed(driver.cuGraphGetNodes, graph):
         answer = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(node_type))
-        if node is not None and answer == 0 and node_type.value == kind:
+        if answer == 0 and node_type.value == kind:
             yield node
 
 
-def _replace_memsets(graph: int, kernels: Kernels) -> int:
+def may_move(memsets: Iterable[Memset], workspaces: Sequence[Workspace]) -> list[Memset]:
+    """The memsets that may come at the start of the graph instead: they clear, and a workspace's call begins with them.
+
+    A later memset of the same call stays: a kernel of the call may have written there before.
+    """
+    return [
+        memset
+        for memset in memsets
+        if memset.pattern == 0
+        and any(
+            space.begin <= memset.target and memset.target + memset.size <= space.end and memset.before == space.before
+            for space in workspaces
+        )
+    ]
+
+
+def _replace_memsets(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]) -> int:
     driver = kernels.driver
     if not all(hasattr(driver, name) for name in _NEEDED):
         return 0
     if any(True for kind in _ALLOCATIONS for _ in nodes_of(driver, graph, kind)):
         return 0
-    return sum(_replace_memset(driver, graph, node, kernels) for node in list(nodes_of(driver, graph, MEMSET)))
+    moved = _move_to_start(graph, kernels, workspaces) if workspaces else 0
+    return moved + sum(_replace_memset(graph, node, kernels) for node in list(nodes_of(driver, graph, MEMSET)))
 
 
-def _replace_memset(driver: ctypes.CDLL, graph: int, node: int, kernels: Kernels) -> bool:
-    """Put a kernel in the place of a memset; False where the memset stays."""
-    memset = _Memset()
-    _check(driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(memset)))
+def _move_to_start(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]) -> int:
+    """Replace memsets of workspaces by one kernel at the start; gives how many.
+
+    The kernel comes first, then one memset after the other goes: wherever the driver refuses, the graph is right, as
+    clearing twice does no harm.
+    """
+    driver = kernels.driver
+    memsets = [_memset(driver, node) for node in nodes_of(driver, graph, MEMSET)]
+    moving = may_move([memset for memset in memsets if memset is not None], workspaces)
+    if len(moving) < _WORTH:
+        return 0
+    roots = _listed(driver.cuGraphGetRootNodes, graph)
+    begin = min(memset.target for memset in moving) // 16 * 16  # workspaces begin at such addresses
+    end = max(memset.target + memset.size for memset in moving)
+    start = _add_fill(graph, kernels, [], begin, end - begin, 0)
+    if not _connect(driver, graph, [(start, root) for root in roots]):
+        _check(driver.cuGraphDestroyNode(ctypes.c_void_p(start)))
+        return 0
+    return sum(_remove(driver, graph, memset.node) for memset in moving)
+
+
+def _remove(driver: ctypes.CDLL, graph: int, node: int) -> bool:
+    """Remove a node: what waited for it waits for what it waited for. False where it stays."""
     before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
     after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
-    if memset.height != 1 or before is None or after is None:
+    if before is None or after is None:
         return False
-    size, pattern = memset.width * memset.element_bytes, _pattern(memset.value, memset.element_bytes)
-    if size > _LONG and memset.target % 16:  # the kernel would write it byte by byte
+    new = []
+    for first in before:
+        edges = _edges(driver.cuGraphNodeGetDependentNodes_v2, first)
+        if any(second in after and edge != _WAITS for second, edge in edges):  # such a node may begin early
+            return False
+        behind = {second for second, _ in edges}  # CUDA refuses an edge that is there
+        new += [(first, second) for second in after if second not in behind]
+    if not _connect(driver, graph, new):
         return False
-    values = ctypes.c_uint64(memset.target), ctypes.c_uint(pattern), ctypes.c_longlong(size)
+    _check(driver.cuGraphDestroyNode(ctypes.c_void_p(node)))
+    return True
+
+
+def _replace_memset(graph: int, node: int, kernels: Kernels) -> bool:
+    """Put a kernel in the place of a memset; False where the memset stays."""
+    driver, memset = kernels.driver, _memset(kernels.driver, node)
+    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
+    after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
+    if memset is None or before is None or after is None:
+        return False
+    if memset.size > _LONG and memset.target % 16:  # the kernel would write it byte by byte
+        return False
+    added = _add_fill(graph, kernels, before, memset.target, memset.size, memset.pattern)
+    replaced = _connect(driver, graph, [(added, following) for following in after])
+    # One of the two goes: both would write, and nobody would wait for the kernel.
+    _check(driver.cuGraphDestroyNode(ctypes.c_void_p(node if replaced else added)))
+    return replaced
+
+
+def _memset(driver: ctypes.CDLL, node: int) -> Memset | None:
+    """What a memset does; None where it writes more than a row."""
+    settings = _Memset()
+    _check(driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(settings)))
+    if settings.height != 1:
+        return None
+    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
+    size, pattern = settings.width * settings.element_bytes, _pattern(settings.value, settings.element_bytes)
+    return Memset(node, settings.target, size, pattern, None if before is None else frozenset(before))
+
+
+def _add_fill(graph: int, kernels: Kernels, before: list[int], target: int, size: int, pattern: int) -> int:
+    """Add a kernel that waits for some nodes and writes a pattern of four bytes over and over."""
+    values = ctypes.c_uint64(target), ctypes.c_uint(pattern), ctypes.c_longlong(size)
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     blocks = min(max(1, -(-size // (16 * _THREADS))), _MOST_BLOCKS)
     grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(_THREADS, 1, 1)
     settings = KernelNode(kernels.function("fill").value, grid, block, 0, ctypes.addressof(arguments))
-    whole, added = ctypes.c_void_p(graph), ctypes.c_void_p()
-    _check(
-        driver.cuGraphAddKernelNode_v2(
-            ctypes.byref(added), whole, _handles(before), ctypes.c_size_t(len(before)), ctypes.byref(settings)
-        )
-    )
-    sources = _handles([added.value or 0] * len(after))
-    refused = after and driver.cuGraphAddDependencies_v2(
-        whole, sources, _handles(after), None, ctypes.c_size_t(len(after))
-    )
-    # One of the two goes: both would write, and nobody would wait for the kernel.
-    _check(driver.cuGraphDestroyNode(added if refused else ctypes.c_void_p(node)))
-    return not refused
+    added = ctypes.c_void_p()
+    add = kernels.driver.cuGraphAddKernelNode_v2
+    count = ctypes.c_size_t(len(before))
+    _check(add(ctypes.byref(added), ctypes.c_void_p(graph), _handles(before), count, ctypes.byref(settings)))
+    return added.value or 0
+
+
+def _connect(driver: ctypes.CDLL, graph: int, edges: list[tuple[int, int]]) -> bool:
+    """Let the second node of each pair wait for the first; False where the driver refuses."""
+    first, second = (_handles([edge[end] for edge in edges]) for end in (0, 1))
+    count = ctypes.c_size_t(len(edges))
+    return not edges or driver.cuGraphAddDependencies_v2(ctypes.c_void_p(graph), first, second, None, count) == 0
+
+
+def _listed(ask: ctypes._NamedFuncPointer, graph: int) -> list[int]:
+    """The nodes that a function of the driver lists."""
+    count = ctypes.c_size_t()
+    _check(ask(ctypes.c_void_p(graph), None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(ask(ctypes.c_void_p(graph), nodes, ctypes.byref(count)))
+    return [node for node in nodes if node is not None]
 
 
 def _neighbours(ask: ctypes._NamedFuncPointer, node: int) -> list[int] | None:
     """The nodes before or behind a node; None where an edge is more than a wait."""
+    edges = _edges(ask, node)
+    return None if any(edge != _WAITS for _, edge in edges) else [neighbour for neighbour, _ in edges]
+
+
+def _edges(ask: ctypes._NamedFuncPointer, node: int) -> list[tuple[int, bytes]]:
+    """The nodes before or behind a node, with CUDA's description of the edges."""
     count = ctypes.c_size_t()
     _check(ask(ctypes.c_void_p(node), None, None, ctypes.byref(count)))
     nodes, edges = (ctypes.c_void_p * count.value)(), (_Edge * count.value)()
     if count.value:
         _check(ask(ctypes.c_void_p(node), nodes, edges, ctypes.byref(count)))
-    return None if any(bytes(edge) != bytes(_Edge()) for edge in edges) else [node or 0 for node in nodes]
+    return [(neighbour or 0, bytes(edge)) for neighbour, edge in zip(nodes, edges, strict=True)]
 
 
 def _pattern(value: int, size: int) -> int:

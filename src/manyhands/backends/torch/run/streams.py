@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
+from manyhands.backends.torch.run.graph_workspaces import room_for_workspaces
 
 _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
 
@@ -147,7 +148,10 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
 def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> Iterator[None]:
     """Capture a CUDA graph. Other threads may go on allocating and copying meanwhile, as those that load data do."""
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
+        with (
+            torch.cuda.graph(graph, capture_error_mode="thread_local", **how),
+            room_for_workspaces(graph, device),
+        ):
             yield
     except BaseException:
         reset_generator(device)

@@ -1,0 +1,132 @@
+"""Workspaces of library calls that nothing else in a captured CUDA graph ever touches.
+
+A workspace is memory that a call computes in. Usually it is freed after the call, and whatever comes next in the graph
+gets the same memory: then the call has to clear it at its place in the graph. So a graph has a room for small
+workspaces. It is allocated before anything else is captured, each call gets a part of it, and no part is given twice::
+
+    room   | call 1 | call 2 | call 3 |       not used       |
+
+What a call finds in its part is what was there when the graph began: parts can be cleared all at once, at the start of
+the graph (:mod:`.graph_nodes`). The room lives as long as the graph, also because another graph with the same memory
+pool could otherwise have its results there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from manyhands.backends.torch.kernels.nvrtc import cuda_driver
+from manyhands.errors import CannotCompile
+
+_ROOM = 1 << 20  # bytes of a graph: PyTorch reserves 2 MiB for that, and 20 MiB for a byte more
+_LARGEST = 1 << 16  # bytes of a workspace
+_ALIGNED = 512  # bytes, as PyTorch aligns memory
+_QUERY = "cuStreamGetCaptureInfo_v3"
+_CAPTURING = 1  # the state of a stream that is being captured
+_lock = threading.Lock()
+_asked = threading.Event()  # somebody had a small workspace: before that, no graph needs a room
+_rooms: dict[int, _Room] = {}  # those of captures in progress, by the number that CUDA gives a capture
+_room_of: WeakKeyDictionary[torch.cuda.CUDAGraph, _Room] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Its first address, the address behind it, and the nodes of the graph that its call comes right after."""
+
+    begin: int
+    end: int
+    before: frozenset[int]
+
+
+class _Room:
+    """Memory of a graph that is given away in parts."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._used = memory, 0
+        self.workspaces: list[Workspace] = []
+
+    def part(self, size: int, before: frozenset[int]) -> torch.Tensor | None:
+        """The next part; None where the room is full."""
+        first, last = self._used, self._used + size
+        if last > len(self._memory):
+            return None
+        self._used = -(-last // _ALIGNED) * _ALIGNED
+        address = self._memory.data_ptr()
+        self.workspaces.append(Workspace(address + first, address + last, before))
+        return self._memory[first:last]
+
+
+def workspace(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes for a call that comes next on the current stream: nothing may be put there in between."""
+    if 0 < size <= _LARGEST:
+        _asked.set()
+        # PyTorch is asked first: it makes sure of a context, without which CUDA's driver may crash.
+        if _rooms and torch.cuda.is_current_stream_capturing() and (state := _capture(device)) is not None:
+            number, before = state
+            with _lock:
+                part = _rooms[number].part(size, before) if number in _rooms else None
+            if part is not None:
+                return part
+    return torch.empty(max(1, size), dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def room_for_workspaces(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """Give a graph a room for workspaces; to be entered when its capture has just begun.
+
+    Which capture a call belongs to is asked of CUDA: backward passes run in another thread, and other threads may be
+    capturing other graphs.
+    """
+    if not _asked.is_set() or not _can_ask():
+        yield
+        return
+    room = _Room(torch.empty(_ROOM, dtype=torch.uint8, device=device))
+    number, before = _capture(device) or (0, frozenset())
+    # Where PyTorch fills new memory, for deterministic results, that would undo what the start of the graph clears.
+    with _lock:
+        if number and not before:
+            _rooms[number] = room
+    try:
+        yield
+    finally:
+        with _lock:
+            _rooms.pop(number, None)
+    if room.workspaces:
+        with _lock:
+            _room_of[graph] = room
+
+
+def workspaces_of(graph: torch.cuda.CUDAGraph) -> Sequence[Workspace]:
+    """The parts of a captured graph's room."""
+    with _lock:
+        room = _room_of.get(graph)
+    return () if room is None else room.workspaces
+
+
+def _can_ask() -> bool:
+    try:
+        return hasattr(cuda_driver(), _QUERY)
+    except CannotCompile:
+        return False
+
+
+def _capture(device: torch.device) -> tuple[int, frozenset[int]] | None:
+    """The number of the capture on the current stream, and the nodes that the next one on it will wait for.
+
+    None where nothing is captured, or where the next node would do more than wait (CUDA answers with an error then).
+    """
+    state, number, graph, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
+    nodes = ctypes.POINTER(ctypes.c_void_p)()
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    places = [ctypes.byref(value) for value in (state, number, graph, nodes)]
+    answer = getattr(cuda_driver(), _QUERY)(stream, *places, None, ctypes.byref(count))
+    if answer or state.value != _CAPTURING:
+        return None
+    return number.value, frozenset(nodes[i] or 0 for i in range(count.value))
