@@ -16,7 +16,7 @@ from manyhands.backends.torch.kernels import batch_norm as kernels  # noqa: E402
 aten = torch.ops.aten
 SHAPES = [
     (256, 64, 28, 28), (256, 512, 4, 4), (3, 24, 5, 7), (2, 8, 1, 1), (7, 1000, 3, 3), (4096, 64), (2, 16, 3, 4, 5),
-    (3, 8000, 2, 2), (129, 8, 31, 33),
+    (3, 8000, 2, 2), (129, 8, 31, 33), (96, 64, 28, 28), (96, 64, 56, 56),
 ]  # fmt: skip
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one bit, where two roundings fall apart
 

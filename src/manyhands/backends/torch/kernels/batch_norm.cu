@@ -430,6 +430,35 @@ __device__ void mask(float* gradient, const float* x, const float* result, const
     }
 }
 
+// Rows of a thread, on their way while others are worked on; SUM: the gradient is the sum of two.
+template <Mask MASK, bool SUM, int COUNT>
+struct Rows {
+    uint4 gradient[COUNT], more[COUNT], x[COUNT], result[COUNT];
+    __device__ void load_x(const uint4* from, const Place& place, int row, int rows, int vectors) {
+        load<COUNT>(x, from, place, row, rows, vectors);
+    }
+    __device__ void load_others(
+        const uint4* from, const uint4* other, const uint4* results, const Place& place, int row, int rows,
+        int vectors) {
+        load<COUNT>(gradient, from, place, row, rows, vectors);
+        if (SUM) load<COUNT>(more, other, place, row, rows, vectors);
+        if (MASK == RESULT) load<COUNT>(result, results, place, row, rows, vectors);
+    }
+    // The numbers of one row, and what of its gradient the ReLU let through.
+    __device__ void take(int k, float* g, float* v, const Normal& normal) const {
+        float m[V], r[V];
+        T::unpack(gradient[k], g);
+        if (SUM) {
+            T::unpack(more[k], m);
+#pragma unroll
+            for (int i = 0; i < V; i++) g[i] = T::rounded(g[i] + m[i]);
+        }
+        T::unpack(x[k], v);
+        if (MASK == RESULT) T::unpack(result[k], r);
+        mask<MASK>(g, v, r, normal);
+    }
+};
+
 // Gradients of weight and bias; and, where "kept" is given, what the ReLU let through. SUM: the gradient is the sum of two.
 template <Mask MASK, bool KEEP, bool SUM>
 __device__ void reduce(
@@ -442,28 +471,21 @@ __device__ void reduce(
     float sum[V] = {}, product[V] = {};
     let_next_begin();
     if (place.inside) {
+        Rows<MASK, SUM, AT_ONCE> now, next;
+        int row = place.row, step = AT_ONCE * place.stride;
+        now.load_x(x, place, row, rows, vectors);
+        now.load_others(gradient, more, result, place, row, rows, vectors);
         Normal normal(weight, bias, place.column);
         normal.take(mean, deviation, place.column);
-        for (int row = place.row; row < rows; row += AT_ONCE * place.stride) {
-            uint4 bits_g[AT_ONCE], bits_m[AT_ONCE], bits_x[AT_ONCE], bits_r[AT_ONCE];
-            load<AT_ONCE>(bits_g, gradient, place, row, rows, vectors);
-            if (SUM) load<AT_ONCE>(bits_m, more, place, row, rows, vectors);
-            load<AT_ONCE>(bits_x, x, place, row, rows, vectors);
-            if (MASK == RESULT) load<AT_ONCE>(bits_r, result, place, row, rows, vectors);
+        for (; row < rows; row += step, now = next) {
+            next.load_x(x, place, row + step, rows, vectors);
+            next.load_others(gradient, more, result, place, row + step, rows, vectors);
 #pragma unroll
             for (int k = 0; k < AT_ONCE; k++) {
                 int at = row + k * place.stride;
                 if (at >= rows) continue;
-                float g[V], m[V], v[V], r[V];
-                T::unpack(bits_g[k], g);
-                if (SUM) {
-                    T::unpack(bits_m[k], m);
-#pragma unroll
-                    for (int i = 0; i < V; i++) g[i] = T::rounded(g[i] + m[i]);
-                }
-                T::unpack(bits_x[k], v);
-                if (MASK == RESULT) T::unpack(bits_r[k], r);
-                mask<MASK>(g, v, r, normal);
+                float g[V], v[V];
+                now.take(k, g, v, normal);
                 if (KEEP) kept[(size_t)at * vectors + place.column] = T::packed(g);
 #pragma unroll
                 for (int i = 0; i < V; i++) {
@@ -501,7 +523,8 @@ REDUCE(reduce_result_keep, RESULT, true, false)
 REDUCE(reduce_again_keep_sum, AGAIN, true, true)
 REDUCE(reduce_result_keep_sum, RESULT, true, true)
 
-// The gradient of the input, once those of weight and bias are there.
+// The gradient of the input, once those of weight and bias are there. The kernel before has read all rows from the first
+// to the last, and the last ones are near as yet: so they come first.
 template <Mask MASK>
 __device__ void backward(
     uint4* for_x, const uint4* gradient, const uint4* x, const uint4* result, const float* mean,
@@ -509,29 +532,30 @@ __device__ void backward(
     int rows, int vectors) {
     constexpr int AT_ONCE = 2;
     Place place(vectors);
-    if (!place.inside) return;
+    if (!place.inside || place.row >= rows) return;
+    Rows<MASK, false, AT_ONCE> now, next;
+    int step = AT_ONCE * place.stride, row = place.row + (rows - 1 - place.row) / step * step;
+    now.load_x(x, place, row, rows, vectors);
     Normal normal(weight, bias, place.column);
     normal.take(mean, deviation, place.column);
     wait_for_last();
+    now.load_others(gradient, nullptr, result, place, row, rows, vectors);
     float share[V], slope[V];  // of each gradient what goes into the mean, and into the deviation
     load_channels(for_bias, place.column, share, 0.f);
     load_channels(for_weight, place.column, slope, 0.f);
 #pragma unroll
     for (int i = 0; i < V; i++) share[i] /= rows, slope[i] *= normal.deviation[i] / rows;
-    for (int row = place.row; row < rows; row += AT_ONCE * place.stride) {
-        uint4 bits_g[AT_ONCE], bits_x[AT_ONCE], bits_r[AT_ONCE];
-        load<AT_ONCE>(bits_g, gradient, place, row, rows, vectors);
-        load<AT_ONCE>(bits_x, x, place, row, rows, vectors);
-        if (MASK == RESULT) load<AT_ONCE>(bits_r, result, place, row, rows, vectors);
+    for (; row >= 0; row -= step, now = next) {
+        if (row >= step) {
+            next.load_x(x, place, row - step, rows, vectors);
+            next.load_others(gradient, nullptr, result, place, row - step, rows, vectors);
+        }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
             int at = row + k * place.stride;
             if (at >= rows) continue;
-            float g[V], v[V], r[V];
-            T::unpack(bits_g[k], g);
-            T::unpack(bits_x[k], v);
-            if (MASK == RESULT) T::unpack(bits_r[k], r);
-            mask<MASK>(g, v, r, normal);
+            float g[V], v[V];
+            now.take(k, g, v, normal);
 #pragma unroll
             for (int i = 0; i < V; i++)
                 g[i] = (g[i] - share[i] - (v[i] - normal.mean[i]) * slope[i]) * (normal.deviation[i] * normal.weight[i]);
