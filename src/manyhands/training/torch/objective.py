@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,6 +24,13 @@ from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow, function_and_options
+
+
+class Scored(NamedTuple):
+    """Class scores and their targets, of which the right answers can be counted (:func:`count_right`)."""
+
+    answer: torch.Tensor
+    target: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -44,8 +51,8 @@ class Objective(abc.ABC):
     @abc.abstractmethod
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
-    ) -> tuple[Any, torch.Tensor | None]:
-        """The value of the user's loss for the batch, and the number of right answers.
+    ) -> tuple[Any, Scored | None]:
+        """The value of the user's loss for the batch, and the class scores where the answers are that.
 
         ``known``, where it is given, is entered around the code that computes the loss.
         """
@@ -54,13 +61,20 @@ class Objective(abc.ABC):
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of the batch, and how many samples were answered rightly; ``part``: there are other parts."""
-        value, right = self.value(model, batch, WeightsFollow() if self.dtype is not None else None)
+        loss, scored = self.loss_and_scores(model, batch, part=part)
+        return loss, count_right(scored)
+
+    def loss_and_scores(
+        self, model: torch.nn.Module, batch: Batch, *, part: bool = False
+    ) -> tuple[torch.Tensor, Scored | None]:
+        """The mean loss of the batch, and the class scores; for who counts the right answers later."""
+        value, scored = self.value(model, batch, WeightsFollow() if self.dtype is not None else None)
         if not isinstance(value, LossSum):
-            return value, right
+            return value, scored
         if part:
             raise BadSettings(_TWO_KINDS)
         whole = checked(value)
-        return whole.total / whole.count.to(whole.total.dtype), right
+        return whole.total / whole.count.to(whole.total.dtype), scored
 
     def is_mean(self, model: torch.nn.Module) -> bool:
         """Whether the loss in evaluations is known to be a mean over samples, or a sum with its count.
@@ -84,9 +98,9 @@ class Objective(abc.ABC):
     def as_sum(self, model: torch.nn.Module, batch: Batch) -> tuple[LossSum | None, Any, torch.Tensor | None]:
         """The loss as a sum and its count, where these are known; the loss itself; and the right answers."""
         known = KnownMeans()
-        value, right = self.value(model, batch, known)
+        value, scored = self.value(model, batch, known)
         loss_sum = value if isinstance(value, LossSum) else known.sum_of(value)
-        return None if loss_sum is None else checked(loss_sum), value, right
+        return None if loss_sum is None else checked(loss_sum), value, count_right(scored)
 
 
 _TWO_KINDS = (
@@ -128,7 +142,7 @@ class Supervised(Objective):
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
-    ) -> tuple[Any, torch.Tensor | None]:
+    ) -> tuple[Any, Scored | None]:
         if isinstance(batch, Mapping):
             return self._value_by_name(model, batch, known)
         inputs, target = inputs_and_target(batch)
@@ -140,11 +154,11 @@ class Supervised(Objective):
             value = in_full(self.loss, answer, target)
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
-        return value, right_answers(answer, target)
+        return value, scored(answer, target)
 
     def _value_by_name(
         self, model: torch.nn.Module, batch: Mapping[str, Any], known: TorchFunctionMode | None
-    ) -> tuple[Any, torch.Tensor | None]:
+    ) -> tuple[Any, Scored | None]:
         if self.is_default:
             with known or nullcontext():
                 answer = dict_batches.answer(model, batch)
@@ -155,7 +169,7 @@ class Supervised(Objective):
                 value = in_full(self.loss, answer, batch)
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), batch)
-        return value, right_answers(*dict_batches.right_answers(answer, batch))
+        return value, scored(*dict_batches.right_answers(answer, batch))
 
 
 @dataclass
@@ -179,7 +193,7 @@ class OwnStep(Objective):
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
-    ) -> tuple[Any, torch.Tensor | None]:
+    ) -> tuple[Any, Scored | None]:
         user: Any = model
         trains = (model.training if self.training is None else self.training) or not hasattr(model, "validation_step")
         name = "training_step" if trains else "validation_step"
@@ -192,7 +206,7 @@ class OwnStep(Objective):
             inputs, target = inputs_and_target(batch)  # the same step, but with the answers at hand
             answer = user(*inputs)
             with known or nullcontext():
-                return in_full(user.loss, answer, target), right_answers(answer, target)
+                return in_full(user.loss, answer, target), scored(answer, target)
         with known or nullcontext():
             returned = self._called(getattr(user, name), batch)
         value = (
@@ -338,13 +352,18 @@ def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
     return value
 
 
-def right_answers(answer: Any, target: Any) -> torch.Tensor | None:
-    """How many rows of class scores have their largest at the target; None where that has no meaning."""
+def scored(answer: Any, target: Any) -> Scored | None:
+    """The answer with its target, where it is rows of class scores."""
     if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if answer.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return None
-    return (answer.detach().argmax(1) == target).sum()
+    return Scored(answer, target)
+
+
+def count_right(scored: Scored | None) -> torch.Tensor | None:
+    """How many rows of class scores have their largest at the target; None where that has no meaning."""
+    return None if scored is None else (scored.answer.detach().argmax(1) == scored.target).sum()
 
 
 def objective_for(model: torch.nn.Module, loss: Callable[[Any, Any], Any] | None) -> Objective:

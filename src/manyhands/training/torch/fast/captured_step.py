@@ -14,6 +14,10 @@ fails, nothing has happened yet and a plain step is made instead.
 Where the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
 nor on lanes. The second is searched for such biases, which are left out from then on.
 
+With side lanes three kinds of work leave the chain of kernels: casts of weights run beside the gather of the batch
+(:mod:`.batched_casts`), gradients of weights beside the backward pass (:mod:`.lanes`), metrics beside all that follows
+the forward pass (:mod:`.forward`).
+
 The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster stays.
 """
 
@@ -42,9 +46,10 @@ from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fail
+from manyhands.training.torch.fast.forward import CountRight, at_once, counting_later, forward
 from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.lanes import Beside
-from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written, forward
+from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
 from manyhands.training.torch.fast.traced_step import TracedStep
@@ -56,6 +61,8 @@ _PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tent
 _WARM_UP = 3
 _AS_WRITTEN = 2  # steps before the warm-up where redundant biases are searched for, in the last of them
 _LONGEST_REASON = 300  # characters
+# Of an epoch's order, and of places in it.
+_Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountRight]]
 
 
 @dataclass
@@ -63,11 +70,20 @@ class _Sized:
     """The step for one batch size, and its graph."""
 
     window: torch.Tensor
-    forward: Callable[..., Any]
+    forward: _Forward
     warm: int = 0  # warm-up steps so far; less than zero: steps as written are still to come
     redundant: RedundantBiases | None = None
     replay: Callable[[], object] | None = None  # of the graph, or of the plan that competes with it
-    notes: list[str] = field(default_factory=list)  # what our kernels replace, in words
+    notes: list[str] = field(default_factory=list)  # what our kernels replace and what runs beside the rest, in words
+
+
+@dataclass
+class _Passed:
+    """What the passes of a step give to its metrics."""
+
+    loss: torch.Tensor
+    count_right: CountRight
+    after_forward: Any = None  # a mark of the main lane, where metrics may run beside the backward pass and the update
 
 
 def fast_step(
@@ -219,12 +235,20 @@ class GraphStep:
         self.reasons[feature] = reason[:_LONGEST_REASON]
 
     def _new(self, size: int) -> _Sized:
-        forward: Callable[..., Any] = self._forward
-        if self._is_compiled(size):
-            options = self._beside.compile_options() if self._beside is not None else None
-            forward = torch.compile(self._forward, dynamic=False, options=options)
+        later = functools.partial(counting_later, self._eager, self._data)
+        forward = self._compiled_forward() if self._is_compiled(size) else later
         warm = -_AS_WRITTEN if self._searching else 0
         return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
+
+    def _compiled_forward(self) -> _Forward:
+        options = self._beside.compile_options() if self._beside is not None else None
+        compiled = torch.compile(self._forward, dynamic=False, options=options)
+
+        def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountRight]:
+            loss, right = compiled(order, places)  # counting is a part of what is compiled
+            return loss, at_once(right)
+
+        return forward
 
     def _fused_norms(self) -> FusedNorms | None:
         if not normalises(self._eager.model) or is_compiled(self._eager.model):
@@ -342,19 +366,17 @@ class GraphStep:
         eager.optimizer.zero_grad(set_to_none=True)
         # Up to the update only: a step that fails after it cannot be made again.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
-            loss, right = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
+            passed = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        # Metrics are a dozen kernels for a few numbers: they run beside the update, unless that writes to them too.
-        beside = None if as_written or sized.warm < 0 or eager.scale is not None else self._beside
-        before_update = None if beside is None else beside.mark()
-        gradients = [parameter.grad for parameter in eager.parameters]  # their memory is not the metrics' meanwhile
-        eager.update([loss.detach()], self._progress.step)
-        with nullcontext() if beside is None else beside.from_mark(before_update):
-            eager.metrics.add(loss, right, size, self._progress.step)
-        del gradients
+        eager.update([passed.loss.detach()], self._progress.step)
+        # Metrics are some 15 kernels for a few numbers that the forward pass gives: they run beside all that follows.
+        # They are issued last: a step that fails before its update has changed nothing.
+        beside = None if passed.after_forward is None else self._beside
+        with nullcontext() if beside is None else beside.from_mark(passed.after_forward):
+            eager.metrics.add(passed.loss, passed.count_right(), size, self._progress.step)
         self._progress.advance(size)
 
-    def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _passes(self, sized: _Sized) -> _Passed:
         """Forward and backward."""
         size, lanes = len(sized.window), self._beside
         compiled, is_usual = self._is_compiled(size), size == self._size
@@ -367,18 +389,22 @@ class GraphStep:
             convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
             with convolutions or nullcontext(), casts or nullcontext(), norms or nullcontext():
-                loss, right = sized.forward(*self._places(sized))
+                loss, count_right = sized.forward(*self._places(sized))
+            # With a loss scale the update writes to the metrics, too.
+            mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
             beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
             with convolutions or nullcontext(), beside, norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.redundant is not None:
             sized.redundant.settle()
         sized.notes = [mode.explain() for mode in (casts, norms) if mode is not None and mode.counts]
+        if mark is not None:
+            sized.notes.append("metrics: on a lane of their own, beside the backward pass and the update")
         if convolutions is not None and convolutions.report is not None and is_usual:
             sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:
             self._look_for_poison(loss)
-        return loss, right
+        return _Passed(loss, count_right, mark)
 
     def _look_for_poison(self, loss: torch.Tensor) -> None:
         gradients = [parameter.grad for parameter in self._eager.parameters if parameter.grad is not None]
@@ -386,7 +412,7 @@ class GraphStep:
             why = "the model's own, or something reads memory past PyTorch"
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
-    def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _as_written(self, sized: _Sized) -> _Passed:
         """Forward and backward without dispatch modes; the last time with a search for redundant biases."""
         search = Search(self._eager.model) if sized.warm == -1 else None
         with search or nullcontext():
@@ -396,7 +422,7 @@ class GraphStep:
             self._eager.scaled(loss).backward()
         if search is not None:
             sized.redundant = search.redundant_biases()
-        return loss, right
+        return _Passed(loss, at_once(right))
 
     def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:
         return self._progress.order, self._progress.position + sized.window

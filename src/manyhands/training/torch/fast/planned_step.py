@@ -27,6 +27,7 @@ import torch
 from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
 from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.forward import forward
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.step.eager import EagerStep
 
@@ -48,15 +49,6 @@ def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch
         progress.advance(len(window))
 
     return step
-
-
-def forward(
-    eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss and right answers of the samples at these places of an epoch's order."""
-    batch = eager.numbers.lay(data.take(order.index_select(0, places)))
-    with eager.numbers.scope(eager.device):
-        return eager.objective(eager.model, batch)
 
 
 class WholeStep(Protocol):

@@ -20,7 +20,10 @@ from manyhands.training.torch.fast.lanes.early import EarlyWork
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
 
-COUNT = 2  # side lanes
+COUNT = 2  # side lanes of a backward pass
+_METRICS = (
+    COUNT + 1
+)  # a lane that no pass uses: it allocates nothing that others have freed, and waits for none of them
 # Multiplications of a product that is worth a lane: cuBLAS keeps 33 MB of memory for each stream that it works on.
 _LEAST_PRODUCT = 1 << 22
 
@@ -42,7 +45,7 @@ class Beside:
 
         ``most_held``: about how many bytes may be held for them that one lane would have let go.
         """
-        lanes, name = StreamLanes(device, COUNT, main), f"gpu:{device.index or 0}"
+        lanes, name = StreamLanes(device, COUNT + 1, main), f"gpu:{device.index or 0}"
         return cls(lanes, name, most_held=most_held, least_product=_LEAST_PRODUCT)
 
     def compile_options(self) -> dict[str, Any]:
@@ -82,11 +85,16 @@ class Beside:
 
     @contextmanager
     def from_mark(self, mark: Any) -> Iterator[None]:
-        """Within it work goes to a side lane, behind a mark of the main lane, which waits for it at the end."""
-        self._lanes.wait(1, mark)
-        with self._lanes.on(1):
-            yield
-        self._lanes.wait(0, self._lanes.mark(1))
+        """Within it work goes to a lane of its own, behind a mark of the main lane, which waits for it at the end.
+
+        What it reads must be complete at the mark, and must be left alone and held until the end.
+        """
+        self._lanes.wait(_METRICS, mark)
+        try:
+            with self._lanes.on(_METRICS):
+                yield
+        finally:
+            self._lanes.wait(0, self._lanes.mark(_METRICS))
 
     def explain(self, size: int) -> list[str]:
         """Lanes, tasks and waits of a backward pass, and what goes aside."""

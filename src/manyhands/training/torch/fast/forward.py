@@ -1,0 +1,72 @@
+"""The forward pass of a fast step, from the epoch's order to the loss; right answers at once, or when they are wanted.
+
+Nothing but the metrics needs the right answers. Counting them takes four small kernels, which the backward pass need
+not wait for: the caller may count them beside it. For that the answer must stay as it is, and PyTorch's own operations
+leave it so. A function that someone else has written may reuse its memory in the backward pass (in-place kernels for
+losses and activations do). Where there is one, they are counted at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.objective import Scored, count_right
+from manyhands.training.torch.step.eager import EagerStep
+
+CountRight = Callable[[], torch.Tensor | None]
+# Names of PyTorch's nodes, such as AddmmBackward0. Others belong to extensions, or may have such a function inside.
+_OF_TORCH = re.compile(r"\w+Backward\d+|torch::autograd::AccumulateGrad")
+
+
+def forward(
+    eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss and right answers of the samples at these places of an epoch's order."""
+    loss, scored = _scored(eager, data, order, places)
+    return loss, count_right(scored)
+
+
+def counting_later(
+    eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, CountRight]:
+    """The same, with a function that counts the right answers."""
+    loss, scored = _scored(eager, data, order, places)
+    if scored is None or not is_torchs_alone(loss):
+        return loss, at_once(count_right(scored))
+    return loss, functools.partial(count_right, Scored(scored.answer.detach(), scored.target))
+
+
+def at_once(right: torch.Tensor | None) -> CountRight:
+    """A count that is there already."""
+    return lambda: right
+
+
+def _scored(
+    eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, Scored | None]:
+    batch = eager.numbers.lay(data.take(order.index_select(0, places)))
+    with eager.numbers.scope(eager.device):
+        return eager.objective.loss_and_scores(eager.model, batch)
+
+
+def is_torchs_alone(loss: torch.Tensor) -> bool:
+    """Whether the backward pass consists of PyTorch's own operations."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        # A function in Python may be named like anything.
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or not _OF_TORCH.fullmatch(node.name()):
+            return False
+        following = {other for other, _ in node.next_functions} - seen
+        seen |= following
+        nodes += following
+    return True

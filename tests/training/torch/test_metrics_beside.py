@@ -1,0 +1,109 @@
+"""Metrics beside the backward pass: the same figures, from answers that nothing writes to meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captured_step_cases import COUNT, assert_as_plain_steps, eager_step, without_gpu
+from lanes_cases import OnLanes, Recorded
+from torch import nn
+from torch.nn import functional
+from training_cases import mlp, vectors
+
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.fast.forward import is_torchs_alone
+from manyhands.training.torch.fast.lanes.lanes import COUNT as SIDE_LANES
+from manyhands.training.torch.fast.lanes.lanes import Beside
+
+METRICS = SIDE_LANES + 1
+
+
+class Reusing(torch.autograd.Function):
+    """A loss of sums that writes its gradient over the scores, as in-place kernels do."""
+
+    @staticmethod
+    def forward(context: Any, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        context.scores = scores.detach()
+        return scores.sum() + 0 * y.sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context.scores.copy_(gradient.expand_as(context.scores))
+        return context.scores.clone(), None
+
+
+def stepped(loss: Any, lanes: Recorded | None, steps: int = 3) -> tuple[nn.Module, Any, list[tuple[int, str]]]:
+    """The net, its eager step, and the log of the last step."""
+    net = mlp(norm=True)
+    eager = eager_step(net, loss)
+    graph = GraphStep(eager, Arrays(vectors(COUNT)), 16, compiled=False, changing_rate=False)
+    graph._beside = None if lanes is None else Beside(lanes)
+    graph._searching = False  # steps as written would come first
+    graph.begin_epoch(torch.arange(COUNT), 0, 0)
+    for _ in range(steps):
+        if lanes is not None:
+            del lanes.log[:]
+        with OnLanes(lanes or Recorded()):
+            assert graph(16), graph.ended
+    return net, eager, [] if lanes is None else lanes.log
+
+
+def test_metrics_are_on_a_lane_of_their_own_from_the_end_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    lanes = Recorded()
+    net, eager, log = stepped(functional.cross_entropy, lanes)
+    assert_as_plain_steps(net, eager, 3)
+    start = log.index((METRICS, "argmax"))
+    assert log[start - 1 : start + 3] == [(METRICS, name) for name in ("detach", "argmax", "eq", "sum")]
+    assert {name for lane, name in log[:start] if lane == METRICS} == {"wait", "detach"}
+    assert not {name for lane, name in log if lane == 0} & {"argmax", "eq"}
+    # The lane waits for the forward pass alone, and the main lane for it before the place in the epoch moves on.
+    marks = [place for place, (_, name) in enumerate(log) if name == "mark"]
+    ((_, waited),) = (wait for wait in lanes.waits if wait[0] == METRICS and wait[1] > lanes.marks - len(marks))
+    mark = marks[waited - lanes.marks - 1]
+    assert log.index((0, "nll_loss_forward")) < mark < log.index((0, "nll_loss_backward"))
+    end = log.index((METRICS, "mark"))
+    assert log[end : end + 4] == [(METRICS, "mark"), (0, "wait"), (0, "add_"), (0, "add_")]
+
+
+def test_the_lane_of_metrics_waits_for_the_mark_after_the_forward_pass() -> None:
+    lanes = Recorded()
+    beside = Beside(lanes)
+    mark = beside.mark()
+    beside.mark()
+
+    def fail() -> None:
+        assert lanes.current == METRICS
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), beside.from_mark(mark):
+        fail()
+    assert lanes.waits == [(METRICS, mark), (0, lanes.marks)]  # joined, also after an error
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_answers_that_the_backward_pass_writes_to_are_counted_before_it(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_gpu(monkeypatch)
+    lanes = Recorded() if beside else None
+    _, eager, log = stepped(Reusing.apply, lanes, steps=1)
+    net = mlp(norm=True)
+    x, y = Arrays(vectors(COUNT)).take(torch.arange(16))
+    assert eager.metrics.read().right == int((net(x).argmax(1) == y).sum())
+    assert ((0, "argmax") in log) == beside
+    assert (METRICS, "argmax") not in log
+
+
+def test_functions_of_others_are_found_in_a_backward_pass() -> None:
+    x, y = torch.rand(4, 3, requires_grad=True), torch.arange(4) % 3
+    weight = torch.rand(3, 3, requires_grad=True)
+    assert is_torchs_alone(functional.cross_entropy((x @ weight).relu().view(4, 3), y))
+    assert not is_torchs_alone(Reusing.apply(x @ weight, y) * 2)
+    assert not is_torchs_alone(functional.cross_entropy(Reusing.apply(x, y) + (x @ weight)[:, :3], y))
+    inside = (x @ weight).clone()
+    inside[:2].mul_(2)  # a node for the whole hides the function that was applied to the part
+    assert not is_torchs_alone(inside.sum())
