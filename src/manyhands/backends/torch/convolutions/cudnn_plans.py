@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
-from manyhands.backends.torch.run.graph_workspaces import workspace
+from manyhands.backends.torch.run.graph_workspaces import LARGEST, workspace
 
 PACKAGE = "nvidia-cudnn-frontend"
 _MOST_WORKSPACE = 64 << 20  # bytes
@@ -63,6 +63,7 @@ class CudnnPlan:
         self._workspace = int(graph.description.get_workspace_size_plan_at_index(index))
         if self._workspace > _MOST_WORKSPACE:
             raise ValueError("it needs too much memory")
+        self.is_cleared_ahead = 0 < self._workspace <= LARGEST  # cuDNN clears small ones, which hold counters
 
     def data(self) -> list[object]:
         """What is remembered of this way."""

@@ -26,6 +26,7 @@ class Product:
     """A way to solve problems of 1x1 convolutions, and of those with few input channels."""
 
     name = "product"
+    is_cleared_ahead = False
 
     def __init__(self, problem: Problem, result: Form) -> None:
         self._problem, self._result = problem, result

@@ -26,7 +26,7 @@ from manyhands.backends.torch.kernels.nvrtc import cuda_driver
 from manyhands.errors import CannotCompile
 
 _ROOM = 1 << 20  # bytes of a graph: PyTorch reserves 2 MiB for that, and 20 MiB for a byte more
-_LARGEST = 1 << 16  # bytes of a workspace
+LARGEST = 1 << 16  # bytes of a workspace
 _ALIGNED = 512  # bytes, as PyTorch aligns memory
 _QUERY = "cuStreamGetCaptureInfo_v3"
 _CAPTURING = 1  # the state of a stream that is being captured
@@ -65,7 +65,7 @@ class _Room:
 
 def workspace(size: int, device: torch.device) -> torch.Tensor:
     """So many bytes for a call that comes next on the current stream: nothing may be put there in between."""
-    if 0 < size <= _LARGEST:
+    if 0 < size <= LARGEST:
         _asked.set()
         # PyTorch is asked first: it makes sure of a context, without which CUDA's driver may crash.
         if _rooms and torch.cuda.is_current_stream_capturing() and (state := _capture(device)) is not None:
