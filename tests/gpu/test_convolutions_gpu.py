@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.convolutions import choice, cudnn_plans, products
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, problems_of
+from manyhands.backends.torch.convolutions.problems import Kind
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.training.torch.book import models
@@ -69,6 +71,17 @@ def test_ways_give_pytorchs_results_eagerly_and_in_a_graph(case: tuple[int, ...]
             assert torch.equal(eager, captured)
             tried += 1
     assert tried >= (2 if case[3] == 1 or case[0] <= 3 or cudnn_plans.missing() is None else 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ways_add_the_bias(case: tuple[int, ...]) -> None:
+    (problem,) = [problem for problem in _problems(case) if problem.kind is Kind.FORWARD]
+    trial = choice._Trial(dataclasses.replace(problem, has_bias=True))
+    ways: list[Any] = products.candidates(trial.problem, trial.result)
+    ways += list(cudnn_plans.candidates(trial.problem, trial.result, 4))
+    for way in ways:
+        assert trial.is_right(way)
+        assert not torch.equal(way(*trial._operands, trial._bias), way(*trial._operands))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

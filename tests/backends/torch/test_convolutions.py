@@ -217,7 +217,11 @@ def test_a_bias_and_a_mask_are_pytorchs() -> None:
     arguments = gradient, x, weight, [5], *how
     whole = aten.convolution_backward(*arguments, [True, True, True])
     _all_by_products(Counter(problems_of(aten.convolution_backward.default, (*arguments, [True, True, True]))))
-    _all_by_products(Counter(problems_of(aten.convolution.default, (x, weight, None, *how))))
+    with_bias, without = (problems_of(aten.convolution.default, (x, weight, added, *how)) for added in (bias, None))
+    _all_by_products(Counter(with_bias))
+    assert choice.way_of(with_bias[0]) is not None
+    assert choice.way_of(without[0]) is None
+    assert with_bias[0].key != without[0].key
     for mask in itertools.product((True, False), repeat=3):
         for wanted, ours, theirs in zip(mask, convolution_backward(*arguments, list(mask)), whole, strict=True):
             if wanted:

@@ -207,6 +207,8 @@ class _Trial:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._operands = operands = _random(problem, problem.first), _random(problem, problem.second)
+        channels = problem.second.shape[0]
+        self._bias = _random(problem, Form((channels,), (1,))) if problem.has_bias else None
         # What the result is a gradient of: PyTorch asks for it, and takes nothing but its form.
         form = problem.shape or (0,)
         other = torch.empty(form, dtype=problem.dtype, device=problem.device)
@@ -249,12 +251,12 @@ class _Trial:
         return [statistics.median(times) - less for *times, less in zip(*rounds, saved, strict=True)]
 
     def _run(self, way: Way | None) -> Callable[[], object]:
-        return self._theirs if way is None else lambda: way(*self._operands)
+        return self._theirs if way is None else lambda: way(*self._operands, self._bias)
 
     def is_right(self, way: Way) -> bool:
         """Whether its result is PyTorch's up to rounding, in the same form, and the same each time."""
         try:
-            first, second = way(*self._operands), way(*self._operands)
+            first, second = (way(*self._operands, self._bias) for _ in range(2))
         except Exception:  # no memory, for example
             return False
         if Form.of(first) != self.result or not torch.equal(first, second):
@@ -269,7 +271,7 @@ class _Trial:
         result: torch.Tensor
         how: Any = (problem.stride, problem.padding, problem.dilation, False, (0, 0), problem.groups)
         if problem.kind is Kind.FORWARD:
-            result = _aten.convolution.default(first, second, None, *how)
+            result = _aten.convolution.default(first, second, self._bias, *how)
             return result
         other = self._other
         if problem.kind is Kind.INPUT_GRADIENT:

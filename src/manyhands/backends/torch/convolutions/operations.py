@@ -42,18 +42,22 @@ def problems_of(target: object, args: tuple[Any, ...]) -> list[Problem]:
     """The problems of a call of PyTorch's convolution or its backward."""
     problems: tuple[Problem | None, ...] = ()
     if target is _aten.convolution.default:
-        x, weight, _, *how = args
-        problems = (_forward_problem(x, weight, how),)
+        x, weight, bias, *how = args
+        problems = (_forward_problem(x, weight, bias, how),)
     elif target is _aten.convolution_backward.default:
         gradient, x, weight, _, *how, mask = args
         problems = _backward_problems(gradient, x, weight, how, mask)
     return [problem for problem in problems if problem is not None]
 
 
-def _forward_problem(x: torch.Tensor, weight: torch.Tensor, how: Sequence[Any]) -> Problem | None:
+def _forward_problem(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Sequence[Any]
+) -> Problem | None:
     """``how``: what follows the bias in the arguments of PyTorch's operation."""
     stride, padding, dilation, transposed, _, groups = how
-    return None if transposed else problem(Kind.FORWARD, x, weight, (), stride, padding, dilation, groups)
+    if transposed:
+        return None
+    return problem(Kind.FORWARD, x, weight, (), stride, padding, dilation, groups, bias is not None)
 
 
 def _backward_problems(
@@ -70,7 +74,7 @@ def _backward_problems(
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
-    way = way_of(_forward_problem(x, weight, how))
+    way = way_of(_forward_problem(x, weight, bias, how))
     if way is None or not is_aligned(x, weight):
         result: torch.Tensor = _aten.convolution.default(x, weight, bias, *how)
         return result

@@ -35,7 +35,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A convolution in two dimensions, without its bias, or one of its gradients.
+    """A convolution in two dimensions, or one of its gradients.
 
     ``first`` and ``second`` are what is given: image and weight forward, the gradient of the result and the weight for
     the input's gradient, the gradient of the result and the image for the weight's. ``shape`` is what is asked for,
@@ -52,13 +52,15 @@ class Problem:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    has_bias: bool = False  # forward alone
 
     @property
     def key(self) -> str:
         """The same for equal problems in other processes."""
         forms = (self.first.shape, self.first.stride, self.second.shape, self.second.stride, self.shape)
         how = (self.stride, self.padding, self.dilation, self.groups)
-        return f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {forms} {how}".replace("), (", ")(")
+        kind = self.kind.value + " with bias" * self.has_bias
+        return f"{kind} {str(self.dtype).removeprefix('torch.')} {forms} {how}".replace("), (", ")(")
 
     @property
     def work(self) -> tuple[float, float]:
@@ -94,6 +96,7 @@ def problem(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    has_bias: bool = False,
 ) -> Problem | None:
     """The problem of these tensors; None where only PyTorch's way is used."""
     if first.dim() != 4 or second.dim() != 4 or first.dtype is not second.dtype or not first.numel():
@@ -102,7 +105,7 @@ def problem(
         return None  # in 32 bits ways differ by more than the order of sums
     if layout(first, second) is None:
         return None
-    how = _pair(stride), _pair(padding), _pair(dilation), groups
+    how = _pair(stride), _pair(padding), _pair(dilation), groups, has_bias
     return Problem(kind, Form.of(first), Form.of(second), tuple(shape), first.dtype, _numbered(first.device), *how)
 
 

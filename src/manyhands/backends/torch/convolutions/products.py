@@ -2,11 +2,13 @@
 
 A 1x1 convolution is the product of pixels x channels with channels x channels; a strided one first takes every second
 pixel or so. A convolution of few channels, as the first of a net, wastes most of a tensor core; as a product over
-patches (the neighbourhood of each pixel as one row) it does not. The rows are padded to a multiple of eight numbers; on
-a GPU our own kernel writes them.
+patches (the neighbourhood of each pixel as one row) it does not. The rows are padded to a multiple of eight numbers. On
+a GPU our own kernel writes patches, and takes the pixels of a strided convolution.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -67,7 +69,8 @@ class Product:
         """One row for each pixel of the result: what it is computed from."""
         if self._problem.kernel == (1, 1):
             down, across = self._problem.stride
-            return _pixels(x[:, :, ::down, ::across])
+            if (down, across) == (1, 1) or x.shape[1] % _PAD or not _has_kernel(x.device):
+                return _pixels(x[:, :, ::down, ::across])
         return patches(x, self._problem, pixels)
 
     def _as_result(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,12 +92,21 @@ def candidates(problem: Problem, result: Form) -> list[Product]:
     high, wide = problem.kernel
     if problem.kind is Kind.INPUT_GRADIENT or image.shape[1] > _FEW or image.shape[1] * high * wide > _LONGEST:
         return []
-    if problem.device.type == "cuda":
-        try:
-            compiled(_FILE, problem.device)
-        except CannotCompile:
-            return []
+    if problem.device.type == "cuda" and not _has_kernel(problem.device):
+        return []
     return [Product(problem, result)]
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether our own kernel can be used."""
+    if device.type != "cuda":
+        return False
+    try:
+        compiled(_FILE, device)
+    except CannotCompile:
+        return False
+    return True
 
 
 def patches(x: torch.Tensor, problem: Problem, pixels: tuple[int, ...]) -> torch.Tensor:

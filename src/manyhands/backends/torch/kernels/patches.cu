@@ -1,7 +1,9 @@
-// The neighbourhood of every pixel of a result as one row of a matrix: what a convolution of few channels multiplies.
+// The neighbourhood of every pixel of a result as one row of a matrix: what a convolution multiplies that has few
+// channels, or a kernel of one pixel.
 //
-// A thread writes eight numbers of sixteen bits at once. Within a row the channels of one place come first, then the
-// next place to the right, then the next line; what lies outside of the image, or beyond the last place, is zero.
+// A thread writes eight numbers of sixteen bits at once, and reads them at once where they are channels of one place.
+// Within a row the channels of one place come first, then the next place to the right, then the next line; what lies
+// outside of the image, or beyond the last place, is zero.
 
 extern "C" __global__ void patches(
     uint4* rows, const unsigned short* x, int vectors, int vectors_of_row, int length,
@@ -16,6 +18,13 @@ extern "C" __global__ void patches(
         const unsigned short* source = x + (long long)image * of_image;
         int channel = place % channels, neighbour = place / channels;
         int right = neighbour % kernel_width, below = neighbour / kernel_width;
+        if (of_channel == 1 && channels % 8 == 0) {  // eight channels of one place; memory begins at a multiple of 16
+            int y = line * down - above + below * dilated_down, z = column * across - before + right * dilated_across;
+            bool inside = y >= 0 && y < height && z >= 0 && z < width;
+            const unsigned short* there = source + (long long)y * of_line + (long long)z * of_column + channel;
+            rows[at] = inside ? *(const uint4*)there : make_uint4(0, 0, 0, 0);
+            continue;
+        }
         unsigned int words[4];
         for (int half = 0; half < 8; ++half) {
             unsigned int number = 0;
