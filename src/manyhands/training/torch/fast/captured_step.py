@@ -14,9 +14,9 @@ fails, nothing has happened yet and a plain step is made instead.
 Where the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
 nor on lanes. The second is searched for such biases, which are left out from then on.
 
-With side lanes three kinds of work leave the chain of kernels: casts of weights run beside the gather of the batch
+With side lanes four kinds of work leave the chain of kernels: casts of weights run beside the gather of the batch
 (:mod:`.batched_casts`), gradients of weights beside the backward pass (:mod:`.lanes`), metrics beside all that follows
-the forward pass (:mod:`.forward`).
+the forward pass (:mod:`.forward`), one half of the update beside the other (:mod:`.lanes.update_halves`).
 
 The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster stays.
 """
@@ -49,6 +49,7 @@ from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fa
 from manyhands.training.torch.fast.forward import CountRight, at_once, counting_later, forward
 from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
@@ -368,13 +369,18 @@ class GraphStep:
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             passed = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        eager.update([passed.loss.detach()], self._progress.step)
+        in_halves = None if as_written or sized.warm < 0 else self._optimizer_step
+        eager.update([passed.loss.detach()], self._progress.step, in_halves)
         # Metrics are some 15 kernels for a few numbers that the forward pass gives: they run beside all that follows.
         # They are issued last: a step that fails before its update has changed nothing.
         beside = None if passed.after_forward is None else self._beside
         with nullcontext() if beside is None else beside.from_mark(passed.after_forward):
             eager.metrics.add(passed.loss, passed.count_right(), size, self._progress.step)
         self._progress.advance(size)
+
+    def _optimizer_step(self) -> None:
+        if self._beside is None or not update_in_halves(self._eager.optimizer, self._beside.early):
+            self._eager.optimizer.step()
 
     def _passes(self, sized: _Sized) -> _Passed:
         """Forward and backward."""

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
 
 COUNT = 2  # side lanes of a backward pass
-_METRICS = (
-    COUNT + 1
-)  # a lane that no pass uses: it allocates nothing that others have freed, and waits for none of them
+# A lane that no pass uses: it allocates nothing that others have freed, and waits for none of them.
+_METRICS = COUNT + 1
 # Multiplications of a product that is worth a lane: cuBLAS keeps 33 MB of memory for each stream that it works on.
 _LEAST_PRODUCT = 1 << 22
 
