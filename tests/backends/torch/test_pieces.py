@@ -249,6 +249,34 @@ def changes_state() -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, A
     return counts, state
 
 
+def test_a_backward_pass_that_is_done_as_written_is_not_captured_again() -> None:
+    """A GAN's step: the generator's graph and the first loss are one piece, and each has its own backward pass."""
+
+    def trained(wrap: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        generator, critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Linear(4, 1)
+
+        def step(real: torch.Tensor) -> torch.Tensor:
+            made = generator(torch.randn(6, 4))
+            loss = critic(made.detach()).square().mean() - critic(real).mean()
+            loss.backward()
+            print("loss", loss.item())
+            judged = critic(made).sigmoid().mean()
+            judged.backward()
+            return judged.detach()
+
+        fast = wrap(step)
+        losses, _ = printed(lambda: [fast(torch.randn(6, 4)).clone() for _ in range(3)])
+        weights = (*generator.parameters(), *critic.parameters())
+        return fast, [*losses, *(weight.grad for weight in weights if weight.grad is not None)]
+
+    fast, results = trained(in_pieces)
+    torch.testing.assert_close(results, trained(lambda step: step)[1], rtol=0, atol=0)
+    explained = fast.explain()
+    assert "pieces, with Python between them" in explained
+    assert "eval_with_key" not in explained, "a graph of Dynamo's own"
+
+
 def test_state_arguments_and_random_numbers_are_those_of_plain_execution() -> None:
     outcomes = []
     for wrap in (lambda one: one, in_pieces):

@@ -119,7 +119,8 @@ class InPieces:
         captured.statistics = _statistics(module)
         _keep_effects(module)
         captured.count = _keep_unused(module)
-        captured.forward = module.forward
+        # A backward pass may do it again amid the user's code, where Dynamo would capture it once more, and that again.
+        captured.forward = torch.compiler.disable(module.forward)
         try:
             captured.run = compile_with(
                 module,
