@@ -18,7 +18,7 @@ _COMMANDS = (devices, train, parity, convert, parallel, run, audit, predict, lab
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = flags.Parser(
         prog="manyhands",
         description="Compute and train on every device you have: no hidden copies, no hidden waits, the same answer.",
     )

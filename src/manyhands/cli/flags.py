@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +54,23 @@ def _with_value(name: str, value: Any) -> str:
     if value is None:
         return f"no {of(name)}"
     return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"{of(name)} {value}"
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the choice that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}{_nearest_choice(message)}")
+
+
+def _nearest_choice(message: str) -> str:
+    """
+    >>> _nearest_choice("argument COMMAND: invalid choice: 'trian' (choose from 'train', 'parity')")
+    '; did you mean train?'
+    """
+    refused = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+    near = difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), 1) if refused is not None else []
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:
@@ -121,6 +138,18 @@ def whole_number(least: int) -> Callable[[str], int]:
 # Of an option that takes a number of things, and of one that takes a file.
 COUNT: dict[str, Any] = {"type": whole_number(1), "metavar": "N"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+
+
+def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> str | None:
+    """What to say if options of a command were given behind the script, which takes them for its own.
+
+    >>> misplaced("run", "train.py", ["--devices=4"], ["--devices"])
+    'manyhands run: --devices went to train.py: options of manyhands run go before the script'
+    """
+    names = [name for text in arguments if (name := text.partition("=")[0]) in options]
+    if not names:
+        return None
+    return f"manyhands {command}: {names[0]} went to {script}: options of manyhands {command} go before the script"
 
 
 def folder(text: str) -> Path:

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "parity",
         help="train a few steps on 1 and on N devices, and print the largest difference",
-        description="Compares weights after 50 steps in float64 (limit 1e-12) and after 5 in float32 (limit 1e-5). "
+        description="Compares weights after at least 50 steps in float64 (limit 1e-12) and 5 in float32 (limit 1e-5). "
         "Beyond 1e-5 a net still passes if N devices are no further from float64 than one device is.",
     )
     option = parser.add_argument

@@ -51,6 +51,9 @@ def run(options: argparse.Namespace) -> int:
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
+            hint = flags.misplaced("run", options.script.name, options.arguments, ("--devices",))
+            if end.code == 2 and hint is not None:  # as argparse ends
+                print(hint, file=sys.stderr)
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
             sys.argv, sys.path[:] = arguments, path

@@ -169,3 +169,14 @@ def test_bad_options_are_refused_in_one_line(arguments: tuple[str, ...], message
     done = run_command("audit", *arguments)
     assert done.returncode in (1, 2)
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_an_option_behind_the_program_is_said_to_be_the_programs(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    done = run_command("audit", str(program), "--html=report.html")
+    assert done.returncode == 2
+    assert f"--html went to {program}: options of manyhands audit go before the script" in done.stderr
+    program.write_text("")  # it does not look at its arguments
+    assert "--as-if-gpu went to" in run_command("audit", str(program), "--as-if-gpu").stderr
+    assert "went to" not in run_command("audit", str(program), "--steps", "9").stderr

@@ -189,3 +189,6 @@ def test_the_command_runs_a_script_as_it_is(tmp_path: Path, capsys: Any, monkeyp
     assert cli.main(["run", "--devices", "3", str(script), "--epochs", "2"]) == 3
     assert capsys.readouterr().out == "tensor([1.], device='cuda:2') ['--epochs', '2']\n"
     assert cli.main(["run", str(tmp_path / "no.py")]) == 1
+    script.write_text("import argparse; argparse.ArgumentParser().parse_args()\n")
+    assert cli.main(["run", str(script), "--devices", "3"]) == 2
+    assert "--devices went to train.py: options of manyhands run go before the script" in capsys.readouterr().err
