@@ -86,8 +86,11 @@ class Loop:
             self.run.lock()  # also for reading, so that no other job writes meanwhile
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
-        self.report.resumed = resumed = saving.restore(self, resume, run.announced if run is not None else ())
+        before = saving.restore(self, resume)
+        self.report.resumed = before is not None
         self._settle_end(same_run=run is not None and run.resumes)
+        if before is not None and self.first:
+            saving.announce(self, before, run.announced if run is not None else ())
         schedules.check(self.schedule, self)
         if (note := loader_batches.unseeded(self.learner.data)) is not None:
             self.learner.notes.append(note)
@@ -96,9 +99,9 @@ class Loop:
             if note is not None:
                 self.say({"kind": "warning", "text": note})
             # Only a job that is at its end counts the row of that end (_add_last_row).
-            self.result.rows = saving.rows_before(self.run, self.cursor.step if self._is_over() else self.last_row)
+            self.result.rows = saving.rows_before(self.run, self.cursor.step if self.is_over else self.last_row)
             self._begun = self.cursor, self.last_row
-        if resumed:
+        if before is not None:
             saving.share_rows(self)
 
     def _settle_end(self, *, same_run: bool) -> None:
@@ -134,7 +137,7 @@ class Loop:
     def fit(self) -> Result:
         try:
             self.say_alive()
-            if self._is_over():
+            if self.is_over:
                 self.learner.notes.append("this run had already finished: nothing was trained, its figures are shown")
                 if self.run is not None:
                     self.run.restore_config()
@@ -174,7 +177,7 @@ class Loop:
             return f"signal {self.ending.signal}"
         if self.report.stop is not None:
             return f"{self.report.stopped_by}: {self.report.stop}"
-        if self._is_over():
+        if self.is_over:
             return "max_epochs" if self.cursor.epoch >= self.settings.max_epochs else self.ending.reached
         endless = self.settings.max_epochs == ENDLESS
         if self.cursor.epoch and endless and loader_batches.is_used_up(self._loader):
@@ -182,7 +185,8 @@ class Loop:
             return "end of the data"
         return None
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
         """Whether a limit is reached and no evaluation of that end is missing."""
         if self.cursor.epoch >= self.settings.max_epochs:
             return True
@@ -352,7 +356,7 @@ class Loop:
         if self.cursor.step > self.last_row:
             epoch, every = self.cursor.epoch, self.settings.limits.evaluation_epoch()
             due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
-            is_last = self._is_over() or self.report.stop is not None
+            is_last = self.is_over or self.report.stop is not None
             is_last = is_last or (over and epoch + 1 >= self.settings.max_epochs)
             self._row_is_epoch = self._row_is_epoch and over
             if is_last and not (over and due):
@@ -361,7 +365,7 @@ class Loop:
             self._add_row(figures, evaluates=due, ends_epoch=True)
         if over:
             self._next_epoch()
-        is_last = self._is_over() or self.report.stop is not None
+        is_last = self.is_over or self.report.stop is not None
         regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
         self.save_once([*self.report.take_wanted_folders(), *regular])
 

@@ -43,6 +43,9 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000
+
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "nothing left to train: the run ended after step 64, in epoch 2 of 2" in capsys.readouterr().err
     settings = json.loads((run / "config.json").read_text())["settings"]
     kept = (settings["precision"], settings["checkpoints"], settings["step"]["on_nan"])
     assert kept == ("fp64", {"every": 20, "keep": 2}, "continue"), "as the run was begun"

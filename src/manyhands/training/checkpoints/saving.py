@@ -109,8 +109,10 @@ def _write(loop: Loop, path: Path, content: Mapping[str, Any], blobs: Mapping[st
     loop.say_alive()
 
 
-def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> bool:
+def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:
     """Go on where a checkpoint stands, if there is one; on another number of devices too. Writes no file.
+
+    Returns what :func:`announce` needs; None without a checkpoint.
 
     The first process reads it and sends it to the others, which may be on machines that do not have the file.
     """
@@ -119,7 +121,7 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     header = {"state": checkpoint.state, "blobs": list(checkpoint.blobs)} if checkpoint is not None else {}
     header = json.loads(learner.from_first(json.dumps(header).encode()))
     if not header:
-        return False
+        return None
     blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}
     state = header["state"]
     check_fits(state, loop.settings, learner)
@@ -133,12 +135,10 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     loop.last_row = state.get("last_row", loop.cursor.step - (1 if loop.cursor.sample else 0))
     loop.ending.resume(state.get("seconds", 0.0))
     loop.end_before = state.get("end", {})
-    if loop.first:
-        _announce(loop, state, announced)
-    return True
+    return dict(state)
 
 
-def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str]) -> None:
+def announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str] = ()) -> None:
     """Say where the job goes on, and what is not as it was: what the caller gives now counts."""
     learner, settings, saved = loop.learner, _flat(loop.settings.as_dict()), _flat(before["settings"])
     now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
@@ -159,7 +159,8 @@ def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str])
     most = loop.settings.max_epochs
     epochs = f"epoch {min(loop.cursor.epoch + 1, most)}" + (f" of {most}" if most < ENDLESS else "")
     new = f", with {', '.join(changed)}" if changed else ""
-    loop.say({"kind": "note", "text": f"resuming after step {loop.cursor.step}, in {epochs}{new}"})
+    begins = "nothing left to train: the run ended" if loop.is_over else "resuming"
+    loop.say({"kind": "note", "text": f"{begins} after step {loop.cursor.step}, in {epochs}{new}"})
 
 
 def _in_words(value: object) -> str:
