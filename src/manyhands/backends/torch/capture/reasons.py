@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 import manyhands
 from manyhands.backends.planning import Break
@@ -111,3 +112,29 @@ def _not_users() -> tuple[str, ...]:
 
 def _shortened(text: str) -> str:
     return f"{text[:_LONGEST]}{'...' if len(text) > _LONGEST else ''}"
+
+
+def lines_of(module: GraphModule, name: str) -> str:
+    """The user's lines that a graph stands for."""
+    lines: dict[str, list[int]] = {}
+    for node in module.graph.nodes:
+        line = _line_of(node.meta.get("stack_trace") or "")
+        if line is not None:
+            lines.setdefault(line[0], []).append(line[1])
+    if not lines:  # of PyTorch's own layers alone
+        return name
+    file, numbers = max(lines.items(), key=lambda pair: len(pair[1]))
+    first, last = min(numbers), max(numbers)
+    return f"{Path(file).name}:{first}" + (f"-{last}" if last > first else "")
+
+
+def _line_of(stack: str) -> tuple[str, int] | None:
+    """The innermost line of the user's: PyTorch writes ``File "train.py", line 14, in step``."""
+    for line in reversed(stack.splitlines()):
+        if not line.strip().startswith('File "'):
+            continue
+        file, _, rest = line.strip()[len('File "') :].partition('", line ')
+        number = rest.partition(",")[0]
+        if is_users(file) and number.isdigit():
+            return file, int(number)
+    return None

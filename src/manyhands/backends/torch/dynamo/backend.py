@@ -33,6 +33,7 @@ from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backen
 from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import AddressedTensors, tensor_guards
+from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.capture.trace import has_effects
 from manyhands.backends.torch.run.cuda_graph import only_tried
 from manyhands.errors import EngineError
@@ -63,14 +64,15 @@ def compile_with(
     to nothing.
     """
     places = _Places()
+    name = lines_of(module, "a graph")
 
     def forward(graph: GraphModule, _: Any) -> Function:
         known = compat.forward_graph()
         report(known)
-        return compat.make_boxed_function(_PlannedGraph(graph, make, places, known))
+        return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name=name))
 
     def backward(graph: GraphModule, _: Any) -> Function:
-        planned = _PlannedGraph(graph, make_backward or make, places, None, is_backward=True)
+        planned = _PlannedGraph(graph, make_backward or make, places, None, is_backward=True, name=f"{name}, backward")
         return compat.make_boxed_function(planned)
 
     compiled = compat.aot_autograd(
@@ -132,6 +134,7 @@ class _PlannedGraph:
         forward: compat.ForwardGraph | None,
         *,
         is_backward: bool = False,
+        name: str = "a graph",
     ) -> None:
         nodes = module.graph.nodes
         outputs: Any = next(node for node in nodes if node.op == "output").args[0]
@@ -156,7 +159,7 @@ class _PlannedGraph:
         self._is_backward = is_backward
         if not is_backward:
             places.are_known = self._is_nothing_planned
-        function = _part(module, [outputs[number] for number in self._computed], with_effects=True)
+        function = _part(module, [outputs[number] for number in self._computed], name, with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
         saved_from = len(outputs) if forward is None else forward.results
         self._saved = [at for at, number in enumerate(self._computed) if number >= saved_from]
@@ -328,7 +331,9 @@ def _has_effect(node: Node) -> bool:
     return node.op == "call_function" and (node.is_impure() or has_effects(node))
 
 
-def _part(module: GraphModule, outputs: Sequence[Any], *, with_effects: bool = False) -> GraphModule:
+def _part(
+    module: GraphModule, outputs: Sequence[Any], name: str = "a graph", *, with_effects: bool = False
+) -> GraphModule:
     """A graph of the same arguments for some of the results: only the operations that these need.
 
     ``with_effects`` adds those that are there for their effect: a check of values, a write to an argument. Such writes
@@ -350,7 +355,7 @@ def _part(module: GraphModule, outputs: Sequence[Any], *, with_effects: bool = F
         lists: Any = [[new[cast(Node, node.args[part])] for node in group] for part in range(2)]
         graph.call_function(_aten._foreach_copy_.default, tuple(lists))
     graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
-    return GraphModule(module, graph)
+    return GraphModule(module, graph, name)
 
 
 def _copies_together(module: GraphModule) -> list[dict[Node, None]]:

@@ -36,7 +36,7 @@ from torch.fx.node import has_side_effect
 import manyhands
 from manyhands.backends.planning import Break, MakePlanner, Piece, Times
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.reasons import break_of, is_users
+from manyhands.backends.torch.capture.reasons import break_of, is_users, lines_of
 from manyhands.backends.torch.dynamo.backend import compile_with
 from manyhands.backends.torch.dynamo.backward_as_written import allow_more_backward_passes
 from manyhands.errors import first_line
@@ -113,9 +113,9 @@ class InPieces:
         code = compat.captured_code()
         left = next((why for why in map(_why_left_to_python, code) if why is not None), None)
         if left is not None:
-            self._note(f"{_place(module, self._name)} {left}: Python runs it, and what it calls is planned")
+            self._note(f"{lines_of(module, self._name)} {left}: Python runs it, and what it calls is planned")
             raise _LeftToPython
-        captured = _Captured(Piece(_place(module, self._name)), bool(code) and code[0] in self._first, self._local)
+        captured = _Captured(Piece(lines_of(module, self._name)), bool(code) and code[0] in self._first, self._local)
         captured.statistics = _statistics(module)
         _keep_effects(module)
         captured.count = _keep_unused(module)
@@ -280,32 +280,6 @@ def _handles_errors(code: CodeType) -> bool:
 
 def _named(code: CodeType) -> str:
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}, {code.co_name}"
-
-
-def _place(module: GraphModule, name: str) -> str:
-    """The user's lines that a graph stands for."""
-    lines: dict[str, list[int]] = {}
-    for node in module.graph.nodes:
-        line = _line_of(node.meta.get("stack_trace") or "")
-        if line is not None:
-            lines.setdefault(line[0], []).append(line[1])
-    if not lines:  # of PyTorch's own layers alone
-        return name
-    file, numbers = max(lines.items(), key=lambda pair: len(pair[1]))
-    first, last = min(numbers), max(numbers)
-    return f"{os.path.basename(file)}:{first}" + (f"-{last}" if last > first else "")
-
-
-def _line_of(stack: str) -> tuple[str, int] | None:
-    """The innermost line of the user's: PyTorch writes ``File "train.py", line 14, in step``."""
-    for line in reversed(stack.splitlines()):
-        if not line.strip().startswith('File "'):
-            continue
-        file, _, rest = line.strip()[len('File "') :].partition('", line ')
-        number = rest.partition(",")[0]
-        if is_users(file) and number.isdigit():
-            return file, int(number)
-    return None
 
 
 def _versions(arguments: Sequence[Any]) -> list[int]:
