@@ -278,10 +278,13 @@ class DispatchModeWithoutDynamo(TorchDispatchMode):
 
 
 def register_dynamo_backend(name: str, backend: Any) -> None:
-    """Let torch.compile know a backend, once; the public register_backend fails at the second time."""
+    """Let torch.compile know a backend, once; the public register_backend fails at the second time.
+
+    What PyTorch knows by an entry point it registers itself when it has loaded it, as it may be doing just now.
+    """
     from torch._dynamo.backends import registry
 
-    if name not in registry._COMPILER_FNS:
+    if name not in registry._COMPILER_FNS and registry._BACKENDS.get(name) is None:
         registry.register_backend(backend, name=name)
 
 
