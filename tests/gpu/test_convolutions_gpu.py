@@ -16,6 +16,7 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.convolutions import choice, cudnn_plans, products
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, problems_of
 from manyhands.backends.torch.convolutions.problems import Kind
+from manyhands.backends.torch.kernels import nvrtc
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.training.torch.book import models
@@ -82,6 +83,7 @@ def test_ways_add_the_bias(case: tuple[int, ...]) -> None:
     for way in ways:
         assert trial.is_right(way)
         assert not torch.equal(way(*trial._operands, trial._bias), way(*trial._operands))
+    assert ways or (case[3] > 1 and case[0] > 4 and cudnn_plans.missing() is not None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -104,6 +106,24 @@ def test_plans_in_one_graph_do_not_disturb_each_others_workspaces(case: tuple[in
             result.fill_(float("nan"))
         graph.replay()
         assert all(torch.equal(*pair) for pair in zip(eager, captured, strict=True))
+
+
+def test_a_remembered_product_can_be_captured() -> None:
+    """In a new process nothing has loaded its kernel yet, and a capture cannot."""
+    (problem,) = [problem for problem in _problems((64, 128, 28, 1, 2, 0)) if problem.kind is Kind.FORWARD]
+    result = choice._Trial(problem).result
+    chosen = choice.Chosen(products.Product(problem, result), result, 1e-6, 1e-5)
+    products._has_patches.cache_clear()
+    nvrtc._tried.cache_clear()
+    remembered = choice._remembered(problem, choice._as_data(chosen))
+    assert remembered is not None
+    assert remembered.way is not None
+    trial = choice._Trial(problem)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = remembered.way(*trial._operands)
+    graph.replay()
+    assert torch.equal(captured, remembered.way(*trial._operands))
 
 
 def test_a_strided_1x1_is_faster_in_another_way_and_that_is_remembered() -> None:

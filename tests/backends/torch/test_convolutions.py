@@ -210,6 +210,18 @@ def test_a_broken_file_is_no_error(tmp_path: Path) -> None:
     assert choice.chosen_for(problem) is not None
 
 
+def test_the_kernel_of_a_remembered_product_is_loaded_before_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture cannot load kernels."""
+    asked = []
+    monkeypatch.setattr(products, "_has_patches", lambda device: asked.append(device) is None)
+    x, weight, how = _tensors(6, 1, 2, 0)
+    (problem,) = problems_of(aten.convolution.default, (x, weight, None, *how))
+    result = Form.of(aten.convolution(x, weight, None, *how))
+    chosen = choice.Chosen(products.Product(problem, result), result, 1e-6, 1e-5)
+    assert choice._remembered(problem, choice._as_data(chosen)) is not None
+    assert asked == [problem.device]
+
+
 def test_a_bias_and_a_mask_are_pytorchs() -> None:
     x, weight, how = _tensors(6, 1, 1, 0)
     bias = torch.randn(5)

@@ -69,7 +69,7 @@ class Product:
         """One row for each pixel of the result: what it is computed from."""
         if self._problem.kernel == (1, 1):
             down, across = self._problem.stride
-            if (down, across) == (1, 1) or x.shape[1] % _PAD or not _has_kernel(x.device):
+            if (down, across) == (1, 1) or x.shape[1] % _PAD or not _has_patches(x.device):
                 return _pixels(x[:, :, ::down, ::across])
         return patches(x, self._problem, pixels)
 
@@ -87,18 +87,19 @@ def candidates(problem: Problem, result: Form) -> list[Product]:
     if problem.groups != 1:
         return []
     if problem.kernel == (1, 1):
+        _has_patches(problem.device)  # loads the kernel now: a capture cannot
         return [Product(problem, result)] if not any(problem.padding) else []
     image = problem.second if problem.kind is Kind.WEIGHT_GRADIENT else problem.first
     high, wide = problem.kernel
     if problem.kind is Kind.INPUT_GRADIENT or image.shape[1] > _FEW or image.shape[1] * high * wide > _LONGEST:
         return []
-    if problem.device.type == "cuda" and not _has_kernel(problem.device):
+    if problem.device.type == "cuda" and not _has_patches(problem.device):
         return []
     return [Product(problem, result)]
 
 
 @functools.cache
-def _has_kernel(device: torch.device) -> bool:
+def _has_patches(device: torch.device) -> bool:
     """Whether our own kernel can be used."""
     if device.type != "cuda":
         return False
