@@ -231,7 +231,7 @@ class _Trial:
         timed: list[tuple[float, int, Way]] = []
         for way in candidates:
             try:
-                timed.append((_seconds(self._run(way), self.problem.device, _FIRST), len(timed), way))
+                timed.append((self._time(way, _FIRST), len(timed), way))
             except Exception:  # one that cannot be run is no candidate
                 continue
             if len(timed) - min(timed)[1] > _PATIENCE:
@@ -245,10 +245,14 @@ class _Trial:
         return Chosen(finalists[place], self.result, best[place], best[0], is_complete=is_complete)
 
     def _race(self, ways: list[Way | None]) -> list[float]:
-        """The seconds of each, in turns; as far as it is known, those that it takes in a captured graph."""
-        rounds = [[_seconds(self._run(way), self.problem.device, _MORE) for way in ways] for _ in range(_ROUNDS)]
-        saved = [_CLEARING if way is not None and way.is_cleared_ahead else 0.0 for way in ways]
-        return [statistics.median(times) - less for *times, less in zip(*rounds, saved, strict=True)]
+        """The seconds of each, in turns."""
+        rounds = [[self._time(way, _MORE) for way in ways] for _ in range(_ROUNDS)]
+        return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+    def _time(self, way: Way | None, times: int) -> float:
+        """Its seconds; as far as it is known, those that it takes in a captured graph."""
+        saved = _CLEARING if way is not None and way.is_cleared_ahead else 0.0
+        return _seconds(self._run(way), self.problem.device, times) - saved
 
     def _run(self, way: Way | None) -> Callable[[], object]:
         return self._theirs if way is None else lambda: way(*self._operands, self._bias)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
-from manyhands.backends.torch.run.graph_workspaces import LARGEST, workspace
+from manyhands.backends.torch.run.graph_workspaces import LARGEST, has_rooms, workspace
 
 PACKAGE = "nvidia-cudnn-frontend"
 _MOST_WORKSPACE = 64 << 20  # bytes
@@ -63,7 +63,8 @@ class CudnnPlan:
         self._workspace = int(graph.description.get_workspace_size_plan_at_index(index))
         if self._workspace > _MOST_WORKSPACE:
             raise ValueError("it needs too much memory")
-        self.is_cleared_ahead = 0 < self._workspace <= LARGEST  # cuDNN clears small ones, which hold counters
+        # Seen with cuDNN 9.19: it clears its small workspaces, and only those.
+        self.is_cleared_ahead = 0 < self._workspace <= LARGEST and has_rooms()
 
     def data(self) -> list[object]:
         """What is remembered of this way."""
@@ -135,11 +136,11 @@ class _Graph:
     def _tensor(self, form: Form, numbers: Any) -> Any:
         return self.description.tensor(dim=list(form.shape), stride=list(form.stride), data_type=numbers)
 
-    def execute(self, index: int, tensors: tuple[torch.Tensor, ...], workspace: torch.Tensor) -> None:
+    def execute(self, index: int, tensors: tuple[torch.Tensor, ...], memory: torch.Tensor) -> None:
         """Put a plan on the current stream."""
         pack = dict(zip(self._tensors, tensors, strict=True))
         with _lock:
-            self.description.execute_plan_at_index(pack, workspace, index, handle=_handle(tensors[0].device))
+            self.description.execute_plan_at_index(pack, memory, index, handle=_handle(tensors[0].device))
 
 
 def close() -> None:

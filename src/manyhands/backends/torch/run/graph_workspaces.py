@@ -84,7 +84,7 @@ def room_for_workspaces(graph: torch.cuda.CUDAGraph, device: torch.device) -> It
     Which capture a call belongs to is asked of CUDA: backward passes run in another thread, and other threads may be
     capturing other graphs.
     """
-    if not _asked.is_set() or not _can_ask():
+    if not _asked.is_set() or not has_rooms():
         yield
         return
     room = _Room(torch.empty(_ROOM, dtype=torch.uint8, device=device))
@@ -110,7 +110,8 @@ def workspaces_of(graph: torch.cuda.CUDAGraph) -> Sequence[Workspace]:
     return () if room is None else room.workspaces
 
 
-def _can_ask() -> bool:
+def has_rooms() -> bool:
+    """Whether captured graphs have rooms for workspaces: CUDA's driver has to say what a capture is."""
     try:
         return hasattr(cuda_driver(), _QUERY)
     except CannotCompile:

@@ -27,8 +27,8 @@ _NON_BLOCKING = 1  # such a stream does not wait for the default stream
 _lock = threading.Lock()
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: dict[torch.device, int] = {}
-# The pool of each device; another one with gradients: who reserves those waits for the thread that computes them, and
-# that thread may reserve for itself meanwhile.
+# The pool of each device; another one with gradients: a thread that reserves those waits for the one that computes
+# them, which may reserve for itself meanwhile.
 _pools: dict[tuple[torch.device, bool], tuple[int, int]] = {}
 _turns = {False: threading.Lock(), True: threading.Lock()}
 
