@@ -72,7 +72,8 @@ class Step(_Topic):
         compile: Compile the step with PyTorch's compiler. Default: None, where the job is long enough to pay for it.
         parallel: Plan the whole step over lanes, as ``mh.parallel`` does, and keep the plan if it is faster.
             Default: None, where the job is long enough to pay for it.
-        side_lanes: Compute weight gradients beside the backward pass, on separate lanes. Default: True.
+        side_lanes: Run work beside the chain of kernels, on separate lanes: weight gradients, casts of weights,
+            metrics, half of the update. Default: True.
         fused_norms: Fuse BatchNorm with the addition and ReLU that follow it. Default: True.
         tuned_convolutions: Time several ways to compute each convolution (other plans of cuDNN, where
             ``nvidia-cudnn-frontend`` is installed, and matrix products), keep the fastest and remember it on disk. No

@@ -19,7 +19,7 @@ from manyhands.training.torch.book import models
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.captured_step import GraphStep
-from manyhands.training.torch.fast.lanes.early import EarlyWork
+from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.lanes.lanes import Beside
 from manyhands.training.torch.step.eager import Numbers
 
@@ -142,8 +142,8 @@ def test_casts_begin_with_the_pass_on_a_side_lane(written: str) -> None:
     torch.manual_seed(0)
     net, lanes = Scaled(written), Recorded()
     plain = passed(copy.deepcopy(net))
-    early = EarlyWork(lanes)
-    batched = BatchedCasts(early)
+    forked = ForkedWork(lanes)
+    batched = BatchedCasts(forked)
     for ours, theirs in zip(passed(net, OnLanes(lanes), batched, steps=3), plain, strict=True):
         assert torch.equal(ours, theirs)
     assert lanes.log.count((1, "_foreach_copy_")) == 2  # in the first pass nothing is known yet
@@ -155,16 +155,16 @@ def test_casts_begin_with_the_pass_on_a_side_lane(written: str) -> None:
     assert last.index((0, "mul_") if written else (0, "addmm")) > until
     assert last.count((0, "_to_copy")) == (3 if written else 2)  # batch and answer; the weight is cast again
     assert "on a side lane" in batched.explain()
-    assert early.schedule is not None
-    check(early.schedule)
+    assert forked.schedule is not None
+    check(forked.schedule)
     with pytest.raises(UnsafeSchedule):
-        check(replace(early.schedule, waits={}))
+        check(replace(forked.schedule, waits={}))
 
 
 def test_casts_are_allocated_on_the_main_lane_before_the_side_lane_forks_off() -> None:
     """Their memory belongs to the lane that allocates it."""
     lanes = Recorded()
-    passed(Scaled(), OnLanes(lanes), BatchedCasts(EarlyWork(lanes)), steps=2)
+    passed(Scaled(), OnLanes(lanes), BatchedCasts(ForkedWork(lanes)), steps=2)
     start = lanes.log.index((1, "wait"))
     assert lanes.log[start - 5 : start] == [(0, "empty_like")] * 4 + [(0, "mark")]
     assert {name for lane, name in lanes.log if lane == 1} == {"wait", "_foreach_copy_", "mark"}
@@ -173,23 +173,23 @@ def test_casts_are_allocated_on_the_main_lane_before_the_side_lane_forks_off() -
 @pytest.mark.parametrize("forgets", ["first", "second", ""])
 def test_a_wait_that_is_forgotten_is_found(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts that are read too early; a weight that is written too early."""
-    early = EarlyWork(NoLanes())
-    batched, net = BatchedCasts(early), Scaled(forgets)
+    forked = ForkedWork(NoLanes())
+    batched, net = BatchedCasts(forked), Scaled(forgets)
     passed(net, batched, steps=1)
-    join = early.join
-    monkeypatch.setattr(early, "join", lambda: None)
+    join = forked.join
+    monkeypatch.setattr(forked, "join", lambda: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         batched.__enter__()
         net(X)
-        monkeypatch.setattr(early, "join", join)
-        with pytest.raises(UnsafeSchedule, match="early work"):
+        monkeypatch.setattr(forked, "join", join)
+        with pytest.raises(UnsafeSchedule, match="work on the side lane"):
             batched.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_main_lane_waits_also_for_casts_that_nobody_asks_for(fails: bool) -> None:
     lanes, net = Recorded(), Scaled()
-    batched = BatchedCasts(EarlyWork(lanes))
+    batched = BatchedCasts(ForkedWork(lanes))
     passed(net, batched, steps=1)
     with pytest.raises(ValueError, match="no") if fails else torch.no_grad(), batched:
         X.exp()
@@ -200,15 +200,15 @@ def test_the_main_lane_waits_also_for_casts_that_nobody_asks_for(fails: bool) ->
 
 def test_a_cast_that_fails_leaves_no_lane_behind() -> None:
     lanes, net = Recorded(), Scaled()
-    early = EarlyWork(lanes)
+    forked = ForkedWork(lanes)
 
     def failing() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        early.begin(failing, reads=[net.first.weight], writes=[torch.zeros(2)])
+        forked.begin(failing, reads=[net.first.weight], writes=[torch.zeros(2)])
     assert lanes.log == [(0, "mark"), (1, "wait"), (1, "mark"), (0, "wait")]
-    assert not early.is_running
+    assert not forked.is_running
 
 
 def test_the_fast_step_begins_with_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:

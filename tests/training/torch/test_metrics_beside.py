@@ -35,9 +35,22 @@ class Reusing(torch.autograd.Function):
         return context.scores.clone(), None
 
 
-def stepped(loss: Any, lanes: Recorded | None, steps: int = 3) -> tuple[nn.Module, Any, list[tuple[int, str]]]:
+class Baseline(nn.Module):
+    """The same scores for every sample: they are memory of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.tensor([0.0, 0.001, 0.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores.expand(len(x), -1)
+
+
+def stepped(
+    loss: Any, lanes: Recorded | None, steps: int = 3, net: nn.Module | None = None
+) -> tuple[nn.Module, Any, list[tuple[int, str]]]:
     """The net, its eager step, and the log of the last step."""
-    net = mlp(norm=True)
+    net = mlp(norm=True) if net is None else net
     eager = eager_step(net, loss)
     graph = GraphStep(eager, Arrays(vectors(COUNT)), 16, compiled=False, changing_rate=False)
     graph._beside = None if lanes is None else Beside(lanes)
@@ -57,8 +70,7 @@ def test_metrics_are_on_a_lane_of_their_own_from_the_end_of_the_forward_pass(mon
     net, eager, log = stepped(functional.cross_entropy, lanes)
     assert_as_plain_steps(net, eager, 3)
     start = log.index((METRICS, "argmax"))
-    assert log[start - 1 : start + 3] == [(METRICS, name) for name in ("detach", "argmax", "eq", "sum")]
-    assert {name for lane, name in log[:start] if lane == METRICS} == {"wait", "detach"}
+    assert "wait" in {name for lane, name in log[:start] if lane == METRICS}
     assert not {name for lane, name in log if lane == 0} & {"argmax", "eq"}
     # The lane waits for the forward pass alone, and the main lane for it before the place in the epoch moves on.
     marks = [place for place, (_, name) in enumerate(log) if name == "mark"]
@@ -66,7 +78,8 @@ def test_metrics_are_on_a_lane_of_their_own_from_the_end_of_the_forward_pass(mon
     mark = marks[waited - lanes.marks - 1]
     assert log.index((0, "nll_loss_forward")) < mark < log.index((0, "nll_loss_backward"))
     end = log.index((METRICS, "mark"))
-    assert log[end : end + 4] == [(METRICS, "mark"), (0, "wait"), (0, "add_"), (0, "add_")]
+    assert log[end + 1] == (0, "wait")
+    assert (0, "add_") in log[end + 2 :]  # the place moves on
 
 
 def test_the_lane_of_metrics_waits_for_the_mark_after_the_forward_pass() -> None:
@@ -95,6 +108,18 @@ def test_answers_that_the_backward_pass_writes_to_are_counted_before_it(
     x, y = Arrays(vectors(COUNT)).take(torch.arange(16))
     assert eager.metrics.read().right == int((net(x).argmax(1) == y).sum())
     assert ((0, "argmax") in log) == beside
+    assert (METRICS, "argmax") not in log
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_answers_that_the_update_writes_to_are_counted_before_it(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    net = Baseline()
+    before = int(net.scores.argmax())
+    _, eager, log = stepped(functional.cross_entropy, Recorded() if beside else None, steps=1, net=net)
+    _, y = Arrays(vectors(COUNT)).take(torch.arange(16))
+    assert int(net.scores.argmax()) != before  # so counting after the update would give another number
+    assert eager.metrics.read().right == int((y == before).sum())
     assert (METRICS, "argmax") not in log
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from captured_step_cases import CPU, GENERATOR, MODES, Failing, assert_as_plain_steps, graph_step, without_gpu
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import CLASSES, difference, mlp, vectors
 
 from manyhands.training.data.order import Window
@@ -101,6 +102,17 @@ def test_hooks() -> None:
     handles.append(optimizer.register_step_post_hook(lambda *_: None))
     handles.pop(0).remove()
     assert "the optimizer has a hook" in str(python_state.hooks(net, optimizer))
+
+
+def test_a_hook_of_all_optimizers() -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        assert "the optimizer has a hook" in (python_state.hooks(net, optimizer) or "")
+    finally:
+        handle.remove()
+    assert python_state.hooks(net, optimizer) is None
 
 
 def test_a_rate_that_is_changed_in_a_step_is_seen() -> None:

@@ -10,7 +10,7 @@ import torch
 from lanes_cases import NoLanes, OnLanes, Recorded, loss_of, pair
 
 from manyhands.training.torch.book import models
-from manyhands.training.torch.fast.lanes.early import EarlyWork
+from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -30,7 +30,7 @@ def test_weights_and_states_are_those_of_a_step(name: str) -> None:
             net.zero_grad()
             loss_of(net).backward()
         optimizers[0].step()
-        assert update_in_halves(optimizers[1], EarlyWork(NoLanes()), worth=100)
+        assert update_in_halves(optimizers[1], ForkedWork(NoLanes()), worth=100)
     for one, other in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
@@ -49,26 +49,61 @@ def test_the_first_half_is_on_the_side_lane() -> None:
     net = models.lenet()
     loss_of(net).backward()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
-    early = EarlyWork(lanes)
+    forked = ForkedWork(lanes)
     with OnLanes(lanes):
-        assert update_in_halves(optimizer, early, worth=100)
+        assert update_in_halves(optimizer, forked, worth=100)
     updates = [lane for lane, name in lanes.log if name == "add_"]
     assert set(updates) == {0, 1}
     assert updates == sorted(updates, reverse=True)
     assert lanes.log[0] == (0, "mark")
     assert lanes.log[1] == (1, "wait")
     assert lanes.log[-2:] == [(1, "mark"), (0, "wait")]
-    assert not early.is_running
-    assert early.schedule is not None
+    assert not forked.is_running
+
+
+def test_a_scheduler_may_wrap_the_step() -> None:
+    """It notes that there was a step; a step that somebody else has replaced is made as it is."""
+    nets = pair(models.lenet)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    for _ in range(3):
+        for net in nets:
+            net.zero_grad()
+            loss_of(net).backward()
+        optimizers[0].step()
+        assert update_in_halves(optimizers[1], ForkedWork(NoLanes()), worth=100)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert all(map(torch.equal, *(net.parameters() for net in nets)))
+    step = optimizers[1].step
+
+    def clipped() -> None:
+        torch.nn.utils.clip_grad_norm_(nets[1].parameters(), 0.1)
+        step()
+
+    optimizers[1].step = clipped  # type: ignore[method-assign,assignment]
+    assert not update_in_halves(optimizers[1], ForkedWork(NoLanes()), worth=100)
+
+
+def test_states_in_one_memory_are_updated_in_one_step() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    net(torch.rand(2, 8)).sum().backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    buffers = torch.zeros(2, 8, 8)
+    for layer, buffer in zip(net, buffers, strict=True):
+        optimizer.state[layer.weight]["momentum_buffer"] = buffer
+    assert not update_in_halves(optimizer, ForkedWork(NoLanes()), worth=10)
+    optimizer.state[net[0].weight]["momentum_buffer"] = buffers[0].clone()
+    assert update_in_halves(optimizer, ForkedWork(NoLanes()), worth=10)
 
 
 def test_what_is_made_in_one_step() -> None:
     """Few numbers, other optimizers, hooks, two parameters in one memory, no gradients."""
-    early = EarlyWork(NoLanes())
+    forked = ForkedWork(NoLanes())
 
     def refused(optimizer: torch.optim.Optimizer, worth: int = 10) -> bool:
         before = [parameter.clone() for group in optimizer.param_groups for parameter in group["params"]]
-        done = update_in_halves(optimizer, early, worth=worth)
+        done = update_in_halves(optimizer, forked, worth=worth)
         after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         assert done or all(map(torch.equal, before, after))
         return not done
@@ -89,18 +124,23 @@ def test_what_is_made_in_one_step() -> None:
     assert not refused(torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-def test_an_error_in_one_half_joins_the_lanes() -> None:
+@pytest.mark.parametrize("half", [1, 2])
+def test_an_error_in_one_half_joins_the_lanes(half: int, monkeypatch: pytest.MonkeyPatch) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     net(torch.rand(2, 8)).sum().backward()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    early = EarlyWork(NoLanes())
+    forked = ForkedWork(NoLanes())
     gradients = [parameter.grad for parameter in net.parameters()]
 
-    def fails() -> None:
-        raise MemoryError
+    calls = []
 
-    optimizer.step = fails  # type: ignore[method-assign,assignment]
+    def fails(self: torch.optim.SGD) -> None:
+        calls.append(self)
+        if len(calls) == half:
+            raise MemoryError
+
+    monkeypatch.setattr(torch.optim.SGD, "step", fails)
     with pytest.raises(MemoryError):
-        update_in_halves(optimizer, early, worth=10)
-    assert not early.is_running
+        update_in_halves(optimizer, forked, worth=10)
+    assert not forked.is_running
     assert all(parameter.grad is gradient for parameter, gradient in zip(net.parameters(), gradients, strict=True))

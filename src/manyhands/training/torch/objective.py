@@ -52,7 +52,7 @@ class Objective(abc.ABC):
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, Scored | None]:
-        """The value of the user's loss for the batch, and the class scores where the answers are that.
+        """The value of the user's loss for the batch, and the class scores, if the answers are class scores.
 
         ``known``, where it is given, is entered around the code that computes the loss.
         """
@@ -67,7 +67,7 @@ class Objective(abc.ABC):
     def loss_and_scores(
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, Scored | None]:
-        """The mean loss of the batch, and the class scores; for who counts the right answers later."""
+        """The mean loss of the batch, and the class scores, for a caller that counts the right answers later."""
         value, scored = self.value(model, batch, WeightsFollow() if self.dtype is not None else None)
         if not isinstance(value, LossSum):
             return value, scored
@@ -154,7 +154,7 @@ class Supervised(Objective):
             value = in_full(self.loss, answer, target)
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
-        return value, scored(answer, target)
+        return value, class_scores(answer, target)
 
     def _value_by_name(
         self, model: torch.nn.Module, batch: Mapping[str, Any], known: TorchFunctionMode | None
@@ -169,7 +169,7 @@ class Supervised(Objective):
                 value = in_full(self.loss, answer, batch)
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), batch)
-        return value, scored(*dict_batches.right_answers(answer, batch))
+        return value, class_scores(*dict_batches.right_answers(answer, batch))
 
 
 @dataclass
@@ -206,7 +206,7 @@ class OwnStep(Objective):
             inputs, target = inputs_and_target(batch)  # the same step, but with the answers at hand
             answer = user(*inputs)
             with known or nullcontext():
-                return in_full(user.loss, answer, target), scored(answer, target)
+                return in_full(user.loss, answer, target), class_scores(answer, target)
         with known or nullcontext():
             returned = self._called(getattr(user, name), batch)
         value = (
@@ -352,7 +352,7 @@ def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
     return value
 
 
-def scored(answer: Any, target: Any) -> Scored | None:
+def class_scores(answer: Any, target: Any) -> Scored | None:
     """The answer with its target, where it is rows of class scores."""
     if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None

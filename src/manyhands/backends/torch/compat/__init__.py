@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.parallel import _functions as parallel_functions
+from torch.optim import optimizer as _of_optimizers
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._device import _device_constructors as device_constructors
@@ -188,6 +190,16 @@ def allocating_from(pool: tuple[int, int], device: torch.device) -> Iterator[Non
         yield
     finally:
         torch._C._cuda_endAllocateToPool(number, pool)
+
+
+def hooks_of_every_optimizer() -> SimpleNamespace:
+    """The hooks that were registered for the steps of all optimizers: ``before`` and ``after``.
+
+    Only registering them is public.
+    """
+    return SimpleNamespace(
+        before=_of_optimizers._global_optimizer_pre_hooks, after=_of_optimizers._global_optimizer_post_hooks
+    )
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -524,7 +524,7 @@ REDUCE(reduce_again_keep_sum, AGAIN, true, true)
 REDUCE(reduce_result_keep_sum, RESULT, true, true)
 
 // The gradient of the input, once those of weight and bias are there. The kernel before has read all rows from the first
-// to the last, and the last ones are near as yet: so they come first.
+// to the last, and the last rows are still in the cache: so they come first.
 template <Mask MASK>
 __device__ void backward(
     uint4* for_x, const uint4* gradient, const uint4* x, const uint4* result, const float* mean,

@@ -8,7 +8,7 @@ as it runs:
 
     count += 1    put off until it is read, or the pass is over
 
-The casts depend on nothing in a pass. Where there are side lanes (:mod:`.lanes.early`), they are issued to one at the
+The casts depend on nothing in a pass. Where there are side lanes (:mod:`.lanes.forked`), they are issued to one at the
 beginning of the pass, beside the gather of the batch, and the main lane waits for them when w1's turn comes.
 
 The results are the same to the bit. A weight that is written to after its early cast is cast again.
@@ -23,7 +23,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
-from manyhands.training.torch.fast.lanes.early import EarlyWork
+from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
 
 _aten = torch.ops.aten
@@ -32,33 +32,35 @@ _aten = torch.ops.aten
 class BatchedCasts(TorchDispatchMode):
     """Around each forward pass the same one: ``with batched_casts: loss = loss_of(model)``.
 
-    ``early``: a side lane that the next passes may use.
+    ``forked``: a side lane that the next passes may use.
     """
 
-    def __init__(self, early: EarlyWork | None = None) -> None:
+    def __init__(self, forked: ForkedWork | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.early = early
+        self.forked = forked
         self._before: dict[int, tuple[torch.Tensor, torch.dtype]] = {}  # the casts of the pass before, by memory
         self._now: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         self._ahead: dict[int, torch.Tensor] | None = None  # cast and not yet asked for
         self._batch_counts: dict[int, torch.Tensor] = {}
         self._is_early = False  # the casts of this pass are, or were, on the side lane
+        self._stream: int | None = None  # of the pass: casts that are made ahead are ready there
         self.counts = Counter[str]()
 
     def __enter__(self) -> BatchedCasts:
         self._now, self._ahead, self._batch_counts = {}, None, {}
         self.counts = Counter[str]()
         self._is_early = False
-        if self.early is not None and self._before:
+        self._stream = _current_stream()
+        if self.forked is not None and self._before:
             first, dtype = next(iter(self._before.values()))
-            self._ahead = self._all_casts(first.device, dtype, self.early) or None
+            self._ahead = self._all_casts(first.device, dtype, self.forked) or None
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-        if self.early is not None:
-            self.early.join()
+        if self.forked is not None:
+            self.forked.join()
         if kind is None:
             self._count()
         self._before, self._ahead, self._batch_counts = self._now, None, {}
@@ -76,33 +78,37 @@ class BatchedCasts(TorchDispatchMode):
             return args[0]
         if self._batch_counts and not is_view(func) and self._batch_counts.keys() & memories_of((args, kwargs)):
             self._count()
-        if self._ahead or (self.early is not None and self.early.is_running):
+        if self._ahead or (self.forked is not None and self.forked.is_running):
             self._before_writing(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A weight that this operation writes to has to be cast again; but first the side lane must have read it."""
         written, ahead = memories_of(written_by(func, args, kwargs)), self._ahead or {}
-        if self.early is not None and self.early.is_running:
+        if self.forked is not None and self.forked.is_running:
             if ahead.keys() & written:
-                self.early.join()
-            self.early.note(str(func), memories_of((args, kwargs)), written)
+                self.forked.join()
+            self.forked.note(str(func), memories_of((args, kwargs)), written)
         for changed in written:
             ahead.pop(changed, None)
 
     def _cast(self, func: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         number = memory_id(weight)
         self._now[number] = weight, dtype
+        if _current_stream() != self._stream:  # one of the model's own
+            return func(weight, dtype=dtype)  # type: ignore[no-any-return]
         if self._ahead is None:
             self._ahead = self._all_casts(weight.device, dtype, None)
-        elif self.early is not None:
-            self.early.join()
+        elif self.forked is not None:
+            self.forked.join()
         ready = self._ahead.pop(number, None)
         if ready is None or self._before[number][0] is not weight or ready.dtype is not dtype:
             return func(weight, dtype=dtype)  # type: ignore[no-any-return]
         return ready
 
-    def _all_casts(self, device: torch.device, dtype: torch.dtype, early: EarlyWork | None) -> dict[int, torch.Tensor]:
+    def _all_casts(
+        self, device: torch.device, dtype: torch.dtype, forked: ForkedWork | None
+    ) -> dict[int, torch.Tensor]:
         weights_by_memory = {
             number: weight
             for number, (weight, into) in self._before.items()
@@ -112,10 +118,10 @@ class BatchedCasts(TorchDispatchMode):
             return {}
         weights = [weight.detach() for weight in weights_by_memory.values()]
         casts = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-        if early is None:
+        if forked is None:
             compat.foreach_copy_(casts, weights)
         else:
-            early.begin(lambda: compat.foreach_copy_(casts, weights), reads=weights, writes=casts)
+            forked.begin(lambda: compat.foreach_copy_(casts, weights), reads=weights, writes=casts)
             self._is_early = True
         self.counts["casts of weights"] = len(casts)
         return dict(zip(weights_by_memory, casts, strict=True))
@@ -130,6 +136,11 @@ class BatchedCasts(TorchDispatchMode):
         """What was batched, in words."""
         batched = "batched: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         return batched + "; the casts on a side lane, from the step's beginning" * self._is_early
+
+
+def _current_stream() -> int | None:
+    """The handle of the current stream; None without a GPU."""
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None
 
 
 def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -369,7 +369,7 @@ class GraphStep:
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             passed = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        in_halves = None if as_written or sized.warm < 0 else self._optimizer_step
+        in_halves = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
         eager.update([passed.loss.detach()], self._progress.step, in_halves)
         # Metrics are some 15 kernels for a few numbers that the forward pass gives: they run beside all that follows.
         # They are issued last: a step that fails before its update has changed nothing.
@@ -378,8 +378,10 @@ class GraphStep:
             eager.metrics.add(passed.loss, passed.count_right(), size, self._progress.step)
         self._progress.advance(size)
 
-    def _optimizer_step(self) -> None:
-        if self._beside is None or not update_in_halves(self._eager.optimizer, self._beside.early):
+    def _optimizer_step(self, sized: _Sized) -> None:
+        if self._beside is not None and update_in_halves(self._eager.optimizer, self._beside.forked):
+            sized.notes.append("update: in two halves, one on a side lane")
+        else:
             self._eager.optimizer.step()
 
     def _passes(self, sized: _Sized) -> _Passed:
@@ -388,7 +390,7 @@ class GraphStep:
         compiled, is_usual = self._is_compiled(size), size == self._size
         norms, casts, convolutions = (None, None, None) if compiled else (self._norms, self._casts, self._convolutions)
         if casts is not None:
-            casts.early = None if lanes is None else lanes.early
+            casts.forked = None if lanes is None else lanes.forked
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
         if convolutions is not None:  # chosen for the usual size; other sizes take the same

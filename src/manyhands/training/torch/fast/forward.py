@@ -3,7 +3,8 @@
 Nothing but the metrics needs the right answers. Counting them takes four small kernels, which the backward pass need
 not wait for: the caller may count them beside it. For that the answer must stay as it is, and PyTorch's own operations
 leave it so. A function that someone else has written may reuse its memory in the backward pass (in-place kernels for
-losses and activations do). Where there is one, they are counted at once.
+losses and activations do). If the pass has such a function, or if the answer is memory of the model, which the update
+may write to, right answers are counted at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch.compat import memory_id
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.objective import Scored, count_right
 from manyhands.training.torch.step.eager import EagerStep
@@ -37,7 +39,7 @@ def counting_later(
 ) -> tuple[torch.Tensor, CountRight]:
     """The same, with a function that counts the right answers."""
     loss, scored = _scored(eager, data, order, places)
-    if scored is None or not is_torchs_alone(loss):
+    if scored is None or not is_torchs_alone(loss) or _is_of(eager.model, scored.answer):
         return loss, at_once(count_right(scored))
     return loss, functools.partial(count_right, Scored(scored.answer.detach(), scored.target))
 
@@ -53,6 +55,11 @@ def _scored(
     batch = eager.numbers.lay(data.take(order.index_select(0, places)))
     with eager.numbers.scope(eager.device):
         return eager.objective.loss_and_scores(eager.model, batch)
+
+
+def _is_of(model: torch.nn.Module, answer: torch.Tensor) -> bool:
+    """Whether an answer is a view of a weight or a buffer."""
+    return memory_id(answer) in {memory_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
 def is_torchs_alone(loss: torch.Tensor) -> bool:

@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands.backends.torch import compat
+
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -92,7 +94,7 @@ def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
     for name, parameter in model.named_parameters():
         if _has_hook(parameter, HOOKS_OF_PARAMETERS):
             return f"the parameter {name!r} has a hook, which would not run in a graph"
-    if _has_hook(optimizer, _HOOKS_OF_OPTIMIZERS):
+    if _has_hook(optimizer, HOOKS_OF_OPTIMIZERS) or _has_hook(compat.hooks_of_every_optimizer(), ("before", "after")):
         return "the optimizer has a hook, which would not run in a graph"
     return None
 

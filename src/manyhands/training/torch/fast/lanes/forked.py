@@ -1,13 +1,13 @@
-"""Work that needs nothing of a pass, issued at its beginning to a side lane.
+"""Work that is forked off to a side lane, and joined before its results are read.
 
     main lane     allocate ─┬─ gather ── first operations ─┬─ read the results ...
     side lane 1             └─ write the results ──────────┘
 
 The results are allocated on the main lane, before the side lane forks off. So their memory belongs to the main lane,
-and what that lane had in it before is over. They are held until the main lane has waited, which it does before it reads
-them, before it writes to what the side lane reads, and at the end of the pass.
+and what that lane had in it before is over. They are held until the main lane has waited, which it has to do before it
+reads them or writes to what the side lane reads.
 
-What touches their memory is recorded, and at the join the checker proves the order.
+What the caller notes of the main lane meanwhile is recorded, and at the join the checker proves the order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from manyhands.training.torch.fast.lanes.eager import Lanes
 _MAIN, _SIDE = 0, 1
 
 
-class EarlyWork:
-    """``early.begin(work, reads=inputs, writes=results)``, then ``early.join()`` before anyone reads the results."""
+class ForkedWork:
+    """``forked.begin(work, reads=inputs, writes=results)``, then ``forked.join()`` before anyone reads the results."""
 
     def __init__(self, lanes: Lanes, device: str = "cpu") -> None:
         self._lanes, self._device = lanes, device
@@ -54,7 +54,7 @@ class EarlyWork:
         try:
             with self._lanes.on(_SIDE):
                 work()
-            journal.task(_SIDE, Task("early work", read, written, self._device))
+            journal.task(_SIDE, Task("work on the side lane", read, written, self._device))
         except BaseException:
             self.join()
             raise

@@ -1,7 +1,8 @@
 """The side lanes of a fast step, for each batch size, and their description.
 
 In a step that is not compiled a dispatch mode assigns the lanes (:mod:`.eager`); a compiled one has them in its graph
-(:mod:`.compiled`). Casts of weights begin with the forward pass (:mod:`.early`). Each issue of a step is checked, in
+(:mod:`.compiled`). Casts of weights begin with the forward pass, and the
+update has two halves (:mod:`.forked`). Each issue of a step is checked, in
 the warm-up and in the capture; replays repeat that order.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from manyhands.training.torch.fast.lanes.eager import Lanes, SideLanes, StreamLanes
-from manyhands.training.torch.fast.lanes.early import EarlyWork
+from manyhands.training.torch.fast.lanes.forked import ForkedWork
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
@@ -36,7 +37,7 @@ class Beside:
         self._lanes, self._device = lanes, device
         self._most_held, self._least_product = most_held, least_product
         self._of: dict[int, SideLanes | CompiledLanes] = {}
-        self.early = EarlyWork(lanes, device)  # for what a forward pass can begin with
+        self.forked = ForkedWork(lanes, device)  # for casts of weights, and half of the update
 
     @classmethod
     def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, most_held: int | None = None) -> Beside:

@@ -7,7 +7,7 @@ treats each parameter alone may as well make its step in two halves:
     main lane     ... backward ──┬── update of the second half ──┬── ...
     side lane 1                  └── update of the first half ───┘
 
-The results are equal to the bit. That no memory is in both halves is checked (:mod:`.early`).
+The results are equal to the bit. Halves that share memory (weights, gradients, state) are refused.
 """
 
 from __future__ import annotations
@@ -18,38 +18,44 @@ from contextlib import contextmanager
 import torch
 
 from manyhands.backends.torch.compat import memory_id
-from manyhands.training.torch.fast.lanes.early import EarlyWork
+from manyhands.training.torch.fast.lanes.forked import ForkedWork
+from manyhands.training.torch.fast.python_state import HOOKS_OF_OPTIMIZERS
 
 # They treat each parameter alone, and count the steps of each alone.
 _KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _WORTH = 1 << 20  # numbers in each half
 
 
-def update_in_halves(optimizer: torch.optim.Optimizer, early: EarlyWork, *, worth: int = _WORTH) -> bool:
-    """Make a step of the optimizer in two halves; False, and nothing done, where that does not pay or is not the same.
+def update_in_halves(optimizer: torch.optim.Optimizer, forked: ForkedWork, *, worth: int = _WORTH) -> bool:
+    """Make a step of the optimizer in two halves.
 
-    ``worth``: how many numbers each half has at least.
+    Returns False, and does nothing, where halves do not pay or could give another result. ``worth``: how many numbers
+    each half has at least.
     """
-    if type(optimizer) not in _KINDS or any(getattr(optimizer, name, None) for name in _HOOKS):
+    if type(optimizer) not in _KINDS or not _is_as_written(optimizer):
         return False
     first, second = _halves([parameter for group in optimizer.param_groups for parameter in group["params"]])
-    touched = _memories(first), _memories(second)
-    if min(_size(first), _size(second)) < worth or touched[0] & touched[1]:
+    if min(_size(first), _size(second)) < worth or _memories(first, optimizer) & _memories(second, optimizer):
         return False
 
     def update_first() -> None:
         with _without_gradients(second):
             type(optimizer).step(optimizer)  # not that of a scheduler, which counts the steps
 
-    early.begin(update_first, reads=_gradients(first), writes=first)
+    forked.begin(update_first, reads=_gradients(first), writes=first)
     try:
         with _without_gradients(first):
             optimizer.step()
-        early.note("update", touched[1], touched[1])
     finally:
-        early.join()
+        forked.join()
     return True
+
+
+def _is_as_written(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step runs PyTorch's code alone; a scheduler, which only notes that there was a step, may wrap it."""
+    step = vars(optimizer).get("step")
+    is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    return not is_wrapped and not any(getattr(optimizer, name, None) for name in HOOKS_OF_OPTIMIZERS)
 
 
 def _halves(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -57,11 +63,13 @@ def _halves(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], lis
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if any(gradient.layout is not torch.strided for gradient in _gradients(trained)):
         return [], []
-    first: list[torch.Tensor] = []
-    second: list[torch.Tensor] = []
+    halves: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    sizes = [0, 0]
     for parameter in sorted(trained, key=torch.Tensor.numel, reverse=True):
-        (first if _size(first) <= _size(second) else second).append(parameter)
-    return first, second
+        smaller = sizes.index(min(sizes))
+        halves[smaller].append(parameter)
+        sizes[smaller] += parameter.numel()
+    return halves
 
 
 def _size(parameters: Sequence[torch.Tensor]) -> int:
@@ -72,9 +80,11 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _memories(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Those of the parameters and their gradients."""
-    return set(map(memory_id, [*parameters, *_gradients(parameters)]))
+def _memories(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> set[int]:
+    """Those of the parameters, their gradients and their state."""
+    state = [value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()]
+    tensors = [*parameters, *_gradients(parameters), *(value for value in state if isinstance(value, torch.Tensor))]
+    return set(map(memory_id, tensors))
 
 
 @contextmanager
