@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -38,6 +39,11 @@ def load(text: str) -> tuple[Any, Any]:
 def made_by(text: str) -> tuple[Any, Any, Any]:
     """The model, the data and the loss (or None) that the function ``script.py:function`` returns."""
     _, function = load(text)
+    if needed := _needed(function):
+        raise BadSettings(
+            f"{text} needs arguments ({', '.join(needed)}): let it take none and return (model, (X, y)), or "
+            "(model, (X, y), loss)"
+        )
     try:
         returned = function()
     except ManyhandsError:
@@ -46,10 +52,24 @@ def made_by(text: str) -> tuple[Any, Any, Any]:
         raise BadSettings(f"{text} raised {first_line(error)}{_where(error, text)}") from error
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         is_row = isinstance(returned, (tuple, list))
-        shown = f"{len(returned)} things" if is_row else f"one value of type {type(returned).__name__}"
+        shown = (
+            f"a {type(returned).__name__} of length {len(returned)}"
+            if is_row
+            else f"one value of type {type(returned).__name__}"
+        )
         raise BadSettings(f"{text} returns {shown}: let it return (model, (X, y)), or (model, (X, y), loss)")
     model, data, *loss = returned
     return model, data, loss[0] if loss else None
+
+
+def _needed(function: Any) -> list[str]:
+    """The arguments without which it cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [known.name for known in parameters if known.default is known.empty and known.kind not in optional]
 
 
 def _where(error: Exception, text: str) -> str:

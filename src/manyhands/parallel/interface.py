@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from manyhands.errors import EngineError
 from manyhands.parallel import explain
@@ -46,6 +46,19 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         """As a decorator of a method: the instance is its first argument."""
         return self if instance is None else types.MethodType(self, instance)
+
+    if not TYPE_CHECKING:  # it would let the type checker accept every name
+
+        def __getattr__(self, name: str) -> object:
+            """``net = parallel(Net())``, then ``net.parameters()``: say who has it."""
+            function = self.__dict__.get("function")
+            if name.startswith("__") or not hasattr(function, name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            known = explain.name_of(function)
+            raise AttributeError(
+                f"parallel({known}) has no attribute {name!r}, but {known} has it: keep {known} under another name, or "
+                f"write .function.{name}"
+            )
 
     @property
     def planned(self) -> Planned:

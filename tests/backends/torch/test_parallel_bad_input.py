@@ -99,6 +99,14 @@ def test_effects_on_python_state_happen_at_every_call() -> None:
     assert "which is outside it" in fast.explain()
 
 
+def test_an_attribute_of_the_model_is_asked_of_the_model() -> None:
+    fast = mh.parallel(nn.Linear(2, 2))
+    with pytest.raises(AttributeError, match=r"Linear has it: keep Linear .* or write \.function\.parameters"):
+        fast.parameters()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'Parallel' object has no attribute 'parametres'"):
+        fast.parametres()  # type: ignore[attr-defined]
+
+
 def test_an_attribute_that_is_set_is_set_at_every_call() -> None:
     class Counter:
         calls = 0
