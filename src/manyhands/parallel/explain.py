@@ -59,6 +59,10 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' if number != 1 else ''}"
+
+
 def _about(schedule: Schedule) -> list[str]:
     limit = bounds(schedule)
     lanes = schedule.per_lane()
@@ -66,10 +70,10 @@ def _about(schedule: Schedule) -> list[str]:
     waits = [sum(len(schedule.waits.get(task, ())) for task in numbers) for numbers in lanes]
     used = sum(map(bool, lanes))
     return [
-        f"  {len(schedule.graph)} tasks, {used} lane{'s' if used != 1 else ''}, "
-        f"{schedule.wait_count()} waits between them",
+        f"  {_counted(len(schedule.graph), 'task')}, {_counted(used, 'lane')}, "
+        f"{_counted(schedule.wait_count(), 'wait')} between them",
         *(
-            f"    {lane}: {len(numbers)} tasks, {_ms(seconds)} of work, {count} waits"
+            f"    {lane}: {_counted(len(numbers), 'task')}, {_ms(seconds)} of work, {_counted(count, 'wait')}"
             for lane, numbers, seconds, count in zip(schedule.names(), lanes, work, waits, strict=True)
             if numbers
         ),

@@ -74,7 +74,7 @@ def test_explain_says_lanes_bounds_memory_reasons_and_advice() -> None:
         "branches: run as",
         "ms measured",
         "12 tasks",
-        "waits between them",
+        " between them",
         "cpu compute 0:",
         "work ",
         "critical path",
@@ -87,6 +87,12 @@ def test_explain_says_lanes_bounds_memory_reasons_and_advice() -> None:
         "kinds of operations measured",
     ):
         assert words in told, told
+
+
+def test_one_task_is_not_called_tasks() -> None:
+    fast = mh.parallel(torch.sin)
+    fast(torch.randn(4))
+    assert "  1 task, 1 lane, 0 waits between them\n" in fast.explain()
 
 
 @two_cores
