@@ -143,6 +143,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
             raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
         if devices is None:
             self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
+            self._device_note = device_choice.missing_gpus(num_gpus, len(self.gpus))
             return
         self.gpus = [native for native in self._natives() if self.backend.neutral(native).kind != "cpu"]
         if num_gpus not in (0, len(self.gpus)):

@@ -182,7 +182,7 @@ def test_another_job_is_not_gone_on_with(bench: Bench) -> None:
     with pytest.raises(WrongCheckpoint, match="batch_size=16"):
         bench.fit(epochs=2, run=run, resume="auto", data=bench.data(batch_size=10))
     with pytest.raises(WrongCheckpoint, match="64 samples"):
-        bench.fit(epochs=2, run=run, resume="auto", data=bench.data(samples=40))
+        bench.fit(epochs=2, run=run, resume="auto", data=bench.data(samples=32))
 
 
 # Bad input
@@ -220,6 +220,12 @@ def test_a_batch_smaller_than_the_devices(bench: Bench) -> None:
 def test_a_number_of_gpus_that_is_none(bench: Bench, count: Any) -> None:
     with pytest.raises(BadSettings, match=r"num_gpus=.*0 for the CPU"):
         bench.mh.Trainer(1, num_gpus=count)
+
+
+def test_gpus_that_are_missing_are_noted(bench: Bench) -> None:
+    trainer = bench.mh.Trainer(1, num_gpus=1000, quiet=True)
+    result = trainer.fit(bench.recipes.model("mlp", 0), bench.data(samples=32))
+    assert [note for note in result.notes if note.startswith("num_gpus=1000: there ")]
 
 
 def test_shares_that_do_not_fit(bench: Bench) -> None:

@@ -43,6 +43,18 @@ class Choice:
     note: str | None = None
 
 
+def missing_gpus(wanted: int, found: int) -> str | None:
+    """A note for ``num_gpus=`` where there are fewer.
+
+    >>> missing_gpus(2, 0), missing_gpus(2, 1), missing_gpus(1, 1)
+    ('num_gpus=2: there is no GPU here, so the job is on the CPU', 'num_gpus=2: there is 1 GPU here', None)
+    """
+    if found >= wanted:
+        return None
+    there = "there is 1 GPU here" if found == 1 else f"there are {found} GPUs here"
+    return f"num_gpus={wanted}: {there if found else _NO_GPU}"
+
+
 def meant(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     """The devices that a user means; ``virtual_cpus`` gives the trainer's options for that many virtual CPU devices."""
     if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
