@@ -17,7 +17,7 @@ from manyhands.backends.torch.convolutions import choice, cudnn_plans, products
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, problems_of
 from manyhands.backends.torch.convolutions.problems import Kind
 from manyhands.backends.torch.kernels import nvrtc
-from manyhands.backends.torch.run.graph_nodes import instantiate
+from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.training.torch.book import models
 

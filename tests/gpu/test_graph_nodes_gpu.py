@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch.kernels.nvrtc import compiled  # noqa: E402
-from manyhands.backends.torch.run import graph_nodes  # noqa: E402
-from manyhands.backends.torch.run.graph_workspaces import workspace, workspaces_of  # noqa: E402
+from manyhands.backends.torch.run.graphs import nodes as graph_nodes  # noqa: E402
+from manyhands.backends.torch.run.graphs.workspaces import workspace, workspaces_of  # noqa: E402
 from manyhands.backends.torch.run.streams import capturing  # noqa: E402
 
 GPU = torch.device("cuda", 0)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.backends.torch.run import graph_nodes
-from manyhands.backends.torch.run.graph_nodes import KERNEL, MEMSET, Memset, may_move
-from manyhands.backends.torch.run.graph_workspaces import Workspace
+from manyhands.backends.torch.run.graphs import nodes as graph_nodes
+from manyhands.backends.torch.run.graphs.nodes import KERNEL, MEMSET, Memset, may_move
+from manyhands.backends.torch.run.graphs.workspaces import Workspace
 
 WAITS, EARLY = bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])
 ROOM = 0x7000_0000

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.backends.torch.run import graph_workspaces
-from manyhands.backends.torch.run.graph_workspaces import room_for_workspaces, workspace, workspaces_of
+from manyhands.backends.torch.run.graphs import workspaces as graph_workspaces
+from manyhands.backends.torch.run.graphs.workspaces import room_for_workspaces, workspace, workspaces_of
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch.capture import facts, trace  # noqa: E402
-from manyhands.backends.torch.run import graph_copies, result_copies  # noqa: E402
+from manyhands.backends.torch.run import result_copies  # noqa: E402
+from manyhands.backends.torch.run.graphs import copies as graph_copies  # noqa: E402
 
 CHUNK = graph_copies._CHUNK
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
-from manyhands.backends.torch.run.graph_workspaces import LARGEST, has_rooms, workspace
+from manyhands.backends.torch.run.graphs.workspaces import LARGEST, has_rooms, workspace
 
 PACKAGE = "nvidia-cudnn-frontend"
 _MOST_WORKSPACE = 64 << 20  # bytes

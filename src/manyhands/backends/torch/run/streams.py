@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
-from manyhands.backends.torch.run.graph_workspaces import room_for_workspaces
+from manyhands.backends.torch.run.graphs.workspaces import room_for_workspaces
 
 _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
 

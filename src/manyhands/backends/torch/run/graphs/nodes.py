@@ -10,7 +10,7 @@ captured graph is instantiated here::
     instantiate(graph, device)
 
 Dozens of such kernels still add up, though they write little. Where a call has memory of the graph to itself
-(:mod:`.graph_workspaces`) and begins with the memset, nobody writes there earlier in the graph. So the memset may as
+(:mod:`.workspaces`) and begins with the memset, nobody writes there earlier in the graph. So the memset may as
 well come first of all, and one kernel at the start does the work of all of them::
 
     captured:      copy -> memset 1 -> convolution 1 -> norm -> memset 2 -> convolution 2
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
-from manyhands.backends.torch.run.graph_workspaces import Workspace, workspaces_of
+from manyhands.backends.torch.run.graphs.workspaces import Workspace, workspaces_of
 from manyhands.errors import CannotCompile
 
 KERNEL, MEMSET = 0, 2  # types of nodes
@@ -193,13 +193,12 @@ def _remove(driver: ctypes.CDLL, graph: int, node: int) -> bool:
 def _replace_memset(graph: int, node: int, kernels: Kernels) -> bool:
     """Put a kernel in the place of a memset; False where the memset stays."""
     driver, memset = kernels.driver, _memset(kernels.driver, node)
-    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
     after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
-    if memset is None or before is None or after is None:
+    if memset is None or memset.before is None or after is None:
         return False
     if memset.size > _LONG and memset.target % 16:  # the kernel would write it byte by byte
         return False
-    added = _add_fill(graph, kernels, before, memset.target, memset.size, memset.pattern)
+    added = _add_fill(graph, kernels, list(memset.before), memset.target, memset.size, memset.pattern)
     replaced = _connect(driver, graph, [(added, following) for following in after])
     # One of the two goes: both would write, and nobody would wait for the kernel.
     _check(driver.cuGraphDestroyNode(ctypes.c_void_p(node if replaced else added)))

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
-from manyhands.backends.torch.run.graph_nodes import KERNEL, KernelNode, nodes_of
+from manyhands.backends.torch.run.graphs.nodes import KERNEL, KernelNode, nodes_of
 from manyhands.backends.torch.run.result_copies import has_no_gaps
 from manyhands.errors import CannotCompile
 

@@ -7,7 +7,7 @@ workspaces. It is allocated before anything else is captured, each call gets a p
     room   | call 1 | call 2 | call 3 |       not used       |
 
 What a call finds in its part is what was there when the graph began: parts can be cleared all at once, at the start of
-the graph (:mod:`.graph_nodes`). The room lives as long as the graph, also because another graph with the same memory
+the graph (:mod:`.nodes`). The room lives as long as the graph, also because another graph with the same memory
 pool could otherwise have its results there.
 """
 
