@@ -87,7 +87,8 @@ def candidates(problem: Problem, result: Form) -> list[Product]:
     if problem.groups != 1:
         return []
     if problem.kernel == (1, 1):
-        _has_patches(problem.device)  # loads the kernel now: a capture cannot
+        if problem.stride != (1, 1):
+            _has_patches(problem.device)  # loads the kernel now: a capture cannot
         return [Product(problem, result)] if not any(problem.padding) else []
     image = problem.second if problem.kind is Kind.WEIGHT_GRADIENT else problem.first
     high, wide = problem.kernel
