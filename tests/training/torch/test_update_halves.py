@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,16 +21,21 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def step_and_halves(nets: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """One step of each: the first as it is, the second in halves."""
+    for net in nets:
+        net.zero_grad()
+        loss_of(net).backward()
+    optimizers[0].step()
+    assert update_in_halves(optimizers[1], ForkedWork(NoLanes()), worth=100)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_and_states_are_those_of_a_step(name: str) -> None:
     nets = pair(models.lenet)
     optimizers = [OPTIMIZERS[name](net.parameters()) for net in nets]
     for _ in range(3):
-        for net in nets:
-            net.zero_grad()
-            loss_of(net).backward()
-        optimizers[0].step()
-        assert update_in_halves(optimizers[1], ForkedWork(NoLanes()), worth=100)
+        step_and_halves(nets, optimizers)
     for one, other in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
@@ -67,11 +72,7 @@ def test_a_scheduler_may_wrap_the_step() -> None:
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
     for _ in range(3):
-        for net in nets:
-            net.zero_grad()
-            loss_of(net).backward()
-        optimizers[0].step()
-        assert update_in_halves(optimizers[1], ForkedWork(NoLanes()), worth=100)
+        step_and_halves(nets, optimizers)
         for scheduler in schedulers:
             scheduler.step()
     assert all(map(torch.equal, *(net.parameters() for net in nets)))

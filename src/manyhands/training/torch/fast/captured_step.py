@@ -36,7 +36,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.kernels import batch_norm
-from manyhands.backends.torch.run.graph_nodes import instantiate
+from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.errors import CannotCompile
@@ -369,8 +369,8 @@ class GraphStep:
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             passed = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        in_halves = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
-        eager.update([passed.loss.detach()], self._progress.step, in_halves)
+        optimizer_step = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
+        eager.update([passed.loss.detach()], self._progress.step, optimizer_step)
         # Metrics are some 15 kernels for a few numbers that the forward pass gives: they run beside all that follows.
         # They are issued last: a step that fails before its update has changed nothing.
         beside = None if passed.after_forward is None else self._beside
