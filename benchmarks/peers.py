@@ -46,6 +46,10 @@ class Problem:
         """A new net, with the same weights every time."""
         return models.initialise(models.MODELS[self.model](), self.seed)
 
+    def inputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the net gets for some rows of ``images``."""
+        return as_images(rows)
+
     @property
     def bf16_is_quick(self) -> bool:
         if self.device.type == "cuda":
@@ -85,6 +89,11 @@ def synchronize(device: torch.device) -> None:
 
 def as_images(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.unsqueeze(1).float().div_(255)
+
+
+def in_layout(rows: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """Images in this layout; anything else as it is."""
+    return rows.contiguous(memory_format=layout) if rows.dim() == 4 else rows
 
 
 # --- the book
@@ -256,7 +265,7 @@ def eager(
         watch.start()
         total = torch.zeros((), device=device)
         for part in torch.randperm(len(images), device=device).split(problem.batch_size):
-            X, y = as_images(images[part]).contiguous(memory_format=layout), labels[part]
+            X, y = in_layout(problem.inputs(images[part]), layout), labels[part]
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 loss = cross_entropy(wrapped(X), y)
@@ -294,7 +303,7 @@ def graphed(problem: Problem, wrap: Callable[[nn.Module], nn.Module] = as_it_is)
     total = torch.zeros((), device=device)
 
     def step(model: nn.Module, part: torch.Tensor) -> None:
-        X, y = as_images(images[part]).contiguous(memory_format=torch.channels_last), labels[part]
+        X, y = in_layout(problem.inputs(images[part]), torch.channels_last), labels[part]
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16):
             loss = cross_entropy(model(X), y)
@@ -355,7 +364,7 @@ def test_accuracy(net: nn.Module, problem: Problem) -> float:
     net = net.to(problem.device).eval()
     right = 0
     for X, y in zip(problem.test_images.split(1000), problem.test_labels.split(1000), strict=True):
-        answer = net(as_images(X.to(problem.device))).argmax(1)
+        answer = net(problem.inputs(X.to(problem.device))).argmax(1)
         right += int((answer == y.to(problem.device)).sum())
     return right / len(problem.test_images)
 

@@ -35,7 +35,7 @@ from manyhands import machine
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import fashion_mnist
 from manyhands.training.options import Step, Workers
-from manyhands.training.torch.data.sources import Arrays, scale_images
+from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.trainer import Trainer
 
 FRAMEWORKS = ("book", "lightning", "lightning-bf16", "accelerate", "accelerate-bf16")
@@ -52,7 +52,8 @@ def trainer_for(problem: Problem, **options: Any) -> Trainer:
 
 
 def arrays(problem: Problem) -> Arrays:
-    return Arrays((problem.images, problem.labels), scale_images)
+    """The rows as they are in memory; on the device each batch becomes what the net gets."""
+    return Arrays((problem.images, problem.labels), lambda batch: (problem.inputs(batch[0]), batch[1].long()))
 
 
 def manyhands(problem: Problem, **options: Any) -> Outcome:
