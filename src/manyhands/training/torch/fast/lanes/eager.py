@@ -108,6 +108,7 @@ class SideLanes(TorchDispatchMode):
 
     def _begin(self) -> None:
         self.aside: list[str] = []  # what went aside
+        self._turns = -1  # how many went to the side lanes in turns, less one
         self._journal = Journal(self._described)
         self._journal.task(_MAIN, Task("all before"))
         self._main_count = 1  # tasks of the main lane
@@ -139,7 +140,7 @@ class SideLanes(TorchDispatchMode):
         kind = weight_gradients.side_lane_kind(func, args)
         if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._least_product):
             return self._on_its_lane(func, args, kwargs)
-        lane = len(self.aside) % self._count + 1
+        lane = self._lane_for(func, args)
         self.aside.append(kind)
         # The lane forks off here, before the gradient of a convolution's input: it need not wait for that.
         self._behind_main(lane)
@@ -149,6 +150,15 @@ class SideLanes(TorchDispatchMode):
         first = self._on_its_lane(func, (*arguments, [True, False, False]), kwargs)[0] if for_input else None
         rest = self._issue(lane, func, (*arguments, [False, True, for_bias]), kwargs)
         return (first, *rest[1:])
+
+    def _lane_for(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The side lanes in turns. Convolutions computed as products all go to the first: cuBLAS needs a workspace on
+        every stream that it works on.
+        """
+        if weight_gradients.is_convolution_by_product(func, args):
+            return 1
+        self._turns += 1
+        return self._turns % self._count + 1
 
     def _on_its_lane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On the main lane, after the side lanes that it depends on; or on the lane of the gradient that it follows."""
