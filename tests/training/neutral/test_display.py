@@ -134,70 +134,49 @@ def test_round_numbers(least: float, expected: float) -> None:
 # Progress
 
 
-def test_a_log_gets_one_line_per_epoch() -> None:
+def test_a_log_gets_lines_and_no_bar() -> None:
     log = io.StringIO()
-    with ProgressBar(epochs=3, stream=log) as bar:
-        for epoch in (1, 2):
-            for step in range(1, 6):
-                bar.update(step, 5, epoch=epoch, images_per_second=12345.6, loss=1 / step, accuracy=0.5)
-            bar.update(5, 5, epoch=epoch, loss=0.1)
-        bar.line("a [bold] line")
-        bar.update(2, 5, epoch=3, loss=0.25, learning_rate=0.1, accuracy=None)
-    assert log.getvalue().splitlines() == [
-        "epoch 1/3  12,346 images/s  loss 0.2000  accuracy 0.5000",
-        "epoch 2/3  12,346 images/s  loss 0.2000  accuracy 0.5000",
-        "a [bold] line",
-        "epoch 3/3  step 2/5  loss 0.2500  learning rate 0.1",
-    ]
-
-
-def test_quiet_shows_nothing() -> None:
-    log = io.StringIO()
-    with ProgressBar(epochs=1, stream=log, quiet=True) as bar:
-        bar.update(1, 1, epoch=1, loss=0.5)
-        bar.line("text")
-    assert log.getvalue() == ""
-
-
-def test_nothing_to_show_shows_nothing() -> None:
-    log = io.StringIO()
-    with ProgressBar(epochs=1, stream=log):
-        pass
-    assert log.getvalue() == ""
+    bar = ProgressBar(epochs=3, stream=log)
+    for step in range(1, 6):
+        bar.update(step, 5, epoch=1, images_per_second=12345.6, loss=1 / step, accuracy=0.5)
+    bar.line("a [bold] line")
+    bar.stop()
+    assert log.getvalue() == "a [bold] line\n"
 
 
 def test_it_writes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressBar(epochs=1) as bar:
-        bar.update(1, 1, epoch=1, loss=0.5)
+    ProgressBar(epochs=1).line("text")
     shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "epoch 1/1  loss 0.5000\n"
+    assert (shown.out, shown.err) == ("", "text\n")
 
 
 def test_a_closed_log_does_not_stop_the_training() -> None:
     log = io.StringIO()
-    with ProgressBar(epochs=2, stream=log) as bar:
-        log.close()
-        bar.update(1, 1, epoch=1)
-        bar.line("text")
+    bar = ProgressBar(epochs=2, stream=log)
+    log.close()
+    bar.line("text")
+    bar.line("more")
+    bar.stop()
 
 
 def test_a_program_without_a_console_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    with ProgressBar(epochs=2) as bar:
-        bar.update(1, 1, epoch=1)
+    shown, training = started(2)
+    shown.on_progress(training, {"batch": 1, "samples": 1})
+    shown.on_note(training, "text")
+    shown.on_fit_end(training)
 
 
 ON_A_TERMINAL = """
 import sys, time
 from manyhands.training.display.progress_bar import ProgressBar
-from manyhands.training.display.unit import unit_of
 
-with ProgressBar(epochs=10) as bar:
-    for step in range(1, 2001):
-        bar.update(step, 2000, epoch=3, images_per_second=51234.0, loss=0.25, accuracy=0.875)
-    print("printed by the program")
-    bar.line("a [bold] line")
+bar = ProgressBar(epochs=10)
+for step in range(1, 2001):
+    bar.update(step, 2000, epoch=3, images_per_second=51234.0, loss=0.25, accuracy=0.875)
+print("printed by the program")
+bar.line("a [bold] line")
+bar.stop()
 """
 
 
@@ -239,7 +218,7 @@ def test_a_terminal_gets_one_bar() -> None:
 
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     _, shown = on_a_terminal(TERM="dumb")
-    assert shown.splitlines()[0] == "epoch 3/10  51,234 images/s  loss 0.2500  accuracy 0.8750"
+    assert shown.splitlines() == ["a [bold] line"]
 
 
 class Terminal(io.StringIO):
@@ -260,25 +239,20 @@ class Counted(Terminal):
 def test_an_update_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Counted()
-    with ProgressBar(epochs=1, stream=terminal) as bar:
-        for step in range(1, 20_001):
-            bar.update(step, 10**6, epoch=1, loss=0.5)
+    bar = ProgressBar(epochs=1, stream=terminal)
+    for step in range(1, 20_001):
+        bar.update(step, 10**6, epoch=1, loss=0.5)
+    bar.stop()
     assert 0 < len(terminal.written) < 1000  # it is drawn a few times a second
 
 
-def test_an_error_in_the_training_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_that_is_stopped_shows_the_cursor_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     bar = ProgressBar(epochs=1, stream=terminal)
-
-    def train() -> None:
-        with bar:
-            bar.update(1, 10, epoch=1, loss=0.5)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-    assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+    bar.update(1, 10, epoch=1, loss=0.5)
+    bar.stop()
+    assert terminal.getvalue().endswith("\x1b[?25h")
 
 
 # Events of a job
@@ -330,7 +304,6 @@ def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     shown, training = started(2)
     training.unit = "images"
     figures: dict[str, Any] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,6 @@ class Progress(Callback):
 
     def on_fit_start(self, training: Training) -> None:
         self._bar = ProgressBar(training.max_epochs)
-        self._bar.__enter__()
         self._epoch_began = (time.perf_counter(), 0, 0)  # with the epoch, and the samples of it that were done then
         self._warmed_up: tuple[float, int] | None = None  # when the first steps were done, and how many they were
         self._estimated = False
@@ -36,17 +34,15 @@ class Progress(Callback):
             return
         if not self._estimated:
             self._estimate(self._bar, training, int(figures["batch"]))
-        if sys.stderr.isatty():
-            rate = self._samples_per_second(training.epoch, int(figures["samples"]))
-            self._bar.update(
-                int(figures["batch"]),
-                training.batches,
-                epoch=training.epoch,
-                loss=figures.get("loss"),
-                accuracy=figures.get("accuracy"),
-                **{f"{training.unit}_per_second": rate},
-                **self._validation,
-            )
+        self._bar.update(
+            int(figures["batch"]),
+            training.batches,
+            epoch=training.epoch,
+            loss=figures.get("loss"),
+            accuracy=figures.get("accuracy"),
+            **{f"{training.unit}_per_second": self._samples_per_second(training.epoch, int(figures["samples"]))},
+            **self._validation,
+        )
 
     def on_evaluation(self, training: Training, figures: Values) -> None:
         self._validation = {name: figures.get(name) for name in ("val_loss", "val_acc")}
@@ -64,7 +60,7 @@ class Progress(Callback):
 
     def on_fit_end(self, training: Training) -> None:
         if self._bar is not None:
-            self._bar.__exit__(None, None, None)
+            self._bar.stop()
             self._bar = None
 
     def _line(self, text: str) -> None:

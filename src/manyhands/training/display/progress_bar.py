@@ -1,16 +1,15 @@
-"""One progress display for a training run.
+"""The progress bar of a training, and the lines beside it.
 
-On a terminal a bar over the steps of the epoch, redrawn at most ten times a second; elsewhere (a log
-file, a notebook, CI) one plain line per epoch. Everything goes to the standard error, so that what a
-program prints can still be piped. A display that cannot be written to falls silent: training goes on.
+On a terminal there is a bar over the steps of the epoch, redrawn at most ten times a second; elsewhere (a log file, a
+notebook, CI) only lines are printed. Both go to standard error, so that the program's own output can be piped. If
+standard error cannot be written to, the display falls silent and training continues.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -27,56 +26,43 @@ _WORDS = {
 
 
 class ProgressBar:
-    """A context manager; `update` may be called every step, and costs about a microsecond when nothing is drawn.
+    """Shows a bar on a terminal; :meth:`line` prints above it, or plainly where there is none.
 
-    >>> with ProgressBar(epochs=10) as progress:
-    ...     progress.update(5, 235, epoch=1, images_per_second=51234.0, loss=0.71, accuracy=0.74)
+    :meth:`update` may be called every step, and costs about a microsecond when nothing is drawn.
     """
 
-    def __init__(self, epochs: int | None, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, epochs: int | None, stream: TextIO | None = None) -> None:
         """``epochs``: None where the job has another end."""
         self._epochs = epochs
-        self._stream = stream if stream is not None else sys.stderr
-        self._quiet = quiet or self._stream is None  # a program without a console has no standard error
-        self._bar: Bar | None = None
+        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None without a console
+        self._bar = None if self._stream is None else _bar(self._stream)
         self._next = 0.0
         self._step = self._total = self._epoch = 0
         self._figures: dict[str, float | None] = {}
-        self._printed = 0  # the last epoch that has its plain line
-
-    def __enter__(self) -> Self:
-        if not self._quiet:
-            self._bar = _bar(self._stream)
         if self._bar is not None:
             self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """Draw the bar for the last time."""
         if self._bar is not None:
             self._draw(self._bar)
             self._bar.stop()
             self._bar = None
-        else:
-            self._print_epoch()
 
     def update(self, step: int, total: int, *, epoch: int, **figures: float | None) -> None:
         """Step `step` of `total` in this epoch (both from 1) is done.
 
-        Figures are plain numbers, never tensors on a device, whose reading would wait. One that is not
-        given keeps its last value. Those of `_WORDS` are shown in words of their own.
+        Figures are those of `_WORDS`: plain numbers, never tensors on a device, whose reading would wait. One that is
+        not given keeps its last value.
         """
-        if self._quiet:
+        if self._bar is None:
             return
         if epoch != self._epoch:
-            self._begin(epoch)
+            self._bar.reset(self._bar.task_ids[0])
+            self._epoch = epoch
+            self._figures.clear()
         self._step, self._total = step, total
         self._figures.update(figures)
-        if self._bar is None:
-            if step >= total:
-                self._print_epoch()
-            return
         now = time.monotonic()
         if now >= self._next or step >= total:
             self._next = now + _PAUSE
@@ -84,51 +70,25 @@ class ProgressBar:
 
     def line(self, text: str) -> None:
         """Print a line of text, above the bar where there is one."""
-        if self._quiet:
-            return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
-        try:
-            print(text, file=self._stream, flush=True)
-        except (OSError, ValueError):  # a closed pipe, or a closed file
-            self._quiet = True
-
-    def _begin(self, epoch: int) -> None:
-        if self._bar is None:
-            self._print_epoch()
-        else:
-            self._bar.reset(self._bar.task_ids[0])
-        self._epoch = epoch
-        self._figures.clear()
+        elif self._stream is not None:
+            try:
+                print(text, file=self._stream, flush=True)
+            except (OSError, ValueError):  # a closed pipe, or a closed file
+                self._stream = None
 
     def _draw(self, bar: Bar) -> None:
+        of_all = f"/{self._epochs}" if self._epochs is not None else ""
+        figures = {name: value for name, value in self._figures.items() if value is not None}
         bar.update(
             bar.task_ids[0],
-            description=self._description(),
+            description=f"epoch {self._epoch}{of_all}" if self._epoch else "starting",
             completed=self._step,
             total=self._total or None,
-            figures="  ".join(self._words()),
+            figures="  ".join(form.format(figures[name]) for name, form in _WORDS.items() if name in figures),
         )
         bar.refresh()
-
-    def _print_epoch(self) -> None:
-        """The plain line of the epoch, once; with its step if the epoch was not finished."""
-        if self._quiet or self._printed == self._epoch:
-            return
-        self._printed = self._epoch
-        unfinished = [f"step {self._step}/{self._total}"] if self._step < self._total else []
-        self.line("  ".join([self._description(), *unfinished, *self._words()]))
-
-    def _description(self) -> str:
-        of_all = f"/{self._epochs}" if self._epochs is not None else ""
-        return f"epoch {self._epoch}{of_all}" if self._epoch else "starting"
-
-    def _words(self) -> list[str]:
-        figures = {name: value for name, value in self._figures.items() if value is not None}
-        known = [form.format(figures[name]) for name, form in _WORDS.items() if name in figures]
-        others = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items() if name not in _WORDS]
-        return known + others
 
 
 def _bar(stream: TextIO) -> Bar | None:
