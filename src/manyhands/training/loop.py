@@ -22,7 +22,6 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.display.unit import unit_of
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import Data, Learner, Say
@@ -72,7 +71,6 @@ class Loop:
         self._saved: tuple[Cursor, int] | None = None  # cursor and last row of the newest checkpoint
         self._row_began, self._row_is_epoch = time.perf_counter(), False
         self._shown = time.perf_counter()
-        self._unit: str | None = None  # what samples are called
         self._evaluated = 0  # batches of this evaluation
         try:
             self._begin(run, resume)
@@ -222,7 +220,7 @@ class Loop:
                 self._commit()
                 self.cursor = self.cursor.after(window)
                 self.report.step()
-                self._look(window, batch)
+                self._look()
                 if self.cursor.batch == loader_batches.MANY and self.batches_of_epoch() is None:
                     self._warn_of_endless(window)
                 every = self.settings.checkpoints.every
@@ -287,13 +285,12 @@ class Loop:
     def _warn(self, text: str) -> None:
         self.say({"kind": "warning", "text": text})
 
-    def _look(self, window: Window, batch: Any) -> None:
+    def _look(self) -> None:
         """Every 0.2 seconds: report progress, with the figures that have already arrived."""
         now = time.perf_counter()
         if now - self._shown < _SHOW_EVERY:
             return
         self._shown = now
-        self._unit = self._unit or unit_of(self.learner.data, batch)
         figures = self.learner.peek()
         if figures is not None:
             nan_losses.check(self, figures)
@@ -305,7 +302,6 @@ class Loop:
                 "batch": self.cursor.batch,
                 "batches": self.batches_of_epoch(),
                 "samples": self.cursor.sample,
-                "unit": self._unit,
                 "loss": figures.loss if figures and figures.count else None,
                 "accuracy": or_none(figures.accuracy) if figures else None,
             }

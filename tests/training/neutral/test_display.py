@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import run_python
 
@@ -21,7 +20,6 @@ from manyhands.training.callbacks.callback import Training
 from manyhands.training.callbacks.picture import Picture
 from manyhands.training.display.curves import _nice, curves
 from manyhands.training.display.progress_bar import ProgressBar
-from manyhands.training.display.unit import unit_of
 from manyhands.training.result import Result
 
 ROWS: list[dict[str, Any]] = [
@@ -138,7 +136,7 @@ def test_a_log_gets_lines_and_no_bar() -> None:
     log = io.StringIO()
     bar = ProgressBar(epochs=3, stream=log)
     for step in range(1, 6):
-        bar.update(step, 5, epoch=1, images_per_second=12345.6, loss=1 / step, accuracy=0.5)
+        bar.update(step, 5, epoch=1, samples_per_second=12345.6, loss=1 / step, accuracy=0.5)
     bar.line("a [bold] line")
     bar.stop()
     assert log.getvalue() == "a [bold] line\n"
@@ -173,7 +171,7 @@ from manyhands.training.display.progress_bar import ProgressBar
 
 bar = ProgressBar(epochs=10)
 for step in range(1, 2001):
-    bar.update(step, 2000, epoch=3, images_per_second=51234.0, loss=0.25, accuracy=0.875)
+    bar.update(step, 2000, epoch=3, samples_per_second=51234.0, loss=0.25, accuracy=0.875)
 print("printed by the program")
 bar.line("a [bold] line")
 bar.stop()
@@ -210,7 +208,7 @@ def on_a_terminal(**environment: str) -> tuple[str, str]:
 def test_a_terminal_gets_one_bar() -> None:
     printed, shown = on_a_terminal()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-    for words in ("epoch 3/10", "2000/2000", "51,234 images/s  loss 0.2500  accuracy 0.8750", "a [bold] line"):
+    for words in ("epoch 3/10", "2000/2000", "51,234 samples/s  loss 0.2500  accuracy 0.8750", "a [bold] line"):
         assert words in text
     assert printed == "printed by the program\n"
     assert text.count("epoch 3/10") < 20  # not one drawing per step
@@ -305,33 +303,11 @@ def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, training = started(2)
-    training.unit = "images"
     figures: dict[str, Any] = {}
     monkeypatch.setattr(shown._bar, "update", lambda *place, **named: figures.update(named))
     shown.on_evaluation(training, {"val_loss": 0.4, "val_f1": 0.7})
     shown.on_progress(training, {"batch": 5, "samples": 50, "loss": 0.5})
     assert figures["val_loss"] == 0.4
-    assert {name for name in figures if "per_second" in name} == {"images_per_second"}
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((8, 3, 32, 32), "torch.float32", "images"),
-        ((8, 28, 28, 1), "float32", "images"),
-        ((8, 28, 28), "uint8", "images"),
-        ((8, 28, 28), "float32", "samples"),
-        ((8, 20), "int64", "samples"),
-        ((8, 3, 5, 7), "float32", "samples"),
-    ],
-)
-def test_only_images_are_called_so(shape: tuple[int, ...], dtype: str, expected: str) -> None:
-    class Data:
-        arrays = (np.zeros(shape, dtype.removeprefix("torch.")), np.zeros(8))
-
-    assert unit_of(Data, None) == expected
-    assert unit_of(object(), {"x": Data.arrays[0]}) == expected
-    assert unit_of(object(), None) == "samples"
 
 
 @pytest.mark.pictures

@@ -51,7 +51,6 @@ class Training:
         self.step = 0
         # Batches of an epoch, where that is known; and whether the job continues from a checkpoint.
         self.batches: int | None = None
-        self.unit = "samples"  # what the samples are: "images" where that is known
         self.resumed = False
         # The rows of all epochs so far, as in ``result.rows``.
         self.rows: list[Row] = []

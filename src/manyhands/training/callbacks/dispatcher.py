@@ -172,7 +172,6 @@ class Dispatcher:
     def _place(self, event: Event) -> None:
         self.training.epoch, self.training.step = event["epoch"], event["step"]
         self.training.batches = event.get("batches", self.training.batches)
-        self.training.unit = event.get("unit", self.training.unit)
 
     # State
 

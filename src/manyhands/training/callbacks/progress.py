@@ -40,7 +40,7 @@ class Progress(Callback):
             epoch=training.epoch,
             loss=figures.get("loss"),
             accuracy=figures.get("accuracy"),
-            **{f"{training.unit}_per_second": self._samples_per_second(training.epoch, int(figures["samples"]))},
+            samples_per_second=self._samples_per_second(training.epoch, int(figures["samples"])),
             **self._validation,
         )
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.1  # seconds between two redraws
 _WORDS = {
-    "images_per_second": "{:,.0f} images/s",
     "samples_per_second": "{:,.0f} samples/s",
     "loss": "loss {:.4f}",
     "accuracy": "accuracy {:.4f}",
