@@ -25,14 +25,13 @@ of PyTorch's (:mod:`.batch_norm_reference`).
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from manyhands.backends.torch.kernels import batch_norm_reference as reference
-from manyhands.backends.torch.kernels.nvrtc import Kernels, Launch, compiled
+from manyhands.backends.torch.kernels.nvrtc import Kernels, Launch, compiled, float_bits, multiprocessors
 from manyhands.errors import CannotCompile
 
 _FILE = "batch_norm.cu"
@@ -156,18 +155,14 @@ def _shape(x: torch.Tensor, kind: str) -> tuple[int, int, tuple[int, int], tuple
         wide *= 2
     high = _THREADS[kind] // wide
     columns = -(-vectors // wide)
-    together = _multiprocessors(x.device) * _BLOCKS[kind]
+    together = multiprocessors(x.device) * _BLOCKS[kind]
     worth = -(-rows // (high * _ROWS[kind]))
     return rows, vectors, (max(1, min(worth, together // columns)), columns), (wide, high)
 
 
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _run_together(kernels: Kernels, device: torch.device, grid: tuple[int, int]) -> bool:
     """Whether all blocks of such a grid can run at the same time, each on a multiprocessor of its own."""
-    return grid[0] * grid[1] <= _multiprocessors(device) and kernels.can_launch(Launch.TOGETHER)
+    return grid[0] * grid[1] <= multiprocessors(device) and kernels.can_launch(Launch.TOGETHER)
 
 
 _taken = itertools.count()
@@ -193,11 +188,6 @@ def _tickets(device: torch.device) -> torch.Tensor:
 def _gates(device: torch.device) -> torch.Tensor:
     """For blocks that wait for each other."""
     return _counters(device, 1)
-
-
-def _bits(number: float) -> int:
-    """The bits of a float32 as a whole number: kernels are given nothing else."""
-    return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 def _per_channel(x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +224,7 @@ def _take_statistics(
     rows, vectors, grid, block = _shape(x, "sums")
     partial = _partial(x, grid, block)
     moved = (running_mean, running_variance, _tickets(x.device))
-    numbers = (rows, vectors, _bits(epsilon), _bits(momentum))
+    numbers = (rows, vectors, float_bits(epsilon), float_bits(momentum))
     _of(x).launch("statistics", grid, block, x, partial, mean, deviation, *moved, *numbers)
 
 
@@ -289,7 +279,7 @@ def _forward_on_gpu(
     name = "forward" if added is None else "forward_added"
     behind = (weight, bias, added, int(relu))
     statistics = (_partial(x, grid, block), mean, deviation, running_mean, running_variance, _gates(x.device))
-    numbers = (rows, vectors, _bits(epsilon), _bits(momentum))
+    numbers = (rows, vectors, float_bits(epsilon), float_bits(momentum))
     how = Launch.TOGETHER if wait else Launch.AFTER
     kernels.launch(name, grid, block, y, x, *behind, *statistics, *numbers, how=how)
 

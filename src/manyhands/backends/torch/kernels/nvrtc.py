@@ -1,7 +1,7 @@
 """Our own kernels: CUDA source, compiled by NVRTC when it is first needed, and launched on PyTorch's streams.
 
 NVRTC comes with every build of PyTorch for NVIDIA GPUs, and compiles a file of kernels when a job starts. It needs no
-toolkit, no C++ compiler and no headers; so the sources include none.
+toolkit, no C++ compiler and no headers; so the sources include none but ours (``*.cuh``, beside them).
 
     kernels = compiled("batch_norm.cu", device, NUMBER="BFloat")
     kernels.launch("apply_relu", (blocks, 1), (32, 16), y, x, None, rows)
@@ -15,8 +15,11 @@ import ctypes
 import enum
 import functools
 import os
+import struct
 import sys
+from collections.abc import Iterable
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
@@ -118,6 +121,15 @@ class Kernels:
         return self._functions[name]
 
 
+def float_bits(number: float) -> int:
+    """The bits of a float32 as a whole number: kernels are given nothing else."""
+    return int(struct.unpack("i", struct.pack("f", number))[0])
+
+
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -158,9 +170,11 @@ def _loaded(file: str, device: torch.device, **definitions: str) -> Kernels:
 def _compile(source: str, file: str, options: list[str]) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
-    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None):
+    headers = {header.name: header.read_text(encoding="utf-8") for header in _files() if header.name.endswith(".cuh")}
+    included = len(headers), _strings(headers.values()), _strings(headers)
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), *included):
         raise CannotCompile("NVRTC cannot create a program")
-    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    encoded = _strings(options)
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), encoded):
             log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
@@ -168,6 +182,15 @@ def _compile(source: str, file: str, options: list[str]) -> bytes:
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _files() -> Iterable[Traversable]:
+    return resources.files(__package__).iterdir()
+
+
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
 def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, program: ctypes.c_void_p) -> bytes:
