@@ -98,6 +98,21 @@ class Together(nn.Module):
         return y @ (square @ square)
 
 
+class Words(nn.Module):
+    """Embeddings: one used once, one used twice, one whose weight is also that of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice, self.tied = (nn.Embedding(16, 8, padding_idx=2) for _ in range(3))
+        self.out = nn.Linear(8, 16, bias=False)
+        self.out.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x[:, 0, :4] * 16).long()
+        y = self.once(words[..., 0]) + self.twice(words[..., 1]) * self.twice(words[..., 2]) + self.tied(words[..., 3])
+        return self.out(y.mean(1))
+
+
 def _frozen() -> nn.Module:
     net = models.lenet()
     net[0].weight.requires_grad_(False)
@@ -153,6 +168,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "channels last": lambda: models.small_resnet().to(memory_format=torch.channels_last),
     "shared weights": Shared,
     "all kinds of convolutions": Together,
+    "embeddings": Words,
     "frozen weights": _frozen,
     "hooks": _hooked,
     "autocast": lambda: _autocast(models.lenet()),

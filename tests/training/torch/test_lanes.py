@@ -76,6 +76,7 @@ def test_what_goes_aside() -> None:
     # A frozen weight has no gradient; the product of x @ x cannot be told.
     assert backward("frozen weights").aside.count("product, weight") == 2
     assert backward("all kinds of convolutions").aside.count("product, weight") == 1
+    assert backward("embeddings").aside.count("embedding") == 4
 
 
 def test_the_schedule_has_the_chain_on_the_main_lane() -> None:

@@ -3,8 +3,8 @@
 A backward pass is a chain: each layer needs the gradient of the layer behind it. Nothing in the chain needs the
 gradients of the weights, but PyTorch issues all on one stream. Here a dispatch mode is active during the backward pass.
 A ``convolution_backward`` becomes two calls with complementary masks, for the input on the main lane, for weight and
-bias on a side lane; of the two products of a linear layer's backward the one for the weight goes aside. The operations
-are the same, so the results are equal to the bit.
+bias on a side lane; of the two products of a linear layer's backward the one for the weight goes aside; so does the
+gradient of an embedding. The operations are the same, so the results are equal to the bit.
 
     main lane     gradient of x3 ──┬── gradient of x2 ──┬── gradient of x1 ─────── join ── update
     side lane 1                    └── gradient of w3 ──│──────────────────────────┤

@@ -37,6 +37,8 @@ def side_lane_kind(func: Any, args: tuple[Any, ...]) -> str | None:
         return _of_product(args)
     if func is _aten.sum.dim_IntList:
         return _of_bias()
+    if func is _aten.embedding_dense_backward.default:
+        return _of_embedding()
     return None
 
 
@@ -91,6 +93,11 @@ def _of_bias() -> str | None:
         return None
     place = _PRODUCTS[node.name()][2]
     return "product, bias" if place is not None and _is_straight(node, place) else None
+
+
+def _of_embedding() -> str | None:
+    node = _node()
+    return "embedding" if node is not None and node.name() == "EmbeddingBackward0" and _is_straight(node, 0) else None
 
 
 def _node() -> Any:
