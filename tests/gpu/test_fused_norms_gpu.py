@@ -19,7 +19,7 @@ from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.kernels import batch_norm  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
-from manyhands.training.torch.fast.fused_norm import FusedNorms  # noqa: E402
+from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 COUNT = 320
@@ -45,7 +45,7 @@ def test_gradients_and_statistics_are_as_exact(name: str) -> None:
     x, y = IMAGES[:64].to(DEVICE).as_strided((64, 1, 28, 28), (784, 1, 28, 1)), LABELS[:64].to(DEVICE)
     batch_norm.ready(DEVICE)
 
-    def stepped(norms: FusedNorms | None) -> Any:
+    def stepped(norms: FusedBatchNorms | None) -> Any:
         own = copy.deepcopy(net)
         if norms is not None:
             norms.begin(poison=True)
@@ -62,7 +62,7 @@ def test_gradients_and_statistics_are_as_exact(name: str) -> None:
 
     cross_entropy(wide(x.double()), y).backward()
     exact = flat([parameter.grad for parameter in wide.parameters()]), flat(list(wide.buffers()))
-    norms = FusedNorms()
+    norms = FusedBatchNorms()
     plain, result = stepped(None), stepped(norms)
     count = sum(isinstance(module, nn.BatchNorm2d) for module in net.modules())
     assert norms.counts["batch normalisations"] == count

@@ -15,7 +15,7 @@ from training_cases import mlp, vectors
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.captured_step import GraphStep
-from manyhands.training.torch.fast.fused_norm import FusedNorms
+from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms
 
 
 def stepped(net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy) -> tuple[GraphStep, Any]:
@@ -38,7 +38,7 @@ def refusing(kind: type) -> Callable[..., torch.Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("kind", [FusedNorms, BatchedCasts])
+@pytest.mark.parametrize("kind", [FusedBatchNorms, BatchedCasts])
 def test_a_mode_that_is_not_borne_is_left_out(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     without_gpu(monkeypatch)
     net = mlp(norm=True)

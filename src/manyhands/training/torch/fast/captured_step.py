@@ -35,7 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
-from manyhands.backends.torch.kernels import batch_norm
+from manyhands.backends.torch.kernels import batch_norm, group_norm
 from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
@@ -47,9 +47,10 @@ from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fail
 from manyhands.training.torch.fast.forward import CountRight, at_once, counting_later, forward
-from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.lanes import Beside
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
+from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
+from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms, normalises_groups
 from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
@@ -103,10 +104,10 @@ def fast_step(
     steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
     compiled = settings.step.compile
     if compiled is None:
-        compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and normalises(eager.model))
+        compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and _has_own_kernels(eager.model))
     parallel = settings.step.parallel
     if parallel is None:
-        parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
+        parallel = steps >= _PLAN_PAYS and not compiled and not _has_own_kernels(eager.model)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
     if eager.scale is not None:  # gradients may be infinite, which the search for poison would blame on our kernels
         norms = False
@@ -217,7 +218,7 @@ class GraphStep:
             return True
         if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
             self._norms = self._casts = self._convolutions = None  # all of them are dispatch modes
-            self._without("norms", f"batch normalisation not fused ({why})")
+            self._without("norms", f"normalisation not fused ({why})")
         elif self._convolutions is not None and not self._is_compiled(size):
             self._convolutions = None
             self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
@@ -251,15 +252,20 @@ class GraphStep:
 
         return forward
 
-    def _fused_norms(self) -> FusedNorms | None:
-        if not normalises(self._eager.model) or is_compiled(self._eager.model):
+    def _fused_norms(self) -> FusedBatchNorms | FusedGroupNorms | None:
+        """Our own kernels for BatchNorm; for GroupNorm where there is no BatchNorm."""
+        model, device = self._eager.model, self._eager.device
+        if not _has_own_kernels(model) or is_compiled(model):
             return None
         try:
-            batch_norm.ready(self._eager.device)
+            if normalises(model):
+                batch_norm.ready(device)
+                return FusedBatchNorms()
+            group_norm.ready(device)
+            return FusedGroupNorms()
         except CannotCompile as error:
-            self._without("norms", f"batch normalisation not fused ({error})")
+            self._without("norms", f"normalisation not fused ({error})")
             return None
-        return FusedNorms()
 
     def _tuned(self, steps: int) -> ChosenConvolutions | None:
         """The search for the fastest convolutions, for a job of so many steps."""
@@ -437,6 +443,11 @@ class GraphStep:
 
     def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return forward(self._eager, self._data, order, places)
+
+
+def _has_own_kernels(model: torch.nn.Module) -> bool:
+    """Whether the model has normalisation that we have kernels for."""
+    return normalises(model) or normalises_groups(model)
 
 
 def normalises(model: torch.nn.Module) -> bool:

@@ -31,15 +31,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
+from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.fused_norm_pending import Gradient, Norm, Note, Rectified, Statistics, Sum
-from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of, written_by
+from manyhands.training.torch.fast.norms.pending import Gradient, Norm, Note, PuttingOff, Rectified, Statistics, Sum
+from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 
 
-class FusedNorms(TorchDispatchMode):
+class FusedBatchNorms(PuttingOff):
     """Around forward and backward passes, inside of other modes::
 
         norms.begin(poison=False)
@@ -52,7 +52,7 @@ class FusedNorms(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._wanted: set[int] = set()
         self._wanted_before: set[int] = set()  # gradients that another operation read too, in the step before
         self.begin(poison=False)
@@ -61,7 +61,7 @@ class FusedNorms(TorchDispatchMode):
         """Begin a step. ``poison``: fill unwritten memory with NaN, to find out whether anything reads it."""
         self._poison = poison
         self._wanted_before, self._wanted = self._wanted or self._wanted_before, set()
-        self._notes: dict[int, Note] = {}
+        self._notes = {}
         self._untaken: list[Statistics] = []
         self._rectified: dict[int, Rectified] = {}
         self._shapes: set[torch.Size] = set()  # of the results of these ReLUs
@@ -212,14 +212,9 @@ class FusedNorms(TorchDispatchMode):
         self._notes[memory_id(y)] = Note(y, pending)
         return y
 
-    def _note(self, tensor: Any) -> Note | None:
-        """The note of a tensor's memory, where the tensor is all of it."""
-        note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
-        return note if note is not None and note.is_of(tensor) else None
-
     def _forget(self) -> None:
         """Drop notes of memory that was freed. Their running statistics are updated all the same."""
-        self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
+        super()._forget()
         if self._untaken:
             noted = [note.pending.statistics for note in self._notes.values() if isinstance(note.pending, Norm)]
             self._take([statistics for statistics in self._untaken if statistics not in noted])
@@ -288,13 +283,13 @@ class FusedNorms(TorchDispatchMode):
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    _aten.native_batch_norm.default: FusedNorms._norm,
-    _aten.add.Tensor: FusedNorms._add,
-    _aten.add_.Tensor: FusedNorms._add,
-    _aten.relu.default: FusedNorms._relu,
-    _aten.relu_.default: FusedNorms._relu,
-    _aten.threshold_backward.default: FusedNorms._relu_backward,
-    _aten.native_batch_norm_backward.default: FusedNorms._norm_backward,
+    _aten.native_batch_norm.default: FusedBatchNorms._norm,
+    _aten.add.Tensor: FusedBatchNorms._add,
+    _aten.add_.Tensor: FusedBatchNorms._add,
+    _aten.relu.default: FusedBatchNorms._relu,
+    _aten.relu_.default: FusedBatchNorms._relu,
+    _aten.threshold_backward.default: FusedBatchNorms._relu_backward,
+    _aten.native_batch_norm_backward.default: FusedBatchNorms._norm_backward,
 }
 
 

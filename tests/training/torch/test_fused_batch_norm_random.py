@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
-from manyhands.training.torch.fast.fused_norm import FusedNorms
 from manyhands.training.torch.fast.lanes.eager import SideLanes
+from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms
 
 CHANNELS = 4
 X = torch.rand(5, CHANNELS, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -157,7 +157,7 @@ def left_behind(
         net.gradients = []
         try:
             for mode in around_forward:
-                if isinstance(mode, FusedNorms):
+                if isinstance(mode, FusedBatchNorms):
                     mode.begin(poison=True)
             with ExitStack() as stack:
                 for mode in around_forward:
@@ -179,7 +179,7 @@ def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
     torch.manual_seed(0)
     net = Net().double().to(memory_format=torch.channels_last)
     plain = left_behind(copy.deepcopy(net), program, [], [])
-    norms = FusedNorms()
+    norms = FusedBatchNorms()
     beside = [SideLanes(NoLanes(), 2, most_held=2000)] if lanes else []
     result = left_behind(net, program, [BatchedCasts(), norms], [*beside, norms])
     if isinstance(plain, type) or isinstance(result, type):

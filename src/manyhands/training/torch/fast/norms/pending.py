@@ -1,16 +1,17 @@
-"""Results that :mod:`.fused_norm` has put off: the memory is allocated, and a note says what to write there."""
+"""Results that were put off: a note says what belongs into their memory, and a mode writes it where it is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.compat import memory_id
+from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
+from manyhands.training.torch.fast.operation_memory import has_memory
 
 _aten = torch.ops.aten
 
@@ -99,14 +100,30 @@ class Gradient:
         return [self.gradient, self.more, self.result]
 
 
+class Pending(Protocol):
+    """A result that was put off."""
+
+    def write(self, y: torch.Tensor) -> None: ...
+
+    def read(self) -> list[torch.Tensor | None]:
+        """What it is computed from."""
+
+
 class Note:
     """The result that belongs into unwritten memory."""
 
-    def __init__(self, y: torch.Tensor, pending: Norm | Sum | Gradient) -> None:
+    def __init__(self, y: torch.Tensor, pending: Pending) -> None:
         self.pending = pending
         self.memory = StorageWeakRef(y.untyped_storage())  # while it lives, no other storage gets its id
         self._kind: Any = {"dtype": y.dtype, "device": y.device}
         self._where = y.storage_offset(), y.shape, y.stride()
+        self._size = 0  # of the memory, in bytes, while it is given back
+
+    def give_back(self) -> None:
+        """Free the memory until the result is written."""
+        storage = compat.storage_from_weak_pointer(self.memory.cdata)
+        self._size = storage.nbytes()
+        storage.resize_(0)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of that memory, and not a view of it."""
@@ -116,7 +133,12 @@ class Note:
     def tensor(self) -> torch.Tensor | None:
         """The memory as a tensor, if one that could read it is still alive."""
         storage = compat.storage_from_weak_pointer(self.memory.cdata)
-        return None if storage is None else torch.empty(0, **self._kind).set_(storage, *self._where)
+        if storage is None:
+            return None
+        if self._size:
+            storage.resize_(self._size)
+            self._size = 0
+        return torch.empty(0, **self._kind).set_(storage, *self._where)
 
     @torch.no_grad()  # autograd has recorded the operations already
     def write(self) -> None:
@@ -126,6 +148,23 @@ class Note:
 
     def read(self) -> set[int]:
         return {memory_id(tensor) for tensor in self.pending.read() if tensor is not None}
+
+
+class PuttingOff(TorchDispatchMode):
+    """A dispatch mode that has notes of results that are not written yet."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notes: dict[int, Note] = {}
+
+    def _note(self, tensor: Any) -> Note | None:
+        """The note of a tensor's memory, where the tensor is all of it."""
+        note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
+        return note if note is not None and note.is_of(tensor) else None
+
+    def _forget(self) -> None:
+        """Drop notes of memory that was freed."""
+        self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
 
 
 class Rectified:

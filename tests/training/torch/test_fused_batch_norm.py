@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.book import models
-from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.eager import SideLanes
+from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 
 X = torch.rand(6, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(6) % 3
@@ -26,7 +26,7 @@ Y = torch.arange(6) % 3
 def stepped(net: nn.Module, x: torch.Tensor, *modes: Any) -> list[torch.Tensor]:
     """The loss, all gradients and all buffers of three steps; the weights stay."""
     results = []
-    norms = [mode for mode in modes if isinstance(mode, FusedNorms)]
+    norms = [mode for mode in modes if isinstance(mode, FusedBatchNorms)]
     for _ in range(3):
         net.zero_grad()
         for mode in norms:
@@ -44,12 +44,12 @@ def stepped(net: nn.Module, x: torch.Tensor, *modes: Any) -> list[torch.Tensor]:
     return results
 
 
-def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[FusedNorms, float]:
+def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[FusedBatchNorms, float]:
     """A step as it is and one in one go: their largest difference."""
     if x.dim() == 4:
         net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     plain = stepped(copy.deepcopy(net), x)
-    norms = FusedNorms()
+    norms = FusedBatchNorms()
     modes = (SideLanes(NoLanes(), 2), norms) if lanes else (norms,)
     result = stepped(net, x, *modes)
     assert len(plain) == len(result)
@@ -96,7 +96,7 @@ def test_a_gradient_that_the_shortcut_reads_first(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("frozen", [False, True])
 def test_frozen_layers_keep_no_inputs(frozen: bool) -> None:
     """They have no backward that would take them, and autograd does not keep them either."""
-    net, norms = Net(residual).double().to(memory_format=torch.channels_last), FusedNorms()
+    net, norms = Net(residual).double().to(memory_format=torch.channels_last), FusedBatchNorms()
     net.requires_grad_(not frozen)
     norms.begin(poison=False)
     with norms:
@@ -106,7 +106,7 @@ def test_frozen_layers_keep_no_inputs(frozen: bool) -> None:
 
 
 def test_what_is_held_is_written() -> None:
-    net, norms = Net(held).double(), FusedNorms()
+    net, norms = Net(held).double(), FusedBatchNorms()
     x = X.to(memory_format=torch.channels_last)
     net = net.to(memory_format=torch.channels_last)
     stepped(net, x, norms)
@@ -123,7 +123,7 @@ def test_what_is_read_past_pytorch_is_found() -> None:
         y = net.norm(x)
         return functional.relu(y) * torch.from_numpy(y.detach().numpy()).abs().mean()
 
-    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedNorms()
+    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedBatchNorms()
     norms.begin(poison=True)
     with norms:
         loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
@@ -153,7 +153,7 @@ def test_sums_of_gradients_that_are_read_past_pytorch_are_found(in_place: bool) 
     def past(net: Net, x: torch.Tensor) -> torch.Tensor:
         return net.second(ByAddress.apply(functional.relu(net.norm(x)), in_place))
 
-    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedNorms()
+    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedBatchNorms()
     norms.begin(poison=True)
     with norms:
         loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
@@ -169,7 +169,7 @@ def test_norms_without(options: dict[str, Any]) -> None:
 
 
 def test_layers_without_channels_last_are_left_alone() -> None:
-    net, norms = Net(residual).double(), FusedNorms()
+    net, norms = Net(residual).double(), FusedBatchNorms()
     plain = stepped(copy.deepcopy(net), X)
     for a, b in zip(plain, stepped(net, X, norms), strict=True):
         assert torch.equal(a, b)

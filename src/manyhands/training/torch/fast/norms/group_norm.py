@@ -1,0 +1,293 @@
+"""GroupNorm fused with the casts around it and the activation behind it, without a change to the model.
+
+Under autocast PyTorch normalises groups in float32 and not in channels_last. A dispatch mode puts off all that happens
+on the way, as :mod:`.batch_norm` does for BatchNorm: it gives each result no memory yet, and notes what belongs there.
+Between two convolutions in 16 bits no result in 32 bits has to be written at all:
+
+    x = conv(...)           16 bits, channels_last
+    x32 = cast(x)           note: x32 is x, in 32 bits
+    y32 = group_norm(x32)   a kernel computes the statistics of x; note: y32 is normalised x
+    z32 = silu(y32)         note: z32 is silu(normalised x)
+    z = cast(z32)           a kernel writes z, in 16 bits and channels_last
+
+The backward pass goes the same way, from the gradient of ``z`` to that of ``x``. Any other operation that reads an
+unwritten result has it written first.
+
+What autograd saves for the backward pass (``x32`` and ``y32``) stays unwritten, and is freed in the backward pass. What
+is alive after that is held by somebody else, and is written then. A mode cannot see memory that is read past PyTorch.
+So in the first step unwritten results do have memory, filled with NaN, and if NaN reaches the loss, a gradient or a
+buffer, the job goes on without this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from manyhands.backends.torch.compat import memory_id
+from manyhands.backends.torch.kernels import group_norm as kernels
+from manyhands.training.torch.fast.norms.pending import Note, PuttingOff
+from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
+
+_aten = torch.ops.aten
+
+
+def normalises_groups(model: torch.nn.Module) -> bool:
+    return any(isinstance(layer, torch.nn.GroupNorm) for layer in model.modules())
+
+
+@dataclass
+class Widened:
+    """A 16-bit image or gradient, in float32."""
+
+    x: torch.Tensor
+
+    def write(self, y: torch.Tensor) -> None:
+        y.copy_(self.x)
+
+    def read(self) -> list[torch.Tensor | None]:
+        return [self.x]
+
+
+@dataclass
+class Normalised:
+    """An image past a GroupNorm and an activation, in float32."""
+
+    x: torch.Tensor
+    mean: torch.Tensor
+    deviation: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    activation: str = "none"
+
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        return self.x, self.mean, self.deviation, self.weight, self.bias
+
+    @property
+    def narrow_dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def narrow(self) -> torch.Tensor:
+        """In 16 bits."""
+        result: torch.Tensor = kernels.apply(*self.parts(), self.activation, False)
+        return result
+
+    def write(self, y: torch.Tensor) -> None:
+        y.copy_(kernels.apply(*self.parts(), self.activation, True))
+
+    def read(self) -> list[torch.Tensor | None]:
+        return list(self.parts())
+
+
+@dataclass
+class PastActivation:
+    """The gradient of a GroupNorm's result, in float32: ``gradient`` is behind the activation, in 16 bits."""
+
+    gradient: torch.Tensor
+    norm: Normalised
+
+    def write(self, y: torch.Tensor) -> None:
+        gradient = self.gradient.float()
+        before = kernels.apply(*self.norm.parts(), "none", True)
+        if self.norm.activation == "relu":
+            y.copy_(_aten.threshold_backward(gradient, before, 0))
+        else:
+            y.copy_(_aten.silu_backward(gradient, before))
+
+    def read(self) -> list[torch.Tensor | None]:
+        return [self.gradient, *self.norm.parts()]
+
+
+@dataclass
+class InputGradient:
+    """The gradient of a GroupNorm's input, in float32."""
+
+    gradient: torch.Tensor
+    norm: Normalised
+    means: torch.Tensor
+
+    @property
+    def narrow_dtype(self) -> torch.dtype:
+        return self.gradient.dtype
+
+    def _computed(self, wide: bool) -> torch.Tensor:
+        parts = (*self.norm.parts(), self.means, self.norm.activation)
+        result: torch.Tensor = kernels.input_gradient(self.gradient, *parts, wide)
+        return result
+
+    def narrow(self) -> torch.Tensor:
+        """In 16 bits."""
+        return self._computed(False)
+
+    def write(self, y: torch.Tensor) -> None:
+        y.copy_(self._computed(True))
+
+    def read(self) -> list[torch.Tensor | None]:
+        return [self.gradient, *self.norm.parts(), self.means]
+
+
+class FusedGroupNorms(PuttingOff):
+    """Around the forward pass and then around the backward pass, inside of other modes.
+
+    It is used as :class:`.batch_norm.FusedBatchNorms` is. Nothing but autograd may read results between the passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin(poison=False)
+
+    def begin(self, *, poison: bool) -> None:
+        """Begin a step. ``poison``: unwritten results have memory, full of NaN, to find out whether it is read."""
+        self._poison, self._passes = poison, 0
+        self._notes = {}
+        self.counts = Counter[str]()
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        self._forget()
+        self._passes += 1
+        if kind is not None:
+            self._notes = {}
+        elif self._passes > 1:  # somebody holds them who may read them later
+            self._write(list(self._notes))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._forget()
+        handler = _HANDLERS.get(func)
+        result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
+        if result is not NotImplemented:
+            return result
+        if not is_view(func):
+            self._write(memories_of((args, kwargs)))
+            if changed := memories_of(written_by(func, args, kwargs)):
+                self._write([number for number, note in self._notes.items() if note.read() & changed])
+        return func(*args, **kwargs)
+
+    # Casts and copies
+
+    def _cast(self, func: Any, x: Any, **options: Any) -> Any:
+        pending, dtype = self._pending(x), options.pop("dtype", None)
+        usual = {"layout": torch.strided, "device": x.device, "memory_format": torch.preserve_format}
+        if any(value not in (None, False, usual.get(name)) for name, value in options.items()):
+            return NotImplemented
+        if pending is None and dtype is torch.float32 and x.dim() > 2 and x.dtype in kernels.DTYPES:
+            return self._noted(torch.empty_like(x, dtype=dtype), Widened(x))
+        if isinstance(pending, (Normalised, InputGradient)) and dtype is pending.narrow_dtype:
+            return pending.narrow()
+        return NotImplemented
+
+    def _clone(self, func: Any, x: Any, *, memory_format: Any = None) -> Any:
+        """A copy of what is not written yet is not written either."""
+        pending = self._pending(x)
+        if pending is None:
+            return NotImplemented
+        return self._noted(torch.empty_like(x, memory_format=memory_format or torch.preserve_format), pending)
+
+    # Forward
+
+    def _norm(self, func: Any, x: Any, weight: Any, bias: Any, *sizes: int) -> Any:
+        pending, (*_, groups) = self._pending(x), sizes[:-1]
+        if not isinstance(pending, Widened) or not kernels.fits(pending.x, weight, bias):
+            return NotImplemented
+        mean, deviation = kernels.statistics(pending.x, groups, sizes[-1])
+        self.counts["group normalisations"] += 1
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return self._noted(y, Normalised(pending.x, mean, deviation, weight, bias)), mean, deviation
+
+    def _activate(self, func: Any, y: Any) -> Any:
+        pending = self._pending(y)
+        if not isinstance(pending, Normalised) or pending.activation != "none":
+            return NotImplemented
+        activation = _ACTIVATIONS[func]
+        pending = replace(pending, activation=activation)
+        self.counts[f"with {_NAMES[activation]}"] += 1
+        if func in _IN_PLACE:
+            self._notes[memory_id(y)].pending = pending
+            return y
+        return self._noted(torch.empty_like(y), pending)
+
+    # Backward
+
+    def _activation_backward(self, func: Any, gradient: Any, saved: Any, threshold: Any = 0) -> Any:
+        """``saved``: what SiLU was given, or the result of a ReLU."""
+        outer, norm = self._pending(gradient), self._pending(saved)
+        activation, before = ("silu", "none") if func is _aten.silu_backward.default else ("relu", "relu")
+        if not isinstance(outer, Widened) or not isinstance(norm, Normalised) or norm.activation != before:
+            return NotImplemented
+        if threshold != 0 or not _are_alike(outer.x, norm.x):
+            return NotImplemented
+        return self._noted(torch.empty_like(gradient), PastActivation(outer.x, replace(norm, activation=activation)))
+
+    def _norm_backward(
+        self, func: Any, gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, *sizes_and_mask: Any
+    ) -> Any:
+        outer, image, mask = self._pending(gradient), self._pending(x), sizes_and_mask[-1]
+        if not isinstance(image, Widened) or not kernels.fits(image.x, weight):
+            return NotImplemented
+        if isinstance(outer, PastActivation) and memory_id(outer.norm.mean) == memory_id(mean):
+            behind, norm = outer.gradient, outer.norm
+        elif isinstance(outer, Widened) and _are_alike(outer.x, image.x):
+            behind, norm = outer.x, Normalised(image.x, mean, deviation, weight, None)
+        else:
+            return NotImplemented
+        if behind.stride() != image.x.stride() or not kernels.fits(behind):
+            behind = torch.empty_like(image.x).copy_(behind)
+        for_weight, for_bias, means = kernels.sums(behind, *norm.parts(), norm.activation)
+        for_x = self._noted(torch.empty_like(x), InputGradient(behind, norm, means)) if mask[0] else None
+        self.counts["backward"] += 1
+        return for_x, for_weight if mask[1] else None, for_bias if mask[2] else None
+
+    # Notes
+
+    def _noted(self, y: torch.Tensor, pending: Any) -> torch.Tensor:
+        note = self._notes[memory_id(y)] = Note(y, pending)
+        if self._poison:
+            y.fill_(float("nan"))
+        else:
+            note.give_back()
+        return y
+
+    def _pending(self, tensor: Any) -> Any:
+        """What belongs into a tensor's memory, where the tensor is all of it."""
+        note = self._note(tensor)
+        return None if note is None else note.pending
+
+    def _write(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            note = self._notes.pop(number, None)
+            if note is not None:
+                note.write()
+
+    def explain(self) -> str:
+        """Which operations were fused, in words."""
+        return "fused: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+
+
+_ACTIVATIONS = {
+    _aten.relu.default: "relu",
+    _aten.relu_.default: "relu",
+    _aten.silu.default: "silu",
+    _aten.silu_.default: "silu",
+}
+_IN_PLACE = {_aten.relu_.default, _aten.silu_.default}
+_NAMES = {"relu": "ReLU", "silu": "SiLU"}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten._to_copy.default: FusedGroupNorms._cast,
+    _aten.clone.default: FusedGroupNorms._clone,
+    _aten.native_group_norm.default: FusedGroupNorms._norm,
+    **dict.fromkeys(_ACTIVATIONS, FusedGroupNorms._activate),
+    _aten.silu_backward.default: FusedGroupNorms._activation_backward,
+    _aten.threshold_backward.default: FusedGroupNorms._activation_backward,
+    _aten.native_group_norm_backward.default: FusedGroupNorms._norm_backward,
+}
+
+
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype and tensor.device == other.device
