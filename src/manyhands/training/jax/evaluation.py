@@ -29,7 +29,7 @@ from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import running_sums
 from manyhands.training.jax.step.division import Division, division
-from manyhands.training.jax.step.step import State, Steps
+from manyhands.training.jax.step.step import Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
@@ -55,14 +55,11 @@ class Evaluation:
         alive: Callable[[], None],
         take: Take | None = None,
     ) -> Figures:
-        """Loss and accuracy; ``arrays`` are the data on the devices, where they live there."""
+        """Loss and accuracy; ``arrays`` are the data on the devices, if they live there."""
         total, outputs = self.world.put_copy(running_sums.from_figures(Figures())), _outputs(take)
         prepare, answers = prepared_by(data), take is not None
         for window, rows, divided in self._batches(data, arrays):
-            if rows is None:
-                total, pair = self.steps.test(state, total, arrays, window.start, divided, prepare, answers=answers)
-            else:
-                total, pair = self.steps.test_on(state, total, rows, divided, prepare, answers=answers)
+            total, pair = self.steps.test(state, total, rows, divided, prepare, answers=answers)
             self._wait_for_an_old_one(total)
             outputs.add((pair, window.size))
             alive()
@@ -73,8 +70,8 @@ class Evaluation:
         """What the model answers to all samples."""
         outputs, prepare = _outputs(take), inputs.after(prepared_by(data))
         for window, rows, divided in self._batches(data, None):
-            assert rows is not None
-            answer = self.steps.predict_on(state, rows, divided, prepare)
+            assert not isinstance(rows, Resident)
+            answer = self.steps.predict(state, rows, divided, prepare)
             self._wait_for_an_old_one(answer)
             outputs.add(((answer, None), window.size))
             alive()
@@ -82,8 +79,8 @@ class Evaluation:
 
     def _batches(
         self, data: Source, arrays: tuple[jax.Array, ...] | None
-    ) -> Iterator[tuple[Window, Any | None, Division]]:
-        """Every batch in the order of the data: its rows in parts on the devices, or None where they live there."""
+    ) -> Iterator[tuple[Window, StepInput, Division]]:
+        """Every batch in the order of the data, divided over the devices; ``arrays``: the data, if they live there."""
         devices = len(self.world.devices)
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
@@ -96,11 +93,10 @@ class Evaluation:
         size = _even(data.count, batch_size_for(batch_size)) if self.is_mean else whole_size(data, batch_size)
         for window in windows(Cursor(), data.count, size):
             divided = division(window.size, devices, None)
-            yield (
-                window,
-                None if arrays is not None else feed.rows_of(data, order, window, divided, self.world),
-                divided,
-            )
+            if arrays is not None:
+                yield window, Resident(arrays, start=self.world.number(window.start, np.int32)), divided
+            else:
+                yield window, feed.rows_of(data, order, window, divided, self.world), divided
 
     def _all_have(self, number: int) -> bool:
         if self.world.size == 1:

@@ -28,7 +28,7 @@ from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import running_sums
 from manyhands.training.jax.step.division import Division, division
 from manyhands.training.jax.step.running_sums import Sums
-from manyhands.training.jax.step.step import AVERAGES, State, Steps
+from manyhands.training.jax.step.step import AVERAGES, Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
@@ -77,7 +77,6 @@ class JaxLearner:
         self._sent: collections.deque[tuple[int, Sums]] = collections.deque()
         self.arrays = feed.resident(job.train, world) if job.settings.step.fast else None
         self.test_arrays = feed.resident(job.test, world) if job.settings.step.fast else None
-        self._order: jax.Array | None = None
         self._rate: tuple[float, jax.Array] | None = None
         self._divisions: dict[int, Division] = {}
         self._say_how()
@@ -115,7 +114,7 @@ class JaxLearner:
 
     # Steps
 
-    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, StepInput]]:
         data = self.job.train
         if isinstance(data, Stream):
             for window, parts in data.windows(cursor, self.settings.seed):
@@ -124,23 +123,17 @@ class JaxLearner:
                 yield window, feed.sent(parts, self._divided(window.size), self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
-        if self.arrays is not None:
-            self._order = self.world.put(order.astype(np.int32))
+        resident = None if self.arrays is None else Resident(self.arrays, self.world.put(order.astype(np.int32)))
         self.state["at"] = self.world.put_copy(np.array([cursor.sample, cursor.step], np.int32))
         for window in windows(cursor, data.count, self.settings.batch_size):
-            if self.arrays is not None:
-                yield window, None
-            else:
-                yield window, feed.rows_of(data, order, window, self._divided(window.size), self.world)
+            divided = self._divided(window.size)
+            yield window, resident or feed.rows_of(data, order, window, divided, self.world)
 
-    def step(self, window: Window, batch: Any, factor: float | None) -> None:
+    def step(self, window: Window, batch: StepInput, factor: float | None) -> None:
         self._wait_for_an_old_one()
         rate = self._factor(1.0 if factor is None else factor)
         how = self._divided(window.size), prepared_by(self.job.train)
-        if batch is None:
-            self.state, self.sums = self.steps.train(self.state, self.sums, rate, (self.arrays, self._order), *how)
-        else:
-            self.state, self.sums = self.steps.train_on(self.state, self.sums, rate, batch, *how)
+        self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, *how)
         self._under_way.append(self.sums)
 
     def _factor(self, factor: float) -> jax.Array:

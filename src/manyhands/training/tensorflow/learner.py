@@ -28,7 +28,7 @@ from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
-from manyhands.training.tensorflow.data.feed import Feed, Given
+from manyhands.training.tensorflow.data.feed import Feed, StepInput
 from manyhands.training.tensorflow.evaluation import Evaluation, prepared_by
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.loss import compiled_settings
@@ -111,10 +111,10 @@ class KerasLearner:
 
     # Steps
 
-    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Given]]:
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, StepInput]]:
         return self.feed.batches(cursor, self.settings.batch_size, self.settings.seed, self.shares, self.least)
 
-    def step(self, window: Window, batch: Given, factor: float | None) -> None:
+    def step(self, window: Window, batch: StepInput, factor: float | None) -> None:
         rate = np.float64(1.0 if factor is None else factor)
         self._last = window.step, float(rate)
         self._train(batch.data, batch.order, batch.bounds, np.int64(window.step), rate)

@@ -5,7 +5,7 @@ are everywhere, and XLA adds what has to cross devices. So the update is that of
 statistics of normalisation are over the whole batch, and dropout draws the same numbers on any number of devices.
 
 Where the data live on the devices, so do the order of the epoch and the place in it: nothing is sent but the factor of
-the learning rate. What changes from step to step is given away (donated) to the program, which writes the new values
+the learning rate. What changes from step to step is donated to the program, which writes the new values
 into the same memory. There is a program for each size of batch: the usual one and the short last one of an epoch.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -39,6 +38,19 @@ from manyhands.training.settings import Settings
 # rest where they are kept, and "at": where in the epoch's order the job stands, and the number of the step.
 State = dict[str, Any]
 AVERAGES = {"average": "parameters", "average_of_rest": "rest"}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Resident:
+    """A batch of data that live on the devices: the next one in the epoch's order, or the samples from ``start`` on."""
+
+    arrays: Batch
+    order: jax.Array | None = None
+    start: jax.Array | None = None
+
+
+StepInput = Batch | Resident  # the rows of a batch as they were sent, or where on the devices they are
 
 
 @dataclass
@@ -63,34 +75,20 @@ class Steps:
 
     # What the learner calls
 
-    def train(self, state: State, so_far: Sums, factor: Any, data: Any, division: Division, prepare: Any) -> Any:
-        """The next batch of data that live on the devices: ``data`` are the arrays, and the epoch's order."""
-        return self._program(self._train, division, prepare, donated=True)(state, so_far, factor, data)
-
-    def train_on(self, state: State, so_far: Sums, factor: Any, rows: Batch, division: Division, prepare: Any) -> Any:
-        """A batch whose rows were sent to the devices."""
-        return self._program(self._train_on, division, prepare, donated=True)(state, so_far, factor, rows)
+    def train(self, state: State, so_far: Sums, factor: Any, rows: StepInput, division: Division, prepare: Any) -> Any:
+        """The state and the sums after one step."""
+        return self._program(self._train, division, prepare, donated=True)(state, so_far, factor, rows)
 
     def test(
-        self, state: State, so_far: Sums, data: Any, start: int, division: Division, prepare: Any, *, answers: bool
+        self, state: State, so_far: Sums, rows: StepInput, division: Division, prepare: Any, *, answers: bool
     ) -> tuple[Sums, Any]:
-        """The sums with the figures of some samples of a test set that lives on the devices.
-
-        With ``answers`` also what the model answered, and the targets; else None.
-        """
+        """The sums with the figures of a batch; and, if ``answers`` are wanted, the model's outputs and the targets."""
         program = self._program(self._test, division, prepare, answers=answers)
-        return program(_numbers(state), so_far, self.world.number(start, np.int32), data)  # type: ignore[no-any-return]
-
-    def test_on(
-        self, state: State, so_far: Sums, rows: Batch, division: Division, prepare: Any, *, answers: bool
-    ) -> tuple[Sums, Any]:
-        """The same of rows that were sent to the devices."""
-        program = self._program(self._test_on, division, prepare, answers=answers)
         return program(_numbers(state), so_far, rows)  # type: ignore[no-any-return]
 
-    def predict_on(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
-        """What the model answers to rows that were sent to the devices; ``prepare`` gives its inputs alone."""
-        return self._program(self._predict_on, division, prepare)(_numbers(state), rows)
+    def predict(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
+        """The model's outputs for a batch; ``prepare`` returns its inputs alone."""
+        return self._program(self._predict, division, prepare)(_numbers(state), rows)
 
     def _program(
         self, method: Callable[..., Any], division: Division, prepare: Any, *, donated: bool = False, **options: bool
@@ -105,45 +103,52 @@ class Steps:
 
     # The programs
 
-    def _train(self, state: State, so_far: Sums, factor: Any, data: Any, *, division: Division, prepare: Any) -> Any:
-        arrays, order = data
-        numbers = jax.lax.dynamic_slice_in_dim(order, state["at"][0], division.size)
+    def _train(
+        self, state: State, so_far: Sums, factor: Any, rows: StepInput, *, division: Division, prepare: Any
+    ) -> Any:
+        if not isinstance(rows, Resident):
+
+            def batch_of(part: Any) -> Batch:
+                return prepare(self.world.divided(part))  # type: ignore[no-any-return]
+
+            return self._update(state, so_far, factor, self._real(rows, division), batch_of, division)
+
+        numbers = jax.lax.dynamic_slice_in_dim(rows.order, state["at"][0], division.size)
         if division.weights is not None:
             numbers = numbers[division.places]
 
-        def batch_of(numbers: Any) -> Batch:
-            return prepare(self.world.divided(_gathered(arrays, self.world.divided(numbers))))  # type: ignore[no-any-return]
+        def gathered(numbers: Any) -> Batch:
+            return prepare(self.world.divided(_gathered(rows.arrays, self.world.divided(numbers))))  # type: ignore[no-any-return]
 
-        return self._update(state, so_far, factor, numbers, batch_of, division)
-
-    def _train_on(
-        self, state: State, so_far: Sums, factor: Any, rows: Batch, *, division: Division, prepare: Any
-    ) -> Any:
-        def batch_of(rows: Any) -> Batch:
-            return prepare(self.world.divided(rows))  # type: ignore[no-any-return]
-
-        return self._update(state, so_far, factor, self._real(rows, division), batch_of, division)
+        return self._update(state, so_far, factor, numbers, gathered, division)
 
     def _test(
-        self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any, answers: bool
+        self, numbers: Any, so_far: Sums, rows: StepInput, *, division: Division, prepare: Any, answers: bool
     ) -> tuple[Sums, Any]:
-        rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
-        return self._tested(numbers, so_far, prepare(self.world.divided(rows)), division, answers=answers)
+        model = self._evaluating(numbers)
+        batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
+        with self._watched(model):
+            value = self.objective(model, batch, None, training=False)
+        self.tests_right = value.right is not None
+        so_far = running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
+        if not answers:
+            return so_far, None
+        # A step of the model's own keeps its answer to itself.
+        answer = predicted(self._evaluating(numbers), batch) if value.answer is None else value.answer
+        return so_far, (answer, batch[-1] if len(batch) > 1 else None)
 
-    def _test_on(
-        self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any, answers: bool
-    ) -> tuple[Sums, Any]:
-        return self._tested(numbers, so_far, prepare(self._real(rows, division)), division, answers=answers)
-
-    def _predict_on(self, numbers: Any, rows: Any, *, division: Division, prepare: Any) -> Any:
+    def _predict(self, numbers: Any, rows: Batch, *, division: Division, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         model = self._evaluating(numbers)
         with self._watched(model):
             return answered(model, batch)
 
-    def _real(self, rows: Batch, division: Division) -> Batch:
-        """Without the rows at the end that only fill up the last device's part."""
-        real = rows if division.weights is not None else tuple(part[: division.size] for part in rows)
+    def _real(self, rows: StepInput, division: Division) -> Batch:
+        """The rows of a batch, without those at the end that only fill up the last device's part."""
+        if isinstance(rows, Resident):
+            real = tuple(jax.lax.dynamic_slice_in_dim(array, rows.start, division.size) for array in rows.arrays)
+        else:
+            real = rows if division.weights is not None else tuple(part[: division.size] for part in rows)
         divided: Batch = self.world.divided(real)
         return divided
 
@@ -228,22 +233,6 @@ class Steps:
         )
         yield
         self.changed |= set(attributes.rewritten())
-
-    def _tested(
-        self, numbers: Any, so_far: Sums, batch: Batch, division: Division, *, answers: bool
-    ) -> tuple[Sums, Any]:
-        """The sums with this batch's figures; and the model's answer with the targets, where ``answers`` are wanted."""
-        model = self._evaluating(numbers)
-        batch = _as_parameters(batch, numbers["parameters"])
-        with self._watched(model):
-            value = self.objective(model, batch, None, training=False)
-        self.tests_right = value.right is not None
-        so_far = running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
-        if not answers:
-            return so_far, None
-        # A step of the model's own keeps its answer to itself.
-        answer = predicted(self._evaluating(numbers), batch) if value.answer is None else value.answer
-        return so_far, (answer, batch[-1] if len(batch) > 1 else None)
 
     def _evaluating(self, numbers: Any) -> Any:
         model = models.evaluating(self.skeleton.model(numbers))

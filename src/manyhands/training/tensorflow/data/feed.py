@@ -22,7 +22,7 @@ _PART = 0.25  # of a GPU's memory that data may take
 
 
 @dataclass(frozen=True)
-class Given:
+class StepInput:
     """One batch as a step takes it: the data, an order of them, and where in it each shard begins and ends."""
 
     data: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Feed:
 
     def batches(
         self, cursor: Cursor, size: int, seed: int, shares: Sequence[float] | None, least: int, *, whole: bool = False
-    ) -> Iterator[tuple[Window, Given]]:
+    ) -> Iterator[tuple[Window, StepInput]]:
         """Every batch from the cursor to the end of its epoch; ``whole`` ones are not divided over the replicas."""
         replicas: int = self.strategy.num_replicas_in_sync
         if isinstance(self.source, Stream):
@@ -52,17 +52,17 @@ class Feed:
         count = self.source.count
         order = self._placed(epoch_order(seed, cursor.epoch, count, shuffle=self.source.shuffle))
         for window in windows(cursor, count, size, whole=whole):
-            yield window, Given(self._data, order, _bounds(window, window.start, replicas, shares, least))
+            yield window, StepInput(self._data, order, _bounds(window, window.start, replicas, shares, least))
 
     def _from_stream(
         self, source: Stream, cursor: Cursor, seed: int, shares: Sequence[float] | None, least: int, *, whole: bool
-    ) -> Iterator[tuple[Window, Given]]:
+    ) -> Iterator[tuple[Window, StepInput]]:
         replicas: int = self.strategy.num_replicas_in_sync
         for window, arrays in undivided(source.windows(cursor, seed), whole):
             if self.check is not None:
                 self.check(source.nested(arrays))
             data = tuple(map(self._placed, (*arrays, np.arange(window.size))))
-            yield window, Given(data[:-1], data[-1], _bounds(window, 0, replicas, shares, least))
+            yield window, StepInput(data[:-1], data[-1], _bounds(window, 0, replicas, shares, least))
 
     def _placed(self, array: Array) -> Any:
         with tf.device(backend.cpu()):
