@@ -90,8 +90,6 @@ class Loop:
         if before is not None and self.first:
             saving.announce(self, before, run.announced if run is not None else ())
         schedules.check(self.schedule, self)
-        if (note := loader_batches.unseeded(self.learner.data)) is not None:
-            self.learner.notes.append(note)
         if self.run is not None and run is not None:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:

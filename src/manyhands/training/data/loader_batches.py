@@ -175,23 +175,6 @@ def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
         )
 
 
-def unseeded(data: Any) -> str | None:
-    """A note for a tf.data.Dataset that shuffles without a seed, or None."""
-    left: list[Any] = [getattr(data, "loader", None)]
-    while left:
-        dataset: Any = left.pop()
-        if not type(dataset).__module__.startswith("tensorflow.") or not hasattr(dataset, "_inputs"):
-            continue
-        if type(dataset).__name__ == "_ShuffleDataset" and int(dataset._seed) == int(dataset._seed2) == 0:
-            return (
-                "the tf.data.Dataset shuffles without a seed, so every run has another order, and one that stopped "
-                "within an epoch cannot be resumed there: give a function of the epoch, "
-                "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64)"
-            )
-        left += dataset._inputs()
-    return None
-
-
 def _says_endless(loader: Any) -> bool:
     """A tf.data.Dataset knows how many elements it has; -1 is one without an end."""
     loader = getattr(loader, "dataset", loader)
