@@ -313,7 +313,6 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         epochs = settings.max_epochs if settings.max_epochs < ENDLESS else None
         dispatcher = dispatcher_for(self._callbacks(), epochs, path, quiet=quiet, first=first, title=title)
         dispatcher.training.max_steps = settings.limits.max_steps
-        dispatcher.training.validates = self.test_source is not None
         return dispatcher
 
     def _check_monitors(self, model: Any) -> None:

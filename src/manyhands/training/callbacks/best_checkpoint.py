@@ -81,7 +81,7 @@ class BestCheckpoint(Callback):
         self._look(training, self._monitor.after_evaluation(figures))
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
-        self._look(training, self._monitor.at_epoch_end(training, row))
+        self._look(training, self._monitor.at_epoch_end(row))
 
     def _look(self, training: Training, value: float | None) -> None:
         worst = self._best[-1][0] if len(self._best) == self.save_top_k else None

@@ -42,8 +42,6 @@ class Training:
         # Where the training ends; None: not there.
         self.max_epochs = max_epochs
         self.max_steps: int | None = None
-        # Whether there are validation data.
-        self.validates = True
         # The run's folder; None: nothing is written.
         self.run = run
         # The epoch that is trained, from 1 on; and the steps that were made when the figures of this moment were.

@@ -45,7 +45,7 @@ class EarlyStopping(Callback):
         self._look(training, self._monitor.after_evaluation(figures))
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
-        self._look(training, self._monitor.at_epoch_end(training, row))
+        self._look(training, self._monitor.at_epoch_end(row))
 
     def _look(self, training: Training, value: float | None) -> None:
         if value is None:

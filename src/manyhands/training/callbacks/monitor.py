@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.callback import Row, Training, Values
+from manyhands.training.callbacks.callback import Row, Values
 
 Mode = Literal["min", "max"]
 # Of a row, what is no figure of the model.
@@ -39,19 +39,16 @@ class Monitor:
             raise self._unknown(figures)
         return None
 
-    def at_epoch_end(self, training: Training, row: Row) -> float | None:
+    def at_epoch_end(self, row: Row) -> float | None:
         """The figure of this epoch; None where evaluations have it."""
         if self.is_of_evaluations:
-            if not training.validates:
-                raise self._unknown(_figures_of(row), ", because nothing was evaluated: give validation data to fit")
             return None
         if self.name in _NO_FIGURES or row.get(self.name) is None:
             raise self._unknown(_figures_of(row))
         return float(row[self.name])
 
-    def _unknown(self, names: Iterable[str], why: str = "") -> BadSettings:
-        known = ", ".join(sorted(names))
-        return BadSettings(f"{self._who}: there is no figure {self.name!r}{why}. There are {known}")
+    def _unknown(self, names: Iterable[str]) -> BadSettings:
+        return BadSettings(f"{self._who}: there is no figure {self.name!r}. There are {', '.join(sorted(names))}")
 
     def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
         """NaN is never better; a number is better than none. What is not one number cannot be compared."""
