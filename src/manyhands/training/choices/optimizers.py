@@ -35,7 +35,7 @@ class Optimizers:
 
     where: str  # the module that has them
     example: str
-    finished: tuple[type, ...]
+    finished: tuple[type, ...]  # the first: what a function of the rate has to return
     by_name: Callable[[], Mapping[str, Any]]
     sgd: Callable[..., Any]
     rate: str  # the argument that is the learning rate
@@ -100,13 +100,16 @@ class Optimizers:
             raise BadSettings(f"optimizer={_name_of(make)} has no default learning rate: give lr=, as lr=0.001")
         return make, {}
 
-    def check_made(self, made: Any, kind: type) -> None:
-        """Refuse what a function of the user gave, where it is not of this kind."""
-        if not isinstance(made, kind):
+    def created(self, model: Any, optimizer: Any, lr: float | None) -> Any:
+        """The optimizer that a name, a class or a function of the rate makes (None: plain SGD)."""
+        make, rate = self.maker(model, optimizer, lr)
+        made = make(**rate)
+        if not isinstance(made, self.finished[0]):
             raise BadSettings(
                 f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to return an "
                 f"optimizer of {self.where}, as lambda rate: {self.example}(rate)"
             )
+        return made
 
     def _named(self, name: str) -> Any:
         known = self.by_name()

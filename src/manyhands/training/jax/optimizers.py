@@ -59,12 +59,8 @@ def optimizer_for(
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
         optimizer = model.configure_optimizers()
         check(optimizer, None)
-    if isinstance(optimizer, optax.GradientTransformation):
-        transformation = optimizer
-    else:
-        make, rate = OPTIMIZERS.maker(model, optimizer, lr)
-        transformation = make(**rate)
-        OPTIMIZERS.check_made(transformation, optax.GradientTransformation)
+    is_finished = isinstance(optimizer, optax.GradientTransformation)
+    transformation = optimizer if is_finished else OPTIMIZERS.created(model, optimizer, lr)
     parts: list[str] = []
     _state_names(jax.eval_shape(transformation.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
     if scheduled and "ScaleByScheduleState" in parts:

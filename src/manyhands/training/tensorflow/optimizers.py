@@ -138,10 +138,7 @@ def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
         OPTIMIZERS.refuse_rate(lr, f"a model that was compiled with {type(optimizer).__name__}")
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
-    make, rate = OPTIMIZERS.maker(model, optimizer, lr)
-    returned = make(**rate)
-    OPTIMIZERS.check_made(returned, keras.optimizers.Optimizer)
-    return returned
+    return OPTIMIZERS.created(model, optimizer, lr)
 
 
 @keras.saving.register_keras_serializable("manyhands")
