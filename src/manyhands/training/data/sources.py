@@ -141,6 +141,10 @@ class Arrays:
         """A prepared batch in the structure that the user's data have."""
         return batch if self.structure is None else self.structure.nested(batch)
 
+    def few(self, count: int, native: Callable[[Array], Any]) -> Batch:
+        """A batch of the first samples, as the model will get them."""
+        return self.nested(self.prepare(tuple(map(native, self.rows(slice(count))))))
+
     def first(self, count: int) -> Arrays:
         """Only the first samples."""
         return replace(self, arrays=self.rows(slice(count)))
@@ -204,6 +208,10 @@ class Stream:
         full = (parts for parts in batches if len(parts[0]))
         checked = loader_batches.of_size(full, self.required_size, _rows)
         yield from loader_batches.windows(self.loader, checked, cursor, _rows, _pieces)
+
+    def few(self, count: int, native: Callable[[Array], Any]) -> Batch:
+        """A batch of the first samples, as the model will get them; not for a loader that is read once."""
+        return self.nested(tuple(native(part[:count]) for part in self.first_batch))
 
     @functools.cached_property
     def first_batch(self) -> tuple[Array, ...]:

@@ -48,14 +48,12 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
 
 def first_inputs(data: Source) -> tuple[Any, ...]:
     """The inputs of the first sample, for a model that gets its shapes from them."""
-    if isinstance(data, Arrays):
-        return data.prepare(tuple(map(data.native, data.rows(slice(1)))))[:-1]
     if data.is_read_once:
         raise BadSettings(
             "a Linen module needs a sample to get its shapes, and the loader can be read only once: give "
             "module.bind(module.init(jax.random.key(0), X[:1]))"
         )
-    return tuple(part[:1] for part in data.first_batch[:-1])
+    return data.few(1, jax.numpy.asarray)[:-1]
 
 
 def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> str | None:

@@ -76,7 +76,7 @@ def make_parameters(model: Any, data: Source, seed: int, objective: Objective | 
         parameter.initialize()
     if any(parameter._deferred_init for parameter in replicas.distinct(model)) and not data.is_read_once:
         with autograd.pause():
-            few = laid_for(model, few_samples(data, _FEW))
+            few = laid_for(model, data.few(_FEW, modes.native))
             checked_answer(model, (few if objective is None else objective.without_weights(few))[:-1])
     if missing:
         initialise(model, seed, only=missing)
@@ -148,13 +148,6 @@ def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:
     gradients = [array.asnumpy().astype(np.float64) for array in autograd.grad(head, trained, train_mode=False)]
     count = len(batch[0]) if loss.count is None else float(loss.count.asnumpy().reshape(()))
     return Pass([Term(float(loss.total.asnumpy().reshape(())), count, gradients)])
-
-
-def few_samples(data: Source, count: int) -> Batch:
-    """The first samples; for a stream its first batch. As the model will get them."""
-    if isinstance(data, Arrays):
-        return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
-    return tuple(map(modes.native, data.first_batch))
 
 
 def laid_for(model: Any, batch: Batch) -> Batch:

@@ -139,13 +139,6 @@ def _is_of_keras(objective: Objective) -> bool:
     return objective.is_mean
 
 
-# A few samples
-
-
 def few_samples(data: Source, count: int) -> Batch | None:
     """The first samples; None for an iterator, from which a look would take them away."""
-    if isinstance(data, Arrays):
-        return data.nested(data.prepare(tuple(tf.convert_to_tensor(row) for row in data.rows(slice(count)))))
-    if data.is_read_once:
-        return None
-    return data.nested(tuple(tf.convert_to_tensor(part[:count]) for part in data.first_batch))
+    return None if data.is_read_once else data.few(count, tf.convert_to_tensor)
