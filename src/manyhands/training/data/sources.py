@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
-from manyhands.training.data.loader_randomness import with_seeded_randomness
+from manyhands.training.data.loader_randomness import OwnStream, drawn_within
 from manyhands.training.data.order import Cursor, Window, epoch_order, spread
 from manyhands.training.data.structure import Structure, is_nested
 
@@ -201,7 +201,7 @@ class Stream:
         numbers are seeded with the job's seed and the epoch while it works.
         """
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        from_loader: Iterable[Any] = with_seeded_randomness(self.loader, mixed)
+        from_loader: Iterable[Any] = drawn_within(OwnStream(mixed), self.loader)
         if not self.targets:
             from_loader = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in from_loader)
         batches = (_parts(batch, self.structure, 1 + self.targets) for batch in from_loader)

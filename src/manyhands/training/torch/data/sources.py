@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
+from manyhands.training.data.loader_randomness import drawn_within
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
 from manyhands.training.torch.data.batches import Batch, cut, rows
 from manyhands.training.torch.data.dict_batches import Named
@@ -165,14 +166,8 @@ class Stream:
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
         stream = randomness.OwnStream(seed, getattr(self.loader, "generator", None))
-        with stream:
-            loaded = iter(self.loader)
-        while True:
-            with stream:
-                batch = next(loaded, None)
-            if batch is None:
-                return
-            batch = _plain_dict(batch)
+        for from_loader in drawn_within(stream, self.loader):
+            batch = _plain_dict(from_loader)
             if not rows(batch):
                 continue
             if self.look is not None:

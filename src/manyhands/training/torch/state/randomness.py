@@ -6,11 +6,12 @@ import contextlib
 import math
 import random
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+
+from manyhands.training.data import loader_randomness
 
 
 class OwnStream:
@@ -21,19 +22,20 @@ class OwnStream:
     """
 
     def __init__(self, seed: int, generator: Any = None) -> None:
-        self._within = _seeded(seed)
+        self._others = loader_randomness.OwnStream(seed)
+        self._within = torch.Generator().manual_seed(seed).get_state()
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
 
     def __enter__(self) -> None:
-        self._without = _state()
-        _set_state(self._within)
+        self._others.__enter__()
+        self._without = torch.get_rng_state()
+        torch.set_rng_state(self._within)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._within = _state()
-        _set_state(self._without)
+    def __exit__(self, *_: object) -> None:
+        self._within = torch.get_rng_state()
+        torch.set_rng_state(self._without)
+        self._others.__exit__()
 
 
 def mixed_seed(*parts: int) -> int:
@@ -85,18 +87,3 @@ def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
         np.random.set_state(("MT19937", np.array(words, np.uint32), position, has_spare, float(saved["numpy_spare"])))
     if device.type == "cuda" and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"], device)
-
-
-def _seeded(seed: int) -> tuple[Any, ...]:
-    array = np.random.RandomState(seed % 2**32).get_state()
-    return torch.Generator().manual_seed(seed).get_state(), array, random.Random(seed).getstate()
-
-
-def _state() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _set_state(state: tuple[Any, ...]) -> None:
-    torch.set_rng_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
