@@ -120,11 +120,12 @@ class Step(_Topic):
             raise BadSettings(
                 "compile=True hands the step to a compiler, parallel=True plans it without one: choose one"
             )
-        if self.batch_stats == "global" and self.accumulate > 1:
-            raise BadSettings(
-                f"batch_stats='global' takes statistics over the whole batch, accumulate={self.accumulate} processes "
-                "it in micro-batches: choose one"
-            )
+        for name, default in (("accumulate", 1), ("micro_batch_size", None)):
+            if self.batch_stats == "global" and (value := getattr(self, name)) != default:
+                raise BadSettings(
+                    f"batch_stats='global' takes statistics over the whole batch, {name}={value} processes it in "
+                    "micro-batches: choose one"
+                )
         self._check_shares()
 
     def _check_micro_batches(self) -> None:
@@ -135,11 +136,6 @@ class Step(_Topic):
             raise BadSettings(
                 f"accumulate={self.accumulate} says how many micro-batches there are, micro_batch_size="
                 f"{self.micro_batch_size} how large they are: choose one"
-            )
-        if self.batch_stats == "global":
-            raise BadSettings(
-                "batch_stats='global' takes statistics over the whole batch, micro_batch_size="
-                f"{self.micro_batch_size} processes it in micro-batches: choose one"
             )
 
     def in_micro_batches(self, batch_size: int, devices: int) -> Step:
