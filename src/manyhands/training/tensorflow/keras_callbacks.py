@@ -21,14 +21,7 @@ import keras
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 
-_OF_BATCHES = (
-    "on_batch_begin",
-    "on_batch_end",
-    "on_train_batch_begin",
-    "on_train_batch_end",
-    "on_test_batch_begin",
-    "on_test_batch_end",
-)
+_OF_BATCHES = [name for name in dir(keras.callbacks.Callback) if "_batch_" in name and "predict" not in name]
 _INSTEAD = {
     "LearningRateScheduler": "give the trainer schedule=, or the optimizer a keras.optimizers.schedules object",
     "ReduceLROnPlateau": "give the trainer schedule=, or the optimizer a keras.optimizers.schedules object",
