@@ -12,6 +12,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from manyhands import tree
@@ -31,6 +32,15 @@ class Meter(Protocol):
 
     def result(self) -> Any:
         """A number, several (a list or an array), or a dict of such."""
+
+
+@dataclass(frozen=True)
+class MetricCalls:
+    """A metric object of a framework, by the three methods that it is computed with."""
+
+    reset: Callable[[], Any]
+    update: Callable[[Any, Any], Any]  # of outputs and targets
+    result: Callable[[], Any]
 
 
 class OfFunction:

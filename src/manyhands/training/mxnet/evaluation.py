@@ -11,6 +11,7 @@ from manyhands import tree
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.sources import Batch
 from manyhands.training.evaluation.inputs import Inputs, input_count
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
@@ -113,27 +114,17 @@ def joined(arrays: list[Any]) -> Any:
     return mx.nd.concat(*arrays, dim=0)
 
 
-class OfMxnet:
-    """A metric of MXNet's: ``update(labels, preds)`` of lists, ``get()``, ``reset()``."""
-
-    def __init__(self, metric: mx.metric.EvalMetric) -> None:
-        self.metric = metric
-
-    def reset(self) -> None:
-        self.metric.reset()
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        self.metric.update([targets], [outputs])
-
-    def result(self) -> Any:
-        name, value = self.metric.get()
-        return dict(zip(name, value, strict=True)) if isinstance(name, list) else value
-
-
-def own_meter(metric: Any) -> OfMxnet | None:
+def own_meter(metric: Any) -> MetricCalls | None:
     if isinstance(metric, str):
         try:
             metric = mx.metric.create(metric)
         except AssertionError:  # MXNet has none of this name
             return None
-    return OfMxnet(metric) if isinstance(metric, mx.metric.EvalMetric) else None
+    if not isinstance(metric, mx.metric.EvalMetric):
+        return None
+
+    def result() -> Any:
+        name, value = metric.get()
+        return dict(zip(name, value, strict=True)) if isinstance(name, list) else value
+
+    return MetricCalls(metric.reset, lambda outputs, targets: metric.update([targets], [outputs]), result)

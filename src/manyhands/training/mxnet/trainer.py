@@ -22,6 +22,7 @@ from manyhands.training.data import sources
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import batch_size_trial, checks, evaluation, modes, optimizers
 from manyhands.training.mxnet.feed import Feed
@@ -97,7 +98,7 @@ class Trainer(BaseTrainer):
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return _source(data, shuffle=shuffle)
 
-    def _own_meter(self, metric: Any) -> evaluation.OfMxnet | None:
+    def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
 
     @staticmethod

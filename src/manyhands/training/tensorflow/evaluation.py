@@ -14,6 +14,7 @@ from manyhands.training.data.order import Cursor
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import pieces
 from manyhands.training.evaluation.inputs import Inputs
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
@@ -146,23 +147,7 @@ def _joined(parts: list[Any]) -> Any:
     return np.concatenate(filled) if filled else parts[0]
 
 
-class OfKeras:
-    """A metric of Keras's: ``update_state(y_true, y_pred)``, ``result()``, ``reset_state()``."""
-
-    def __init__(self, metric: Any) -> None:
-        self.metric = metric
-
-    def reset(self) -> None:
-        self.metric.reset_state()
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        self.metric.update_state(targets, outputs)
-
-    def result(self) -> Any:
-        return self.metric.result()
-
-
-def own_meter(metric: Any) -> OfKeras | None:
+def own_meter(metric: Any) -> MetricCalls | None:
     """Keras's metrics, and functions that it knows by name (``"mae"``): a mean over samples."""
     if isinstance(metric, str):
         try:
@@ -170,4 +155,8 @@ def own_meter(metric: Any) -> OfKeras | None:
         except ValueError:  # Keras has none of this name
             return None
         metric = metric if isinstance(metric, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(metric)
-    return OfKeras(metric) if isinstance(metric, keras.metrics.Metric) else None
+    if not isinstance(metric, keras.metrics.Metric):
+        return None
+    return MetricCalls(
+        metric.reset_state, lambda outputs, targets: metric.update_state(targets, outputs), metric.result
+    )

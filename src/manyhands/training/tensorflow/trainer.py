@@ -19,6 +19,7 @@ from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source, is_dataset, source
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -165,7 +166,7 @@ class Trainer(BaseTrainer):
     def _meant_callbacks(self, callbacks: Any) -> Any:
         return adapted(callbacks)
 
-    def _own_meter(self, metric: Any) -> evaluation.OfKeras | None:
+    def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
 
 

@@ -29,6 +29,7 @@ from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, undivided, windows
 from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.loss.loss_sum import LossSum
@@ -265,34 +266,25 @@ def _inputs(model: torch.nn.Module, batch: Any) -> int:
 # Metrics
 
 
-class OfObject:
+def own_meter(metric: Any) -> MetricCalls | None:
     """A metric with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as torchmetrics has them.
 
-    It is a copy in the host's memory, and sums nothing over processes by itself: it sees every sample already.
+    It is copied to the host, and told that it is the only process: it sees every sample already.
     """
+    if isinstance(metric, type) or not all(hasattr(metric, name) for name in ("update", "compute", "reset")):
+        return None
+    metric = copy.deepcopy(metric)
+    if isinstance(metric, torch.nn.Module):
+        metric = metric.cpu()
+        for part in metric.modules():
+            if hasattr(part, "distributed_available_fn"):
+                part.distributed_available_fn = _alone
 
-    def __init__(self, metric: Any) -> None:
-        self.metric = copy.deepcopy(metric)
-        if isinstance(self.metric, torch.nn.Module):
-            self.metric = self.metric.cpu()
-            for part in self.metric.modules():
-                if hasattr(part, "distributed_available_fn"):
-                    part.distributed_available_fn = _alone
+    def update(outputs: Any, targets: Any) -> None:
+        metric.update(dict_batches.logits_of(outputs, outputs), targets)
 
-    def reset(self) -> None:
-        self.metric.reset()
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        self.metric.update(dict_batches.logits_of(outputs, outputs), targets)
-
-    def result(self) -> Any:
-        return self.metric.compute()
+    return MetricCalls(metric.reset, update, metric.compute)
 
 
 def _alone() -> bool:
     return False
-
-
-def own_meter(metric: Any) -> OfObject | None:
-    is_object = not isinstance(metric, type) and all(hasattr(metric, name) for name in ("update", "compute", "reset"))
-    return OfObject(metric) if is_object else None

@@ -27,6 +27,7 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -155,7 +156,7 @@ class Trainer(BaseTrainer):
             metrics=self._metrics(),
         )
 
-    def _own_meter(self, metric: Any) -> evaluation.OfObject | None:
+    def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
 
     @staticmethod
