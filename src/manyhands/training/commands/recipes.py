@@ -32,7 +32,7 @@ class Recipes(Protocol):
         """The training and the test part, as ``Trainer.fit`` takes them."""
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
+        """The value (JSON) that ``make`` returns in the first process of a launched job; every process gets it."""
 
     def arrays(self, data: Any) -> Any:
         """The arrays (X, y) that a user's script gives, as a source with a ``count``."""
@@ -47,11 +47,11 @@ class Recipes(Protocol):
         """The model that ``manyhands train`` has trained in a run, for evaluation."""
 
     def load_weights(self, model: Any, run: str | Path) -> Any:
-        """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into a model; gives it."""
+        """Load the weights of a run's last checkpoint, or of one checkpoint, into a model, and return it."""
 
 
 def of(framework: str) -> Recipes:
-    """The recipes of a framework, which is imported by that."""
+    """The recipes of a framework. Importing them imports the framework."""
     moves.require(framework)
     module: Any = importlib.import_module(f"manyhands.training.{framework}.command")
     return cast(Recipes, module)
@@ -92,5 +92,5 @@ def weights_of(run: str | Path, framework: str) -> bytes:
 
 
 def one_cycle(done: float) -> float:
-    """Up in a line to 1 during the first fifth, then down to nothing along a cosine."""
+    """Rises linearly to 1 during the first fifth, then falls to 0 along a cosine."""
     return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))

@@ -25,10 +25,10 @@ from manyhands.training.loss.loss_trial import Pass, Term
 
 
 def check_labels(model: nnx.Module, objective: Objective, train: Source, test: Source | None) -> ClassLabels | None:
-    """Have labels looked at that the model may have no output for: JAX would compute something with them.
+    """Check that the model has an output for every label: JAX would compute something for any label.
 
-    Those of arrays are looked at now; what is given back looks at those of a loader, batch by batch. The objective
-    learns from the first answer how many outputs there are.
+    Labels of arrays are checked now; the returned object checks those of a loader, batch by batch. The objective learns
+    the number of outputs from the first answer.
     """
     if not isinstance(objective, Supervised) or objective.loss_of(model) is not cross_entropy:
         return None
@@ -40,7 +40,7 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
 
 
 def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
-    """Why right answers will not be counted, where that is known before the first step; None: they may be."""
+    """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     if not isinstance(objective_for(model, loss), Supervised):
         return OWN_STEP.format(own_step(model, training=training))
     return why_no_classes_in(data.arrays) if isinstance(data, Arrays) else None
@@ -57,9 +57,9 @@ def first_inputs(data: Source) -> tuple[Any, ...]:
 
 
 def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> str | None:
-    """Refuse a loss that is no mean over samples, where batches are processed in parts; or a note that it is not known.
+    """Refuse a loss that is not a mean over samples; a note if that could not be checked.
 
-    Tried on a copy of the model in evaluation mode: statistics and dropout would make parts differ, and rightly.
+    The loss is tried on a copy of the model in evaluation mode: batch statistics and dropout differ between parts.
     """
     if isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy:
         return None

@@ -78,9 +78,9 @@ def load_model(run: str | Path) -> nnx.Module:
 
 
 def load_weights(model: nnx.Module, run: str | Path) -> nnx.Module:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
 
-    The model is in evaluation mode then. Where the run averaged its weights (``mh.EMA``), it has the average.
+    The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average.
     """
     _restore(model, recipes.weights_of(run, "jax"))
     model.eval()

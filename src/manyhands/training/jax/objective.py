@@ -1,7 +1,7 @@
-"""What a step minimises: from a model and a batch to a loss, and to the number of right answers where there is one.
+"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes.
 
-The batch is the whole one, on however many devices it lies: a loss may be any function of it. Where shares are uneven
-(:mod:`.step.division`) the model computes with rows that only fill up a device's part; its answers to them are left out
+The loss sees the whole batch, on any number of devices, so it may be any function of it. With uneven shares
+(:mod:`.step.division`) the model also computes rows that only fill up a device's part; its outputs for them are removed
 before the loss sees them.
 """
 
@@ -50,7 +50,7 @@ class Objective(Protocol):
         """The loss of the rows that are samples (None: all of them)."""
 
     def is_mean(self, model: nnx.Module) -> bool:
-        """Whether the loss is known to be a mean over samples; any other gets batches of a size that is documented."""
+        """Whether the loss is known to be a mean over samples; any other loss gets batches of a documented size."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Supervised:
 
 @dataclass(frozen=True)
 class OwnStep:
-    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a :class:`LossSum`."""
+    """A model with its own ``training_step(batch)``, which returns the mean loss or a :class:`LossSum`."""
 
     def is_mean(self, model: nnx.Module) -> bool:
         return False
@@ -134,7 +134,7 @@ def call_of(model: nnx.Module) -> Callable[..., Any]:
 
 
 def _answer(model: nnx.Module, inputs: Batch) -> Any:
-    """The model's answer. If it takes no such inputs, that is said of the user's data."""
+    """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
         return model(*inputs)
     except (TypeError, ValueError) as error:
@@ -172,7 +172,7 @@ def _only(samples: Rows, answer: Any) -> Any:
 
 
 def _value(value: Any, name: str, right: jax.Array | None) -> Value:
-    """What the user's code gave: a mean, one number (or several) per sample, or a sum with its count."""
+    """The value that the user's code returned: a mean, numbers for each sample, or a sum with its count."""
     if isinstance(value, LossSum):
         total, count = _widened(value.total), jnp.asarray(value.count)
         if getattr(total, "shape", None) != () or count.ndim:

@@ -83,10 +83,10 @@ def make_parameters(model: Any, data: Source, seed: int, objective: Objective | 
 
 
 def check_labels(objective: Objective, train: Source, test: Source | None) -> Look | None:
-    """Have labels looked at that the model may have no output for: MXNet would take the nearest class.
+    """Check that the model has an output for every label: MXNet would take the nearest class.
 
-    Those of arrays are looked at now; what is given back looks at those of a loader, batch by batch. The objective
-    learns from the first answer how many outputs there are.
+    Labels of arrays are checked now; the returned function checks those of a loader, batch by batch. The objective
+    learns the number of outputs from the first answer.
     """
     if not objective.of_classes:
         return None
@@ -102,23 +102,23 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
 
 
 def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
-    """Why right answers will not be counted, where that is known before the first step; None: they may be."""
+    """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     objective = objective_for(model, loss)
     if objective.loss is None:
         return OWN_STEP.format(own_step(model, training=training))
     if not isinstance(data, Arrays):
         return None
     arrays = objective.without_weights(data.arrays)
-    if objective.of_classes and len(arrays) == 2:  # class numbers in floating point are as good
+    if objective.of_classes and len(arrays) == 2:  # class numbers may be floating-point numbers
         return why_no_classes("int", arrays[-1].shape)
     return why_no_classes_in(arrays)
 
 
 def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:
-    """Refuse a loss that is no mean over samples where batches are processed in parts; or a note that it is not known.
+    """Refuse a loss that is not a mean over samples; a note if that could not be checked.
 
-    Nothing of the model changes: gradients come apart from the parameters, in the model's way of predicting, and Python
-    attributes are put back. Random numbers of MXNet need not be: every step of such a job seeds them.
+    The model does not change: it is in evaluation mode, gradients are not written to the parameters, and Python
+    attributes are put back. MXNet's random numbers are not put back: every step of such a job seeds them.
     """
     if parts == 1 or objective.is_gluons:
         return None
@@ -151,7 +151,7 @@ def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:
 
 
 def laid_for(model: Any, batch: Batch) -> Batch:
-    """The batch where the model is, in its kind of floating-point numbers."""
+    """The batch on the model's device, with floating-point numbers in the model's dtype."""
     first: gluon.Parameter = replicas.distinct(model)[0]
     device, dtype = first.list_ctx()[0], first.dtype
 

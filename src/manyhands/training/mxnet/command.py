@@ -78,9 +78,9 @@ def load_model(run: str | Path) -> Any:
 
 
 def load_weights(model: Any, run: str | Path) -> Any:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
 
-    Where the run averaged its weights (``mh.EMA``), it has the average.
+    If the run averaged its weights (``mh.EMA``), these are the average.
     """
     checks.check_values(model)
     state.restore_model(model, recipes.weights_of(run, "mxnet"))

@@ -1,4 +1,4 @@
-"""What a step minimises: from a model and a batch to a loss, and to the number of right answers where there is one."""
+"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _PAIRING = (gluon.loss.L2Loss, gluon.loss.L1Loss, gluon.loss.HuberLoss, gluon.lo
 class Loss:
     """The loss of a batch or of a part of it, as arrays of one number on its device.
 
-    ``total`` is the sum over the samples. Where the user's loss is a :class:`LossSum`, it is that one's total, and
-    ``count`` is what all totals of the batch are divided by. ``right``: the right answers.
+    ``total`` is the sum over the samples, or the total of the user's :class:`LossSum`; then ``count`` is its count, and
+    all totals of the batch are divided by all counts. ``right``: the right answers.
     """
 
     total: Any
@@ -100,7 +100,7 @@ class Objective:
 
 
 def checked_answer(model: Any, inputs: Batch) -> Any:
-    """What the model answers. If it takes no such inputs, that is said of the user's data."""
+    """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
         return model(*inputs)
     except Exception as error:
@@ -118,7 +118,7 @@ def checked_answer(model: Any, inputs: Batch) -> Any:
 
 
 def _refuse_whole_numbers(model: Any, inputs: Batch) -> None:
-    """Samples of whole numbers that its layers do not take, where they would take them as floating-point numbers."""
+    """Refuse samples of whole numbers if the model would take them as floating-point numbers."""
     kind = np.dtype(replicas.distinct(model)[0].dtype).name
     kinds = {np.dtype(part.dtype).name for part in inputs if "float" not in np.dtype(part.dtype).name}
     if not kinds:
@@ -153,7 +153,7 @@ def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objecti
 
 
 def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
-    """What the user's code gave for this many samples; MXNet's older arrays have no scalars, but a length of 1."""
+    """The value that the user's code returned for ``size`` samples. MXNet's older arrays have length 1, not scalars."""
     if isinstance(value, LossSum):
         total, count = value.total, value.count
         if not _is_scalar(total) or not (_is_scalar(count) or isinstance(count, numbers.Real)):

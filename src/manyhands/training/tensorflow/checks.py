@@ -38,9 +38,9 @@ def check_model(model: Any) -> None:
 
 
 def materialise(model: Any, data: Source) -> None:
-    """Give layers that have seen no sample their shapes; then there must be something to train.
+    """Build layers that have seen no sample yet; then check that there is something to train.
 
-    By the shapes of a few samples, as Keras does it: nothing is computed.
+    As in Keras, the shapes of a few samples are enough: nothing is computed.
     """
     if not model.built or not model.weights:
         few = few_samples(data, _FEW)
@@ -72,10 +72,10 @@ class LabelCheck:
 
 
 def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelCheck | None:
-    """Have labels looked at that the model may have no output for: on a GPU their loss would be NaN, long after.
+    """Check that the model has an output for every label: on a GPU the loss would become NaN much later.
 
-    Those of arrays are looked at now; for those of a loader a check is given back. The objective learns from the first
-    answer how many outputs there are.
+    Labels of arrays are checked now; the returned object checks those of a loader. The objective learns the number of
+    outputs from the first answer.
     """
     if not isinstance(objective, (ClassScores, Supervised)) or not _of_classes(objective):
         return None
@@ -90,7 +90,7 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
 
 
 def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
-    """Why right answers will not be counted, where that is known before the first step; None: they may be."""
+    """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     check_model(model)
     objective = objective_for(model, loss)
     if isinstance(objective, OwnStep):
@@ -115,7 +115,7 @@ def _of_classes(objective: Objective) -> bool:
 
 
 def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
-    """Refuse a loss whose parts do not add up, where batches are processed in parts; or a note that it is not known."""
+    """Refuse a loss whose parts do not add up to the batch; a note if that could not be checked."""
     if train.is_read_once:
         return loss_trial.note(loss_trial.READ_ONCE)
     try:
@@ -133,12 +133,12 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
 
 
 def _is_of_keras(objective: Objective) -> bool:
-    """Whether the loss is known, so that no sample can weigh otherwise than those that were tried."""
+    """Whether the loss is known: then the samples that were tried stand for all others."""
     if isinstance(objective, Supervised):
         return keras_losses.are_of_keras(objective.loss.loss)
     return objective.is_mean
 
 
 def few_samples(data: Source, count: int) -> Batch | None:
-    """The first samples; None for an iterator, from which a look would take them away."""
+    """The first samples; None for an iterator, because reading them would consume them."""
     return None if data.is_read_once else data.few(count, tf.convert_to_tensor)

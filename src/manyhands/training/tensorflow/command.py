@@ -55,9 +55,9 @@ def load_model(run: str | Path) -> Any:
 
 
 def load_weights(model: Any, run: str | Path) -> Any:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
 
-    Where the run averaged its weights (``mh.EMA``), it has the average.
+    If the run averaged its weights (``mh.EMA``), these are the average.
     """
     if not model.built:
         raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")

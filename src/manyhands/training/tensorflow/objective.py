@@ -1,4 +1,4 @@
-"""What a step minimises: from a model and a batch to a loss, and to the number of right answers where there is one."""
+"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Objective(Protocol):
 
     @property
     def is_mean(self) -> bool:
-        """Whether the loss is known to add up from parts of a batch; evaluations give any other whole batches."""
+        """Whether the loss is known to add up from parts of a batch; any other loss is evaluated on whole batches."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ClassScores:
 
 @dataclass
 class OwnStep:
-    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a LossSum."""
+    """A model with its own ``training_step(batch)``, which returns the mean loss or a LossSum."""
 
     is_mean: bool = False
 
@@ -105,7 +105,7 @@ class OwnStep:
 
 @dataclass
 class OwnComputeLoss:
-    """A Keras model with a ``compute_loss`` of its own: called as Keras calls it. It adds regularizers itself."""
+    """A Keras model with its own ``compute_loss``, called as Keras calls it. It adds regularizers itself."""
 
     accuracy: Accuracy | None = None
     is_mean: bool = False
@@ -138,7 +138,7 @@ def _check_scores(answer: Any, parts: Parts) -> None:
 
 
 def widened(answer: Any) -> Any:
-    """Scores in half precision as float32: losses lose by it."""
+    """Half-precision outputs as float32: a loss in half precision loses accuracy."""
 
     def wide(leaf: Any) -> Any:
         if leaf.dtype.size >= 4:

@@ -86,9 +86,9 @@ def load_model(run: str | Path) -> torch.nn.Module:
 
 
 def load_weights(model: torch.nn.Module, run: str | Path) -> torch.nn.Module:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
 
-    The model is in evaluation mode then. Where the run averaged its weights (``mh.EMA``), it has the average.
+    The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average.
     """
     job_state.restore_model(model, recipes.weights_of(run, "torch"))
     return model.eval()

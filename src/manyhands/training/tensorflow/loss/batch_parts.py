@@ -1,9 +1,9 @@
 """Which parts of a batch are the model's inputs, which its targets, and whether the last one weighs the samples.
 
-A batch of arrays is ``(inputs..., targets..., [sample_weight])``. How many inputs and outputs there are is the model's
-to say: a graph of layers knows both, a class of one's own names its inputs in ``call``. Of a model that takes any
-number of inputs the last part is the target. A batch with dicts or lists of arrays in it is what Keras's ``fit`` takes:
-``(x, y)`` or ``(x, y, sample_weight)``.
+A batch of arrays is ``(inputs..., targets..., [sample_weight])``. The model says how many inputs and outputs there are:
+a graph of layers knows both, and a user's class names its inputs in ``call``. For a model that takes any number of
+inputs the last part is the target. A batch with dicts or lists of arrays is what Keras's ``fit`` takes: ``(x, y)`` or
+``(x, y, sample_weight)``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def inputs_of(model: Any, batch: Sequence[Any], inputs: Inputs | None = None) ->
 
 
 def inputs_for(model: Any, targets: bool | None) -> Inputs:
-    """What prediction has to know of a model's inputs; ``targets``: what the caller says of the last part."""
+    """The inputs of a model, for prediction; ``targets``: whether the last part of the data is a target."""
     fewest, most = _inputs(model)
     return Inputs(type(model).__name__, fewest, most, most, targets)
 
@@ -103,7 +103,7 @@ def _outputs(model: Any) -> int:
 
 
 def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
-    """What the model says. If it takes no such inputs, that is said of the user's data."""
+    """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
         return answer_of(model, parts.inputs, training=training)
     except (ValueError, tf.errors.InvalidArgumentError) as error:
@@ -136,7 +136,7 @@ def _cure(parts: Parts, model: Any) -> str:
 
 
 def answer_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
-    """What the model says; one that was drawn as a graph of layers takes several inputs as a list."""
+    """The model's output; a functional model takes several inputs as a list."""
     if isinstance(model, Functional) and len(inputs) > 1:
         return model(list(inputs), training=training)
     return model(*inputs, training=training)
