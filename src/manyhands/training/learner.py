@@ -21,7 +21,7 @@ AVERAGE_DROPPED = (
     "the checkpoint has an average of the weights (EMA), and this job keeps none: it continues from the weights, and "
     "evaluates them; give callbacks=[mh.EMA(...)] to continue the average"
 )
-# Takes the events of a job; gives the callbacks' answer to one that asks for it.
+# Takes the events of a job, and returns the callbacks' answer to an event that asks for one.
 Say = Callable[[dict[str, Any]], dict[str, Any] | None]
 Take = Callable[[Any, Any], None]  # takes the outputs and targets of the next samples: trees of arrays on the host
 
@@ -63,7 +63,7 @@ class Learner(Protocol):
     optimizer_name: str
     # The options of the optimizer (rate, betas, ...) as JSON, as far as the framework reports them.
     optimizer_options: dict[str, Any]
-    # Worth knowing about how the job is run; and how a batch is divided at the moment.
+    # Notes about how the job runs, for the user; and how a batch is divided over the devices now.
     notes: list[str]
     shares: list[float] | None
 
@@ -79,7 +79,7 @@ class Learner(Protocol):
         """Every batch from the cursor to the end of its epoch, each in the form that :meth:`step` takes."""
 
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
-        """Make one update with the mean loss over the batch; ``factor`` is the learning rate's (None: as it is)."""
+        """Make one update with the mean loss over the batch; ``factor`` scales the learning rate (None: by 1)."""
 
     def peek(self) -> Figures | None:
         """The newest sums of this process that have already arrived; never waits."""
@@ -114,15 +114,15 @@ class Learner(Protocol):
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         """The figures over the validation data, every sample counted once (None: there are none).
 
-        Says ``alive()`` often. In the first process ``take``, if it is given, gets what the model answered and the
-        targets, of all processes together: every sample once, in order, piece by piece.
+        Calls ``alive()`` often. In the first process ``take``, if there is one, gets the outputs and targets of all
+        processes: every sample once, in order, piece by piece.
         """
 
     def save(self) -> Saved | None:
         """The state of this moment; only the first process needs to have it."""
 
     def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        """Go on from what :meth:`save` gave, maybe on other devices; ``figures`` are this process's sums.
+        """Resume from what :meth:`save` returned, maybe on other devices; ``figures`` are this process's sums.
 
         Where the job's optimizer was made with other options than the saved one's (``optimizer_options`` of the state),
         the job's count.
@@ -135,4 +135,4 @@ class Learner(Protocol):
         """Whether every process has this number (32 bits); may wait."""
 
     def close(self) -> None:
-        """Leave model and optimizer as the caller's own."""
+        """Give model and optimizer back to the caller."""

@@ -79,7 +79,7 @@ class Loop:
             raise
 
     def _begin(self, run: RunPlan | None, resume: Path | None) -> None:
-        """Restore, and only then begin the run: a job that is refused leaves its folder as it was."""
+        """Restore, and only then begin the run: a job that is refused does not change its folder."""
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()  # also for reading, so that no other job writes meanwhile
         if self.report.plan.average is not None:
@@ -103,7 +103,7 @@ class Loop:
     def _settle_end(self, *, same_run: bool) -> None:
         """If the job before had reached this job's end: find out whether that end must still be evaluated.
 
-        It must where that job was killed meanwhile, and where its figures are in another run.
+        It must if that job was killed during the evaluation, or if its figures are in another run.
         """
         end = self.end_before
         if end is None or (end and not same_run):
@@ -372,8 +372,8 @@ class Loop:
     def _add_last_row(self, figures: Figures, *, over: bool) -> None:
         """Add an evaluated row at an end where a job with larger limits would have no row.
 
-        The checkpoint is from before that row: when the job is resumed, schedulers and callbacks have not seen it, and
-        the job goes on as if it had never ended here.
+        The checkpoint is from before that row: in a resumed job schedulers and callbacks have not seen it, so the job
+        continues as if it had never ended here.
         """
         before = saving.captured(self)
         if self._saved != (self.cursor, self.last_row):

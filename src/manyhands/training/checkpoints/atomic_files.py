@@ -24,7 +24,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Put `data` where `path` is, in one moment."""
+    """Replace the file at `path` with `data`, atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
         write(temporary, data)
@@ -53,7 +53,7 @@ def exact_json(value: Any, name: str, *, indent: int | None = None) -> str:
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value in a JSON text; ValueError for all that is none, also for NaN and for endless nesting."""
+    """The value in a JSON text; ValueError for anything else, also for NaN and for endless nesting."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:

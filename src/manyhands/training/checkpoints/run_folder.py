@@ -7,7 +7,7 @@
         metrics.jsonl    one JSON object per line, oldest first
         checkpoints/     see folder.py
         curves.png
-        step.txt         what a step was made of, where it was a fast one
+        step.txt         the parts of a step, if it was a fast one
         job.lock         while a job trains here (see run_lock.py)
 """
 
@@ -50,7 +50,7 @@ class RunPlan:
 
 
 class RunFolder:
-    """One run's folder. Made by `create` for a new run, or by `open` to go on with one."""
+    """One run's folder: `create` makes a new one, `open` opens one that exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class RunFolder:
         self.unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._lock: RunLock | None = None
         self._is_new = False  # whether this job began the run
-        self._config_before: bytes | None = None  # of a run that this job goes on with
+        self._config_before: bytes | None = None  # of the run that this job resumes
         self._next_config: dict[str, Any] | None = None  # what `commit` will write
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class RunFolder:
 
     @classmethod
     def at(cls, path: Path) -> RunFolder:
-        """The run at this very path: the one that is there, or a new one if there is nothing, or an empty folder."""
+        """The run at this path: an existing run, or a new one if there is nothing or an empty folder."""
         run = cls(Path(path))
         with named_refusals(run.path):
             run.check_is_run_or_new()
@@ -113,7 +113,7 @@ class RunFolder:
             )
 
     def is_begun(self) -> bool:
-        """Whether there is anything of a run that another one would destroy."""
+        """Whether the folder has checkpoints or figures, which a new run would destroy."""
         return store.latest(self.checkpoints) is not None or bool(self.metrics())
 
     def lock(self) -> str | None:
@@ -131,7 +131,7 @@ class RunFolder:
     def begin(self, plan: RunPlan, settings: Mapping[str, Any]) -> str | None:
         """Make the folder if need be, lock it, and write down how the job was started; the lock's note.
 
-        A run that is there already stays as it is until `commit`.
+        An existing run is not changed before `commit`.
         """
         with named_refusals(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class RunFolder:
         return note
 
     def commit(self) -> None:
-        """Write down how this job goes on: its first step was made."""
+        """Write the new config.json, now that the first step was made."""
         if self._next_config is None:
             return
         before = self.config if self.config_path.exists() else {}
@@ -157,7 +157,7 @@ class RunFolder:
         self._next_config = None
 
     def withdraw(self) -> None:
-        """Take back a job whose first step was refused: of a new run no folder is left, another one is as it was."""
+        """Undo a job whose first step failed: delete a new run's folder, restore an existing run."""
         if not self._is_new:
             self.restore_config()
             return
@@ -205,7 +205,7 @@ class RunFolder:
                 self.config = {**config, "chosen": {"precision": precision, "why": why}}
 
     def write_step(self, words: str) -> None:
-        """Keep what a step of the run was made of."""
+        """Write step.txt: the parts of a step of this run."""
         atomic_files.replace(self.step_path, (words + "\n").encode())
 
     @property
@@ -255,7 +255,7 @@ class RunFolder:
         return [row for _, row in self._rows() if not _is_after(row.get("step"), until)]
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the rows of later steps: for a run that goes on from an earlier one."""
+        """Drop the rows of later steps: for a run that resumes from an earlier one."""
         lines = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
         if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(lines):
             with named_refusals(self.path):
@@ -290,7 +290,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def named_refusals(path: Path) -> Iterator[None]:
-    """A refusal of the system, as an error that names the folder."""
+    """Turns an error of the operating system into one that names the folder."""
     try:
         yield
     except OSError as error:

@@ -36,7 +36,7 @@ _ANNOUNCED = {
 def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
     """Write a checkpoint of this moment into these folders of the run; every process takes part, the first one writes.
 
-    Only in ``checkpoints`` older ones are deleted; of others, those who asked for them take care.
+    Older ones are deleted in ``checkpoints`` only; callbacks delete those in their own folders.
     """
     if folders:
         write(loop, captured(loop), folders)
@@ -82,9 +82,9 @@ def captured(loop: Loop) -> Captured | None:
 
 
 def mark_end(loop: Loop) -> None:
-    """Note in the newest checkpoint that the job came to its end there and was evaluated: ``end``.
+    """Note in the newest checkpoint that the job ended there and was evaluated: ``end``.
 
-    The checkpoint is of the moment before. A job that is started again would not know whether that evaluation was made.
+    The checkpoint was written before that evaluation: without the note a resumed job would not know of it.
     """
     if loop.run is not None:
         store.amend(folder.path_of(loop.run.checkpoints, loop.cursor.step), end={"epoch": loop.cursor.epoch})
@@ -110,9 +110,9 @@ def _write(loop: Loop, path: Path, content: Mapping[str, Any], blobs: Mapping[st
 
 
 def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:
-    """Go on where a checkpoint stands, if there is one; on another number of devices too. Writes no file.
+    """Resume from a checkpoint, if there is one, on any number of devices. Writes no file.
 
-    Returns what :func:`announce` needs; None without a checkpoint.
+    Returns the checkpoint's state, for :func:`announce`; None without a checkpoint.
 
     The first process reads it and sends it to the others, which may be on machines that do not have the file.
     """
@@ -139,7 +139,7 @@ def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:
 
 
 def announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str] = ()) -> None:
-    """Say where the job goes on, and what is not as it was: what the caller gives now counts."""
+    """Say where the job resumes, and which settings have changed: the new ones count."""
     learner, settings, saved = loop.learner, _flat(loop.settings.as_dict()), _flat(before["settings"])
     now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
     then = {words: saved.get(name, now[words]) for name, words in _ANNOUNCED.items()}
@@ -173,7 +173,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_kept(name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether an option of the optimizer is the job's own: it was made with another value than the saved one was."""
+    """Whether an option of the optimizer keeps the job's value: the saved optimizer was made with another one."""
     options = saved.get("optimizer_options", {})
     return name in options and current.get(name) != options[name]
 
@@ -208,7 +208,7 @@ def unsaved_weights(run: RunFolder, step: int) -> list[str]:
 
 
 def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -> None:
-    """Refuse to go on with data or settings that would make it another job."""
+    """Refuse to resume with data or settings that would make it another job."""
     made_by = saved.get("framework", "torch")
     if made_by != learner.framework:
         raise WrongCheckpoint(

@@ -81,7 +81,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def amend(path: Path, **changes: Any) -> None:
-    """Change entries of a checkpoint's state, in one moment; its blobs stay. Nothing where it is not there."""
+    """Change entries of a checkpoint's state atomically; its blobs stay. Does nothing if there is no checkpoint."""
     try:
         content = _read_state(path / _STATE)
         if any(content["state"].get(name) != value for name, value in changes.items()):
@@ -98,7 +98,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Delete the checkpoints of later steps: for a run that goes on from an earlier one."""
+    """Delete the checkpoints of later steps: for a run that resumes from an earlier one."""
     for other, path in checkpoint_folder.checkpoints(Path(folder)):
         if other > step:
             checkpoint_folder.delete(path)

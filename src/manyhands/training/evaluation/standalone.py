@@ -20,7 +20,7 @@ from manyhands.training.settings import Settings
 
 
 class Evaluating(abc.ABC):
-    """The part of a trainer that computes with a model and leaves it as it is."""
+    """The part of a trainer that computes with a model and does not change it."""
 
     @option_names.explained(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
     def evaluate(self, model: Any, data: Any, *, limit_batches: int | float | None = None) -> dict[str, Any]:
@@ -28,8 +28,8 @@ class Evaluating(abc.ABC):
 
         ``loss`` is the trainer's (or the model's own), ``acc`` is there where the targets are classes, and every metric
         of ``metrics=`` has its name. Every sample counts once, on all devices of the trainer, and the figures are the
-        same on any number of them. The model is in evaluation mode meanwhile; its mode, its weights and its device are
-        as they were afterwards. ``precision="auto"`` is that of the weights.
+        same on any number of them. The model is evaluated in evaluation mode; its own mode, weights and device do not
+        change. ``precision="auto"`` is that of the weights.
 
         ``limit_batches``: only the first batches, or a part of them, as ``Limits(limit_val_batches=...)`` in a training
         (which does not count here).
@@ -45,12 +45,12 @@ class Evaluating(abc.ABC):
     def predict(
         self, model: Any, data: Any, *, targets: bool | None = None, limit_batches: int | float | None = None
     ) -> Any:
-        """What a model answers, one row per sample, in the order of the data, in the host's memory.
+        """The outputs of a model, one row per sample, in the order of the data, in the host's memory.
 
-        Arrays are PyTorch's tensors on the CPU, NumPy's in JAX and TensorFlow, and MXNet's on the CPU. An answer that
-        is a tuple, a dict or a dataclass keeps its structure. All devices of the trainer compute, and the model is left
-        as it was, as in :meth:`evaluate`. Under a launcher (torchrun) every process calls it with the same data; the
-        first gets the outputs, the others None.
+        They are PyTorch's tensors on the CPU, NumPy's arrays in JAX and TensorFlow, and MXNet's on the CPU. An output
+        that is a tuple, a dict or a dataclass keeps its structure. All devices of the trainer compute, and the model
+        does not change, as in :meth:`evaluate`. Under a launcher (torchrun) every process calls it with the same data;
+        the first gets the outputs, the others None.
 
         Args:
             model: As for ``fit``.

@@ -31,7 +31,7 @@ class StopNow(BaseException):
 
 
 class Ending:
-    """Knows whether a job goes on after a step, and what ended it."""
+    """Decides after each step whether the job ends, and knows what ended it."""
 
     def __init__(self, learner: Learner, limits: Limits) -> None:
         self.learner, self.limits = learner, limits

@@ -33,12 +33,12 @@ class FindingBatchSize(abc.ABC):
         """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
 
         A few steps are made with larger and larger batches, on copies: the model, its optimizer and random numbers stay
-        as they are. (MXNet's own random numbers begin anew, as in ``fit``: MXNet cannot save where it is in them.)
+        as they are. (Except MXNet's random numbers, which begin anew as in ``fit``: MXNet cannot save their state.)
 
         Args:
             model: As for ``fit``.
-            data: As for ``fit``, but no loader with batches of its own.
-            maximum: No batch is larger than that. Default: None, all samples.
+            data: As for ``fit``, but not a loader.
+            maximum: The largest batch to try. Default: None, all samples.
             memory: The memory that steps may take on each device, as ``"8GB"``. Default: None, all of a GPU; on a CPU
                 half of what is free, divided over the processes: a host that is full takes other programs with it.
             of: ``"micro_batch"`` finds the largest ``Step(micro_batch_size=...)`` for the trainer's ``batch_size``.
@@ -60,7 +60,7 @@ class FindingBatchSize(abc.ABC):
 
     @contextlib.contextmanager
     def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
-        """A model and an optimizer to try steps with; the caller's own stay as they are."""
+        """A model and an optimizer to try steps with; the caller's own do not change."""
         yield self._copied(model, optimizer)
 
     def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:

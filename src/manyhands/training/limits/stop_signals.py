@@ -27,7 +27,7 @@ _SAME_PRESS = 2.0  # seconds: a launcher hands on the Ctrl-C that its processes 
 
 @dataclass
 class Requests:
-    """Which signal has asked this process to stop; None: go on."""
+    """Which signal has asked this process to stop; None: no signal has."""
 
     asked: str | None = None
     # In a worker: why its caller's callbacks want the training to end, as :mod:`..callbacks.dispatcher` answers.
@@ -66,7 +66,7 @@ def current() -> Requests:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Requests]:
-    """Note signals for the time being, where that can be done: in the main thread, unless the caller has handlers."""
+    """Note signals within the block; only in the main thread, and only those without a handler of the caller."""
     global _current
     if threading.current_thread() is not threading.main_thread():
         yield Requests()
