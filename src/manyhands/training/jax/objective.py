@@ -113,8 +113,8 @@ def check_shares(objective: Objective) -> None:
     """Refuse uneven shares where it is not known which of a model's answers belong to padding rows."""
     if not isinstance(objective, Supervised):
         raise BadSettings(
-            "uneven shares fill up every device's part with rows that do not count, and training_step(batch) does not "
-            "show which of the model's answers belong to them: leave out shares, or give the trainer a "
+            "uneven shares pad every device's part of the batch, and training_step(batch) does not show which of the "
+            "model's outputs belong to padding: leave out shares, or give the trainer a "
             "loss(answer, target), which may return the mean or mh.LossSum(total, count)"
         )
 
@@ -162,9 +162,8 @@ def _only(samples: Rows, answer: Any) -> Any:
     def only(leaf: jax.Array) -> jax.Array:
         if leaf.shape[:1] != samples.shape:
             raise BadSettings(
-                f"uneven shares fill up every device's part with rows that do not count, and the model answers "
-                f"{len(samples)} rows with an array of shape {leaf.shape}: it must have one row per sample, to tell "
-                "which to leave out. Leave out shares"
+                f"uneven shares pad every device's part of the batch, and the model answers {len(samples)} rows with "
+                f"shape {leaf.shape}: to remove the padding it must have one row per sample. Leave out shares"
             )
         return leaf[np.flatnonzero(samples)]
 

@@ -70,8 +70,8 @@ class Trainer(BaseTrainer):
     }
     refused: ClassVar[dict[str, str]] = {
         "precision='fp16'": "JAX has no loss scaling of its own; give 'bf16', which needs none",
-        "shard": "FSDP2 is PyTorch's; in JAX a model is divided by its shardings",
-        "activation_checkpointing": "in JAX the model says it itself: wrap its blocks in jax.checkpoint (nnx.remat)",
+        "shard": "FSDP2 is PyTorch's; in JAX the shardings of a model divide it",
+        "activation_checkpointing": "set it in the model: wrap its blocks in jax.checkpoint (nnx.remat)",
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
         "side_lanes": "XLA orders a step's work itself",

@@ -2,8 +2,8 @@
 
 One process drives all devices of a machine, as one mesh. With a launcher's environment (:mod:`..launcher`) there are
 several processes, and the mesh is over the devices of all of them; every process then runs the same program, and JAX
-lets arrays span them. JAX has to hear of the other processes before it starts, that is before the first array: so the
-door joins them when it is imported.
+lets arrays span them. JAX must know the other processes before its first array, so the door joins them when it is
+imported.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def check() -> None:
     """Refuse to train alone where a launcher wanted several."""
     if launcher.size() > 1 and jax.process_count() != launcher.size():
         raise BadSettings(
-            f"the environment (WORLD_SIZE) speaks of {launcher.size()} processes, JAX knows {jax.process_count()}: it "
-            "has to hear of them before it starts. Import manyhands.jax before the first array, or call "
+            f"the environment (WORLD_SIZE) names {launcher.size()} processes, and JAX knows {jax.process_count()}: it "
+            "must know them before it starts. Import manyhands.jax before the first array, or call "
             "jax.distributed.initialize yourself"
         )
 
@@ -68,7 +68,7 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 class World:
-    """A mesh over all devices of a job, and how arrays lie on it."""
+    """A mesh over all devices of a job, and how arrays are laid out on it."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         """``devices`` are this process's; the other processes use those of the same numbers."""
@@ -121,7 +121,7 @@ class World:
         return jax.tree.map(copied, tree)
 
     def divided(self, tree: Any) -> Any:
-        """Inside a step: let every array of the tree lie on the devices in parts, by its first dimension."""
+        """Inside a step: divide every array of the tree over the devices, by its first dimension."""
         return jax.tree.map(
             lambda leaf: jax.lax.with_sharding_constraint(leaf, self.in_parts) if leaf.ndim else leaf, tree
         )

@@ -128,7 +128,7 @@ def note(why: str | Exception | None) -> str | None:
         return None
     if isinstance(why, Exception):
         why = f"{type(why).__name__}: {why}".splitlines()[0][:200]
-    return f"it was not checked whether the loss is a mean over the samples, as several parts need it ({why})"
+    return f"it was not checked whether the loss is a mean over samples, which batches in several parts need ({why})"
 
 
 def partial_note(seen: str | None) -> str | None:

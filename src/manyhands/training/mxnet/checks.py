@@ -33,9 +33,9 @@ _FEW = 2
 def refuse_launcher() -> None:
     if launcher.is_launched():
         raise BadSettings(
-            "RANK and WORLD_SIZE say that a launcher started this as one of several processes. MXNet as it can be "
-            "installed has no distributed key-value store, so they could not train together: start one process, which "
-            "trains on all devices of its machine"
+            "RANK and WORLD_SIZE say that a launcher started several processes. MXNet's packages have no distributed "
+            "key-value store, so they could not train together: start one process, which trains on all devices of its "
+            "machine"
         )
 
 

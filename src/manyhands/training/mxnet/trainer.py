@@ -57,7 +57,7 @@ class Trainer(BaseTrainer):
         "tuned_convolutions": "MXNet chooses the kernels of a step itself",
         "parallel": "MXNet's engine already runs independent operations in parallel",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
-        "wrt": "say it of the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
+        "wrt": "set it in the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
         "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",
     }
 
@@ -68,8 +68,9 @@ class Trainer(BaseTrainer):
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
         if isinstance(self._option("schedule"), mx.lr_scheduler.LRScheduler):
             raise BadSettings(
-                f"schedule: a {type(self._option('schedule')).__name__} gives learning rates, and a schedule factors "
-                "of them: give the optimizer mx.optimizer.SGD(lr_scheduler=...), or a function of the part that is done"
+                f"schedule: a {type(self._option('schedule')).__name__} returns learning rates, and a schedule returns "
+                "factors of the rate: give it to the optimizer, mx.optimizer.SGD(lr_scheduler=...), or a function "
+                "from how much of the training is done (0 to 1) to a factor"
             )
         if self._option("precision") == "bf16":
             raise BadSettings(
@@ -184,7 +185,7 @@ def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int =
 
 
 def _source(data: Any, *, shuffle: bool) -> Source:
-    """A source of what the user has; Gluon's arrays of samples are arrays, its other data sets are read as they are."""
+    """The source for the user's data; a Gluon ArrayDataset is arrays, other Gluon data sets need a DataLoader."""
     if isinstance(data, gluon.data.ArrayDataset):
         return sources.source(tuple(map(sources.as_numpy, data._data)), shuffle=shuffle)
     if isinstance(data, gluon.data.Dataset):

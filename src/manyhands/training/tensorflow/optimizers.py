@@ -65,7 +65,7 @@ def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]
             raise BadSettings(f"the optimizer has {option}={getattr(optimizer, option)}: {cure}")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise BadSettings(
-            "a LossScaleOptimizer is for float16, which is not trained in here: precision='bf16' needs none"
+            "a LossScaleOptimizer is for float16, which is not supported here: give precision='bf16', which needs none"
         )
     kind = type(optimizer)
     try:

@@ -41,7 +41,7 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
-    # Those that all frameworks have, where Keras has no such name; all of Keras's names are taken as they are.
+    # The names that all frameworks have and Keras does not; Keras's own names need no entry.
     losses_by_name: ClassVar[Mapping[str, Any]] = {
         "cross_entropy": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "bce_with_logits": keras.losses.BinaryCrossentropy(from_logits=True),
@@ -51,7 +51,7 @@ class Trainer(BaseTrainer):
     refused: ClassVar[dict[str, str]] = {
         "precision='fp16'": "the loss would have to be scaled; give 'bf16', which needs none",
         "shard": "FSDP2 is PyTorch's; TensorFlow's replicas hold all weights",
-        "activation_checkpointing": "in Keras the layers say it themselves: build the model in a keras.RematScope",
+        "activation_checkpointing": "set it in the layers: build the model in a keras.RematScope",
         "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
@@ -59,7 +59,7 @@ class Trainer(BaseTrainer):
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
         "tuned_convolutions": "TensorFlow chooses the kernels of a step itself",
         "parallel": "TensorFlow's executor already runs independent operations in parallel",
-        "wrt": "say it of the model: layer.trainable = False freezes its weights",
+        "wrt": "set it in the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }
 
@@ -206,7 +206,7 @@ def _check_settable(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _statistics_over(model: Any, batch_stats: str | None) -> Iterator[None]:
-    """Layers take statistics over all replicas or over their own, for the time being."""
+    """Within the block, BatchNorm layers take statistics over all replicas, or over their own replica."""
     layers = batch_norms(model)
     before = [layer.synchronized for layer in layers]
     try:

@@ -49,7 +49,7 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
-    refused: ClassVar[dict[str, str]] = {"wrt": "say it of the model: parameter.requires_grad_(False) freezes a weight"}
+    refused: ClassVar[dict[str, str]] = {"wrt": "set it in the model: parameter.requires_grad_(False) freezes a weight"}
     takes_schedulers: ClassVar[bool] = True
     losses_by_name: ClassVar[Mapping[str, Any]] = {
         "cross_entropy": torch.nn.functional.cross_entropy,

@@ -26,8 +26,8 @@ def counting_only(model: nnx.Module, samples: NDArray[np.bool_] | None) -> nnx.M
     for _, layer in nnx.iter_modules(model):
         if linen.keeps_statistics(layer):
             raise BadSettings(
-                "uneven shares fill up every device's part with rows that do not count, and the statistics of a Linen "
-                "module would be taken over these, too: leave shares away, or write the model with nnx.BatchNorm"
+                "uneven shares pad every device's part of the batch, and the statistics of a Linen module would count "
+                "the padding: leave out shares, or write the model with nnx.BatchNorm"
             )
         if isinstance(layer, nnx.BatchNorm):
             object.__setattr__(layer, "__class__", _masked(type(layer), weights))
@@ -38,8 +38,8 @@ def _masked(kind: Any, weights: jax.Array) -> Any:
     def call(self: Any, x: jax.Array, *arguments: Any, mask: jax.Array | None = None, **others: Any) -> jax.Array:
         if len(x) != len(weights):
             raise BadSettings(
-                f"uneven shares fill up every device's part with rows that do not count, and a {kind.__name__} sees "
-                f"{len(x)} rows of {len(weights)} samples: it cannot know which of them count. Leave out shares"
+                f"uneven shares pad every device's part of the batch, and a {kind.__name__} sees {len(x)} rows of "
+                f"{len(weights)} samples: it cannot know which are padding. Leave out shares"
             )
         rows = weights.reshape(-1, *[1] * (x.ndim - 1))
         answer: jax.Array = kind.__call__(
