@@ -1,8 +1,8 @@
-"""How many predictions are right, on one device or on all: the same in every framework.
+"""The number of right predictions, on one device or on all, in every framework.
 
 Right answers are counted on the device and read once, at the end: the program never waits for a device between two
-batches. Every sample counts once, whatever the sizes. A framework says how its arrays are compared, and how a net
-answers on a device (``manyhands.training.<framework>.book.accuracy``).
+batches. Every sample counts once, whatever the batch sizes. Each framework implements how arrays are compared and how a
+net is called on a device (``manyhands.training.<framework>.book.accuracy``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Accuracy(abc.ABC, Generic[D]):
     def __init__(self, backend: Backend[Any, D, Any]) -> None:
         self.place = Placement(backend)
 
-    # What a framework says
+    # Implemented by each framework
 
     @abc.abstractmethod
     def count(self, y_hat: Any, y: Any) -> Any:
@@ -43,14 +43,14 @@ class Accuracy(abc.ABC, Generic[D]):
     def answering(
         self, net: Any, devices: Sequence[D | None], *, replicate: bool
     ) -> AbstractContextManager[Sequence[Answer]]:
-        """What the net answers on each of these devices, in evaluation mode; ``replicate``: with a copy on each."""
+        """The net as a function on each of these devices, in evaluation mode; ``replicate``: with a copy on each."""
 
     @abc.abstractmethod
     def homes(self, net: Any) -> list[D]:
         """The devices that hold the net's tensors; none for a plain function."""
 
     def read(self, count: Any) -> int:
-        """A number of the device's; waits for it."""
+        """A count from the device, as an int; waits for it."""
         return int(count)
 
     def native(self, leaf: Any) -> Any:
@@ -58,7 +58,7 @@ class Accuracy(abc.ABC, Generic[D]):
         return leaf
 
     def on(self, device: D | None) -> AbstractContextManager[object]:
-        """Within it new arrays are on the device, where the framework does not follow the arguments."""
+        """Within it new arrays are on the device, if the framework does not place them with the arguments."""
         return nullcontext()
 
     def build(self, net: Any, X: Any) -> None:
@@ -108,8 +108,8 @@ class Accuracy(abc.ABC, Generic[D]):
     ) -> float:
         """The fraction of all samples that the net gets right, on all GPUs (or virtual devices, or the CPU).
 
-        Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
-        where it is to be done in another way. The net stays where it is: the devices work on copies.
+        Each batch is split over the devices, by ``split_f(X, y, devices)`` if it is given: it returns the shards of
+        ``X`` and those of ``y``. The net is not moved: the devices work on copies.
         """
         if not isinstance(net, self.models):
             raise NotATensor(

@@ -1,9 +1,8 @@
 """Steps on a Gluon block that leave no trace, for ``trainer.find_batch_size``.
 
 A deep copy of a block cannot be trained: its parameters have no place for gradients. So the steps are made on the block
-itself, with copies of its arrays in it. The arrays of the caller are kept apart meanwhile and never written to, so they
-come back bit-equal, also after an error of MXNet's engine, which spoils every array that a failed operation would have
-written.
+itself, with copies of its arrays in it. The caller's arrays are set aside and never written to, so they come back
+bit-equal, even after an error of MXNet's engine, which spoils every array that a failed operation would have written.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _TOO_LARGE = ("out of memory", "Failed to allocate CPU Memory", "larger than 2^3
 
 @contextlib.contextmanager
 def without_a_trace(model: Any) -> Iterator[None]:
-    """Within it the model may be trained; afterwards it holds what it held, also what had no values or no shape yet."""
+    """Within it the model may be trained; afterwards it is unchanged, even if it had no values or shapes yet."""
     parameters = [(parameter, dict(vars(parameter))) for parameter in replicas.distinct(model)]
     blocks = [(block, dict(vars(block))) for block in replicas.layers(model)]
     arrays = [(array, array.copy()) for array in replicas.plain_arrays(model).values()]

@@ -113,7 +113,7 @@ class GluonLearner:
     def _seed(self, step: int) -> None:
         """Seed the random numbers of every device: MXNet cannot save the state of its generators.
 
-        They depend on nothing but the seed, the step and the device, so a job that goes on draws the same ones.
+        They depend only on the seed, the step and the device, so a resumed job draws the same ones.
         """
         for number, device in enumerate(self.devices):
             mx.random.seed(_mixed(self.settings.seed, step, number), ctx=device)

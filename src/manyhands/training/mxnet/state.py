@@ -15,7 +15,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet.book.models import set_values
 from manyhands.training.mxnet.step import replicas
 
-# How an optimizer runs, rather than what it has learnt: the job says these.
+# How an optimizer runs, not what it has learnt: the job's values count.
 _COUNTED = ("rescale_grad", "aggregate_num", "begin_num_update", "num_update")
 _NOT_SAVED = ("lr", *_COUNTED)
 
@@ -63,7 +63,7 @@ def optimizer_options(trainer: gluon.Trainer) -> dict[str, Any]:
 def restore_optimizer(
     trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any], is_kept: Callable[[str], bool]
 ) -> None:
-    """Go on with what was saved, on the devices of this trainer; ``kept`` says which options stay as they are."""
+    """Restore the saved state on the devices of this trainer; ``is_kept`` says which options keep the job's value."""
     optimizer, saved = trainer.optimizer, tensors.unpack(blob)
     counts = {int(index): count for index, count in numbers["counts"].items()}
     if counts and max(counts) >= len(trainer._params):

@@ -1,13 +1,13 @@
 """Batch normalisation over the whole batch, wherever its samples are.
 
-The host issues one device's forward pass after the other's, but a layer that normalises over all devices needs
-every device to have come as far as itself. So each device's pass is issued by a thread of its own, and in such a layer
-the threads meet: each brings the sum of its samples, takes those of all others to its own device, and goes on with the
-same mean; then once more for the squared deviations. Two samples with the values 1 and 3 on one device and one with 8
-on another: sums 4 and 8, so the mean is 12 / 3 = 4; squared deviations 9 + 1 and 16, so the variance is 26 / 3.
+The host issues the forward passes of the devices one by one, but a layer that normalises over all devices needs
+the inputs of all of them. So a separate thread issues each device's pass, and the threads meet in such a layer: each
+brings the sum of its samples, copies the sums of the others to its device, and continues with the same mean; then once
+more for the squared deviations. Two samples with the values 1 and 3 on one device and one with 8 on another: sums 4 and
+8, so the mean is 12 / 3 = 4; squared deviations 9 + 1 and 16, so the variance is 26 / 3.
 
-Only the issuing meets, not the computing: no thread waits for a device. Copies between devices are part of what MXNet
-records, so that one backward pass over the losses of all devices gives the gradients of the whole batch. (MXNet's own
+The threads wait for each other to issue work, never for a device to compute it. MXNet records the copies between
+devices, so that one backward pass over the losses of all devices gives the gradients of the whole batch. (MXNet's own
 SyncBatchNorm gives every device the same weight, however many samples it has.)
 """
 
@@ -60,7 +60,7 @@ class Together:
             del layer.forward
 
     def run(self, passes: Sequence[Callable[[], Made]]) -> list[Made]:
-        """What each of the passes gives; the first error of any of them."""
+        """The results of all passes; raises the first error of any of them."""
         meeting, numpy_mode = _Meeting(len(passes)), bool(mx.util.is_np_array())
 
         def work(seat: int) -> Made:
@@ -83,7 +83,7 @@ class Together:
 
 
 class _Meeting:
-    """Where the threads of one step exchange arrays, in the order in which all of them come to the same layers."""
+    """Where the threads of one step exchange arrays, in the order of the layers."""
 
     def __init__(self, parties: int) -> None:
         self.barrier = threading.Barrier(parties)
@@ -93,7 +93,7 @@ class _Meeting:
         self._lock = threading.Lock()
 
     def exchange(self, seat: int, value: Any) -> list[Any]:
-        """What everyone brings to this round."""
+        """The values of all threads in this round."""
         number = self._rounds[seat]
         self._rounds[seat] += 1
         with self._lock:

@@ -53,7 +53,7 @@ def _own_blocks(block: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def plain_arrays(model: Any) -> dict[str, Any]:
-    """Arrays that are attributes of the user's own blocks: no parameters, so that no replica has one of its own."""
+    """Arrays that are plain attributes of the user's blocks: they are not parameters, so all replicas share them."""
     return {
         f"{path}.{name}": value
         for path, block in _own_blocks(model, type(model).__name__)
@@ -63,7 +63,7 @@ def plain_arrays(model: Any) -> dict[str, Any]:
 
 
 def statistics(model: Any) -> list[gluon.Parameter]:
-    """What layers count along with training, as batch normalisation does: parameters that no gradient belongs to."""
+    """Running statistics, as those of BatchNorm: parameters without gradients."""
     return [
         parameter
         for parameter in distinct(model)
@@ -79,9 +79,9 @@ def normalises(model: Any) -> bool:
 
 @contextlib.contextmanager
 def on(model: Any, devices: Sequence[mx.Context], dtype: str | None = None) -> Iterator[None]:
-    """Within it the model is on these devices, in this dtype; afterwards where and what it was, with new values.
+    """Within it the model is on these devices, in this dtype; afterwards on its own devices, in its own dtype.
 
-    The values that count are those of the first device.
+    It keeps the values of the first device.
     """
     homes = [(parameter, list(parameter.list_ctx()), parameter.dtype) for parameter in distinct(model)]
     with modes.numpy_like(modes.of_model(model)):

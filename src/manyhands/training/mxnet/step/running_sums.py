@@ -1,9 +1,8 @@
 """Loss and accuracy of an epoch, summed on the first device and read late.
 
-MXNet can wait for an array but not ask whether it is there. So with every step the sums set out for the host, and two
-steps later the host waits for them: they are the work of a step long issued, not of the one under way. That does two
-things. The engine, which would queue steps without bound, has at most two ahead of it; and what has arrived can be
-shown without waiting for anything::
+MXNet can wait for an array but cannot tell whether it is ready. So every step starts a copy of the sums to the host,
+and two steps later the host waits for it: that step was issued long ago. This has two effects. The engine, which would
+queue steps without bound, has at most two in its queue; and the sums that have arrived can be shown without waiting::
 
     step 7 issued | step 8 issued | wait for the sums of step 7; step 9 issued | wait for those of step 8; ...
 """
@@ -65,7 +64,7 @@ class Metrics:
         self._shards.append(loss)
 
     def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
-        """Add the step's parts, of this many samples, to the sums; gives whether its loss is finite, on the device.
+        """Add the step's parts, of this many samples, to the sums; returns, on the device, whether its loss is finite.
 
         ``finite``: 1 or 0, each of them is to be 1 as well.
         """
@@ -90,7 +89,7 @@ class Metrics:
         return good
 
     def set_out(self) -> None:
-        """A step is issued: the sums set out for the host, those of two steps ago are waited for."""
+        """A step was issued: start copying the sums to the host, and wait for those of two steps ago."""
         self._coming.append((self._count, self._on_the_way()))
         if len(self._coming) > _IN_FLIGHT:
             self._arrived = self._coming.popleft()

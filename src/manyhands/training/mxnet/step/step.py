@@ -10,8 +10,8 @@ Where the loss is a sum with a count of its own (:class:`~manyhands.training.los
 whole batch is known only after all forward passes: each device minimises its total, and the summed gradients are
 divided.
 
-Python attributes that the model's code changes are those that the first device's part leaves behind, so that a counter
-counts steps on any number of devices.
+Python attributes that the model's code changes keep the values of the first device's pass, so that a counter counts
+steps on any number of devices.
 
 A device without samples has zeros for gradients. Every device then makes the same update of its own replica. Nothing
 here waits: each call hands work to MXNet's engine, which runs the devices side by side.
@@ -146,7 +146,7 @@ class Step:
                     array._fresh_grad = True
 
     def _finite(self) -> list[Any]:
-        """1 or 0 on a device: MXNet's ReLU makes 0 of NaN, so bad samples may show in the gradients alone."""
+        """1 or 0 on a device. MXNet's ReLU turns NaN into 0, so bad samples may show in the gradients only."""
         by_dtype: dict[Any, list[Any]] = {}
         for parameter in self.parameters:
             if parameter.list_data()[0]._fresh_grad:
@@ -197,9 +197,9 @@ def _backward(losses: list[Any]) -> None:
 
 
 def evaluate(objective: Objective, shards: Shards, metrics: Metrics, attributes: Attributes) -> list[Any]:
-    """Add a batch to the metrics; outside of ``record`` layers are in their way of predicting.
+    """Add a batch to the metrics, with layers in evaluation mode; returns the model's output for each shard.
 
-    Gives what the model answered to each shard; None where the objective keeps it to itself.
+    An output is None where the objective does not return it.
     """
     works = [partial(objective, shard, training=False) for shard in shards if shard is not None]
     losses = attributes.of_first(works)
