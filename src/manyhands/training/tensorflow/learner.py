@@ -1,7 +1,7 @@
 """TensorFlow's learner: one process of a job, with all of its devices.
 
-The step (:mod:`.step`) is one ``tf.function``. TensorFlow runs it to its end on CPU devices; on GPUs the host is ahead
-by what CUDA's queue holds. What is shown of it is read by a thread of its own, so that no step waits.
+The step (:mod:`.step`) is one ``tf.function``. On CPU devices TensorFlow returns when the step is done; on GPUs the
+host runs ahead by what CUDA's queue holds. A separate thread reads the figures that are shown, so that no step waits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KerasLearner:
         return notes
 
     def _last_notes(self) -> list[str]:
-        """What of the model's own state does not go the way of its weights."""
+        """Notes about state of the model that is not kept with its weights."""
         notes = python_attributes.notes(self.step_of.function.changed, "TensorFlow", _IN_A_WEIGHT)
         for (name, variable), before in zip(self.step_of.function.unknown, self._unknown, strict=True):
             if not np.array_equal(variable.numpy(), before):
@@ -150,7 +150,7 @@ class KerasLearner:
                 weight.assign(value)
 
     def send_figures(self, step: int) -> None:
-        """Read by another thread, like those that are shown; of several replicas they are added up on the devices."""
+        """Another thread reads them, like those that are shown. Devices add up the sums of several replicas."""
         sums = self.step_of.on_each(self.step_of.sums_together())[0]
         self._sent.append((step, self._reader.submit(self._figures, [sums])))
 
@@ -162,7 +162,7 @@ class KerasLearner:
         return arrived
 
     def learning_rates(self) -> dict[str, float]:
-        """What the host knows: the optimizer's rate at the beginning times the factor, or a schedule at this step."""
+        """From numbers on the host: the optimizer's first rate times the factor, or a Keras schedule at this step."""
         schedule = self.job.optimizer._learning_rate
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             with tf.device("/device:CPU:0"):
@@ -297,13 +297,13 @@ class KerasLearner:
     # The end
 
     def update_caller_model(self) -> None:
-        """The weights of this moment (their average, where one is kept), in the caller's model."""
+        """Write the current weights (or their average, if one is kept) into the caller's model."""
         with self.averaged():
             for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
                 variable.assign(value)
 
     def close(self) -> None:
-        """What was learned goes into the caller's model and optimizer."""
+        """Write the weights and the optimizer's state into the caller's objects."""
         self._reader.shutdown()
         self._share_statistics()
         self.notes += self._last_notes()

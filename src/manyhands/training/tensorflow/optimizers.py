@@ -87,9 +87,9 @@ def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]
 
 
 def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
-    """What the caller's optimizer remembers, in the order of ``like.variables``; its beginning where it is new.
+    """The state of the caller's optimizer, in the order of ``like.variables``; the initial state if it is new.
 
-    One that was built for other variables than the model's is refused.
+    An optimizer that was built for other variables than the model's is refused.
     """
     if not optimizer.built:
         fresh = [variable.numpy() for variable in like.variables]
@@ -108,7 +108,7 @@ def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
 
 
 def options(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer was made with, as far as it is JSON. A checkpoint holds variables only: these always count."""
+    """The options of an optimizer that JSON can hold. Checkpoints hold variables only, so the job's options count."""
     plain = (bool, int, str, type(None))
     made_with = {name: value for name, value in optimizer.get_config().items() if name != "name"}
     made_with |= {name: float(value) for name, value in made_with.items() if isinstance(value, float)}
@@ -145,7 +145,7 @@ def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
 class Nesterov(keras.optimizers.SGD):  # type: ignore[misc]
     """SGD with Nesterov's momentum and weight decay as PyTorch has it: a part of the gradient.
 
-    Keras's own ``weight_decay`` shrinks the weights beside the gradient, so that momentum does not see it.
+    Keras's own ``weight_decay`` shrinks the weights separately, so that momentum does not see it.
     """
 
     def __init__(self, learning_rate: float, decay: float = 5e-4, **kwargs: Any) -> None:

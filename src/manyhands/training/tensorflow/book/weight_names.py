@@ -1,6 +1,6 @@
 """Keras's names of weights: ``resnet_block2.0/conv3/kernel`` is ``resnet_block2.0.conv3.weight`` in PyTorch.
 
-Layers have the same names in both (:mod:`.models` sees to it).
+Layers have the same names in both: :mod:`.models` gives them PyTorch's.
 """
 
 from __future__ import annotations

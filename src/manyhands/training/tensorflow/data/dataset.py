@@ -1,9 +1,9 @@
-"""A ``tf.data.Dataset`` whose order can be had again: by a resumed job, by every process, on any number of devices.
+"""A ``tf.data.Dataset`` whose order can be repeated: by a resumed job, by every process, on any number of devices.
 
 A dataset that shuffles draws another order each time it is iterated, from a generator that lives as long as the
-program. A job that is resumed in another program would get other batches. So the dataset is made again from its own
-graph, with generators of its own: seeded as the user said, or by the job's seed where the user said nothing. The order
-of an epoch is then a function of the epoch::
+program. A job that is resumed in another program would get other batches. So the dataset is rebuilt from its graph,
+with separate generators: with the user's seed, or with the job's seed if the user gave none. The order of an epoch is
+then a function of the epoch::
 
     shuffle(1000, seed=3)    epoch 0, 1, 2: what the first, second, third loop over it gives in a new program
     shuffle(1000)            the same, with a seed that is made of the job's
@@ -11,8 +11,8 @@ of an epoch is then a function of the epoch::
 Where the dataset repeats itself, one iteration draws several orders; each epoch then gets generators with seeds made of
 the user's and the epoch.
 
-A dataset without an end has epochs of ``Limits(limit_batches=100)`` batches. As in Keras each goes on where
-the one before it ended.
+A dataset without an end has epochs of ``Limits(limit_batches=100)`` batches. As in Keras, each epoch continues where
+the one before ended.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RepeatableDataset:
         return len(self.dataset)
 
     def rebuild(self, epoch: int | None = None) -> Any:
-        """The dataset with generators of its own; with an epoch, seeded for it."""
+        """The dataset with separate generators; with an epoch, seeded for that epoch."""
         graph = _graph_of(self.dataset)
         constants = {node.name: node for node in graph.node if node.op == "Const"}
         for number, node in enumerate([node for node in graph.node if node.op == _SHUFFLE]):
@@ -77,7 +77,7 @@ class RepeatableDataset:
         return dataset_ops._VariantDataset(variant, self.dataset.element_spec)
 
     def _seeds(self, seeds: list[int], number: int, epoch: int | None) -> list[int]:
-        """Those of the number-th shuffle of a dataset. TensorFlow's 0, 0 is one without a seed."""
+        """The seeds of the number-th shuffle of a dataset. TensorFlow's 0, 0 means no seed."""
         if any(seeds) and epoch is None:
             return seeds
         parts = [seed % 2**64 for seed in seeds] if any(seeds) else [self._seed, number]
@@ -91,7 +91,7 @@ class EndlessDataset:
     def __init__(self, data: Any, batches: int) -> None:
         self._data, self._batches, self._epoch = data, batches, 0
         self._left: Iterator[Any] | None = None
-        self._passed = 0  # batches from the first on, of which those that are left are the next
+        self._passed = 0  # batches before those that are left
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -110,9 +110,9 @@ class EndlessDataset:
 
 
 def repeatable(data: Any, seed: int, batches: int | None = None) -> Any:
-    """The same data; of a dataset that shuffles, and whose graph can be made again, one with an order by epochs.
+    """The same data; a dataset that shuffles gets a repeatable order, if its graph can be rebuilt.
 
-    ``batches``: those of an epoch of a dataset without an end.
+    ``batches``: the batches of an epoch, for a dataset without an end.
     """
     if not isinstance(data, tf.data.Dataset):
         return data

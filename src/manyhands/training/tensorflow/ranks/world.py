@@ -39,7 +39,7 @@ class World:
 
     @property
     def devices(self) -> list[Any]:
-        """Those of this process."""
+        """The devices of this process."""
         return [backend.TensorFlowDevice(device) for device in self.strategy.extended.worker_devices]
 
     @property
@@ -48,7 +48,7 @@ class World:
         return int(self.strategy.num_replicas_in_sync)
 
     def from_first(self, data: bytes) -> bytes:
-        """The bytes that the first process has; what the others give is not looked at."""
+        """The bytes of the first process; those of the others are ignored."""
         if self.size == 1:
             return data
         length = int(self._summed(np.array([len(data) if self.first else 0]))[0])
@@ -58,7 +58,7 @@ class World:
         return self._summed(words.view(np.int64)).view(np.uint8)[:length].tobytes()
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Some numbers from each process, as many from each."""
+        """The numbers of each process; all give equally many."""
         if self.size == 1:
             return [list(numbers)]
         table = np.zeros((self.size, len(numbers)))
@@ -86,7 +86,7 @@ def _sums(strategy: Any) -> Any:
 
 
 def of_devices(devices: Sequence[Any]) -> World:
-    """A job of this process alone. TensorFlow computes elsewhere without a word where a device is not there."""
+    """A job of this process alone. Checks the devices: TensorFlow silently uses another one if a device is missing."""
     if len(devices) == 1:
         world = World(tf.distribute.OneDeviceStrategy(devices[0]))
     else:
@@ -134,7 +134,7 @@ def _choose_gpu(place: launcher.Place, *, on_cpu: bool) -> None:
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
+    """The value (JSON) that ``make`` returns in the first process of a launched job; every process gets it."""
     if launcher.size() < 2:
         return make()
     here = join()  # before anything is made: that may start TensorFlow

@@ -1,10 +1,9 @@
 """A Keras model as a function of all that it holds.
 
-A model's variables are in one place; its replicas need others. So the model lends only its layers: within a
-``keras.StatelessScope`` every variable has the value that the replica has for it, and what layers would write to their
-variables (running statistics) comes out as new values. Nothing of the caller's model is touched, and no model has to be
-cloned. Random layers draw from seeds that are computed of (seed, step, replica): a job that goes on at a step draws
-what it would have drawn.
+A model has one set of variables, and each replica needs its own. So only the model's layers are used: within a
+``keras.StatelessScope`` every variable has the replica's value, and what layers would write to their variables (running
+statistics) is returned as new values. The caller's model does not change, and no model has to be cloned. Random layers
+draw from seeds that are computed from (seed, step, replica), so a resumed job draws the same numbers.
 
 Within the model's layers and its loss the number of replicas reads 1. Keras's losses (and
 ``tf.nn.compute_average_loss``) divide by that number, because Keras adds up the replicas' losses; the step weighs each
@@ -46,7 +45,7 @@ class Function:
         self.trained: list[Any] = list(model.trainable_variables)
         trained = {id(variable) for variable in self.trained}
         self.statistics = [variable for variable in model.weights if id(variable) not in trained]
-        # Layers without a generator of their own take Keras's global one, of which every thread has another.
+        # Layers without a generator use Keras's global one, and every thread has another of these.
         self._unseeded = keras.random.SeedGenerator(0)
         weights = {id(variable) for variable in model.weights}
         self._generators = [v for v in model.variables if id(v) not in weights] + [self._unseeded.state]
@@ -67,14 +66,14 @@ class Function:
         return losses, [scope.get_current_value(variable) for variable in self.statistics]
 
     def answer(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
-        """What the model says to a batch with or without targets, in evaluation mode and full precision."""
+        """The model's output for a batch with or without targets, in evaluation mode and full precision."""
         with self._within(weights, statistics, numbers):
             inputs = batch_parts.inputs_of(self.model, batch, self.inputs)
             return widened(batch_parts.checked_answer(self.model, batch_parts.Parts(inputs, ()), training=False))
 
     @contextlib.contextmanager
     def _within(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any]) -> Iterator[Any]:
-        """The model has these values, and random numbers of its own."""
+        """Within it the model has these values, and its random numbers are seeded by ``numbers``."""
         mapping = [*zip(self.trained, weights, strict=True), *zip(self.statistics, statistics, strict=True)]
         mapping += zip(self._generators, self._seeds(numbers), strict=True)
         scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
@@ -90,7 +89,7 @@ class Function:
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Python attributes are put back: code is traced once for each device, and by the trial of a loss."""
+        """Puts Python attributes back: code is traced once for each device, and by the trial of a loss."""
         try:
             yield
         finally:
@@ -130,7 +129,7 @@ def _penalty(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_one_replica() -> Iterator[None]:
-    """The number of replicas reads 1; what replicas do together (synchronized statistics) goes on."""
+    """Within it the number of replicas reads 1; replicas still exchange synchronized statistics."""
     replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1:
         yield

@@ -1,15 +1,15 @@
 """One training step on several devices: forward, backward, sum, clip, update. Exact for shards of any size.
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and summed
-over the replicas it is the mean over the batch, and so are the gradients. Eight samples on two devices in shares 3:1:
-the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight. A loss that is given
-as a sum and its count (:class:`~manyhands.training.loss.loss_sum.LossSum`) is divided by the counts of all replicas,
-which are added up before the gradients are. A sum that nothing divides (Keras's ``reduction="sum"``) is added up as it
-is.
+over the replicas it is the mean over the batch, and so are the gradients. For example eight samples on two devices in
+shares 3:1: the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight. A loss
+that is a sum and its count (:class:`~manyhands.training.loss.loss_sum.LossSum`) is divided by the counts of all
+replicas, which are added up before the gradients are. A sum without a divisor (Keras's ``reduction="sum"``) is only
+added up.
 
-Each replica has variables of its own for weights, statistics and what the optimizer remembers. Gradients are summed
-over the replicas (the only thing that goes from device to device), every replica makes the same update. The samples
-are gathered inside the step: the host sends where the shards of the batch begin and end. Nothing is read.
+Each replica has its own variables for weights, statistics and optimizer state. Gradients are summed over the replicas
+(nothing else is sent from device to device), and every replica makes the same update. The samples are gathered inside
+the step: the host sends where the shards of the batch begin and end. It reads nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Step:
         self.sums_together = _compiled(self._sums_together)
 
     def _per_replica(self, value: Array) -> Any:
-        """A variable of which every replica has one, read and written without the others."""
+        """A variable with a separate value on every replica, read and written without the others."""
         with self.strategy.scope():
             return tf.Variable(
                 value,
@@ -229,7 +229,7 @@ class Step:
             weights, statistics = self._values()
             batch = prepare(_gathered(data, order[begin:end], on_host))
             losses, _ = self.function(weights, statistics, (0, replica), batch, training=False)
-            if answers and losses.answer is None:  # a step of the model's own keeps it to itself
+            if answers and losses.answer is None:  # the model's own step does not return it
                 answer = self.function.answer(weights, statistics, (0, replica), batch)
                 losses = replace(losses, answer=answer, targets=batch[-1] if len(batch) > 1 else ())
             pairs.append((losses.answer, losses.targets) if answers else ())
@@ -258,7 +258,7 @@ class Step:
         return _read(self.weights), _read(self.statistics)
 
     def _figures(self, losses: Losses, size: Any, whole: Any) -> list[Any]:
-        """The three figures, and the totals and counts of the sums; without samples all are nothing."""
+        """The three figures, and the totals and counts of the sums; all zero without samples."""
         if len(losses.sums) > MOST_SUMS:
             raise BadSettings(
                 f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most"
@@ -327,8 +327,8 @@ def _from_all(rows: Any) -> Any:
 def _compiled(work: Callable[..., Any]) -> Any:
     """A graph of TensorFlow's for one job.
 
-    TensorFlow warns of functions that are traced again and again, and identifies them by their code: it would warn of
-    several short jobs in one program. A partial has no code of its own, and is identified as an object.
+    TensorFlow warns about functions that are traced again and again, and identifies them by their code: several short
+    jobs in one program would cause the warning. A partial has no code, so it is identified as an object.
     """
     return tf.function(functools.partial(work), autograph=False, reduce_retracing=True)
 
@@ -343,7 +343,7 @@ def _gathered(data: Batch, numbers: Any, on_host: bool) -> Batch:
 
 
 def _over_replicas(values: Sequence[Any]) -> list[Any]:
-    """The sums over all replicas; TensorFlow packs values of one kind of number together, and only those."""
+    """The sums over all replicas, dtype by dtype: TensorFlow packs only values of one dtype together."""
     replicas, summed = tf.distribute.get_replica_context(), list(values)
     for kind in dict.fromkeys(value.dtype for value in values):
         places = [place for place, value in enumerate(values) if value.dtype == kind]
@@ -354,9 +354,9 @@ def _over_replicas(values: Sequence[Any]) -> list[Any]:
 
 
 def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
-    """What gradients are taken of: the mean, weighted by its samples, with what is added to it, and each sum.
+    """The terms to take gradients of: the mean, weighted by its samples, with undivided sums added, and each other sum.
 
-    Without samples: nothing.
+    All are zero without samples.
     """
     sums = [loss_sum.total / tf.cast(whole, loss_sum.total.dtype) for loss_sum in losses.sums]
     totals = [] if losses.total is None else [losses.total.value]
