@@ -74,7 +74,8 @@ class Step(_Topic):
             Default: None, where the job is long enough to pay for it.
         side_lanes: Run work beside the chain of kernels, on separate lanes: weight gradients, casts of weights,
             metrics, half of the update. Default: True.
-        fused_norms: Fuse BatchNorm with the addition and ReLU that follow it. Default: True.
+        fused_norms: Fuse BatchNorm with the addition and ReLU that follow it, GroupNorm with its activation and the
+            casts of autocast. Default: True.
         tuned_convolutions: Time several ways to compute each convolution (other plans of cuDNN, where
             ``nvidia-cudnn-frontend`` is installed, and matrix products), keep the fastest and remember it on disk. No
             more time is spent on it than the job wins. Default: True.
