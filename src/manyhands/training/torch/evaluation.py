@@ -151,7 +151,7 @@ def _are_dicts(data: Source) -> bool:
 
 
 class _Answers:
-    """The model's answer while an objective calls it. A model that is called several times is called once more."""
+    """Records the model's output while an objective calls it; a model that is called several times is called again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self._seen = model, list[Any]()

@@ -47,7 +47,7 @@ class Job:
     notes: list[str] = field(default_factory=list)
 
     def make_optimizer(self, model: torch.nn.Module) -> Configured:
-        """The optimizer of this model, the one that the user has or a new one, and schedulers that come with it."""
+        """The optimizer of this model, the user's or a new one, and the schedulers that come with it."""
         result = configured(
             self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
         )
@@ -105,7 +105,7 @@ class Job:
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:
-    """Precision and memory format, as far as the user has given them; :mod:`.preflight.precision` chooses the rest."""
+    """Precision and memory format that the user has chosen; :mod:`.preflight.precision` chooses the rest."""
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())

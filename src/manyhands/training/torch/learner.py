@@ -128,7 +128,7 @@ class Rank:
         return model if model.training else model.train()  # layers that the caller has frozen stay so
 
     def _shard_model(self, job: Job) -> torch.nn.Module:
-        """A copy of the model of which this rank holds a part."""
+        """A sharded copy of the model."""
         self.numbers.channels_last = False  # FSDP2 divides contiguous memory only
         model = sharding.sharded(job.model, self.world, torch.float64 if self.settings.precision == "fp64" else None)
         self.module_state = ModuleState(model)
@@ -220,7 +220,7 @@ class Rank:
     # Steps
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
-        """Every batch of the epoch that is left, with this rank's shard of it."""
+        """The remaining batches of the epoch, with this rank's shard of each."""
         self._first_step = cursor.step - cursor.batch
         if not self._begun:
             self._begun = True

@@ -1,4 +1,4 @@
-"""What a step minimises: a loss of a model and a batch, with the number of right answers where there is one."""
+"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_torchs_mean(loss: Any) -> bool:
-    """Whether the loss is one of PyTorch's own as it is given, with a reduction that :func:`mean_loss` knows."""
+    """Whether the loss is one of PyTorch's own, with a reduction that :func:`mean_loss` knows."""
     function, options = function_and_options(loss)
     if inspect.isfunction(function):
         return function.__module__ == torch.nn.functional.__name__ and options.get("reduction", "mean") != "sum"
@@ -353,7 +353,7 @@ def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
 
 
 def class_scores(answer: Any, target: Any) -> Scored | None:
-    """The answer with its target, where it is rows of class scores."""
+    """The output with its target, if it is rows of class scores."""
     if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if answer.dim() != 2 or target.dim() != 1 or target.is_floating_point():

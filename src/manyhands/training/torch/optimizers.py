@@ -36,7 +36,7 @@ OPTIMIZERS = Optimizers(
 
 
 def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.Optimizer | MakeOptimizer:
-    """The optimizer that the user has, or what makes one of a model (a job that is sent away makes it there)."""
+    """The user's optimizer, or a function from a model to one (a job makes it in its worker process)."""
     if isinstance(optimizer, torch.optim.Optimizer):
         of_model = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in of_model for group in optimizer.param_groups for parameter in group["params"]):

@@ -146,7 +146,7 @@ class Scheduler:
         return {"name": type(self.scheduler).__name__, **encoded}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state` gave; where the job has other rates than the saved one, in proportion."""
+        """Restore what :meth:`state` returned; if the job has other learning rates, scale the saved ones."""
         name = type(self.scheduler).__name__
         if saved["name"] != name:
             raise BadSettings(f"the run was started with the scheduler {saved['name']}, this job has {name}: keep it")
@@ -164,7 +164,7 @@ class Scheduler:
                         part.base_lrs[number] *= rate / saved_rate
 
     def close(self) -> None:
-        """A scheduler of the caller's own goes on with the caller's optimizer."""
+        """Give the caller's own scheduler back to the caller's optimizer."""
         if self.is_finished:
             for part in _parts(self.scheduler):
                 part.optimizer = self.optimizer

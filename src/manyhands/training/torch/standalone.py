@@ -29,7 +29,7 @@ _ALIVE_EVERY = 0.2  # seconds
 
 
 def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """This rank's part: the figures over all ranks, or (``predict``) nothing but what ``take`` gets."""
+    """This rank's part: returns the figures over all ranks; a prediction goes to ``take`` and returns None."""
     precision = job.settings.precision
     numbers = Numbers(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
     model = job.model.to(here.device, numbers.dtype)
@@ -54,7 +54,7 @@ def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | Non
 
 
 def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
-    """In a worker process: what it sends home at the end. Outputs are sent before, piece by piece."""
+    """In a worker process: returns its last message. Outputs are sent before, piece by piece."""
     spoke = 0.0
 
     def alive() -> None:

@@ -30,7 +30,7 @@ _HOST = torch.device("cpu")
 
 
 def resident(source: Source, device: torch.device) -> Source:
-    """The source, on the device if it is arrays that fit there well, or that lie on another one already."""
+    """The source, on the device if it is arrays that fit there well, or arrays on another device."""
     if not isinstance(source, Arrays):
         return source
     places = {tensor.device for tensor in source.tensors}
@@ -82,7 +82,7 @@ def shards(
 
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
-    """The batches that a loader gives from the cursor on, each with its window."""
+    """The batches of a loader from the cursor on, each with its window."""
     batches = loader_batches.of_size(source.batches(seed), source.required_size, rows)
     return loader_batches.windows(source.loader, batches, cursor, rows, _pieces)
 
@@ -166,7 +166,7 @@ def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in pinned memory; sparse and nested ones, and those on a GPU, stay as they are."""
+    """A tensor in pinned memory; sparse, nested and GPU tensors are not changed."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         return tensor
     return tensor if tensor.is_pinned() else tensor.pin_memory()

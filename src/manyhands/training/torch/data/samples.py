@@ -18,7 +18,7 @@ from manyhands.training.torch.job import Job
 
 
 def can_be_read(data: Source) -> bool:
-    """Whether the first samples can be read without consuming them: not from an iterator, which can be read once."""
+    """Whether the first samples can be read without consuming them: not from an iterator."""
     return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
 
 
@@ -40,7 +40,7 @@ def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]]) -
 
 
 def first_batches(job: Job) -> Iterator[Batch]:
-    """The first batches of a job's stream. Of an iterator, which can be read once, the first batch: it is put back."""
+    """The first batches of a job's stream; of an iterator only the first batch, which is put back."""
     stream = job.train
     assert isinstance(stream, Stream)
     if can_be_read(stream):
@@ -69,6 +69,6 @@ def _plain(loader: Any) -> Any:
 
 
 def as_the_model(model: torch.nn.Module, batch: Batch) -> Batch:
-    """The batch where the model is, in its kind of floating-point numbers."""
+    """The batch on the model's device, with floating-point numbers in the model's dtype."""
     first = next(model.parameters())
     return map_tensors(lambda leaf: leaf.to(first.device, first.dtype if leaf.is_floating_point() else None), batch)

@@ -154,7 +154,7 @@ class Samples:
 
 @dataclass
 class Stream:
-    """Batches in an order of their own: whole ones, of which each rank takes its part."""
+    """A loader with its own order: every rank reads whole batches and takes its part of each."""
 
     loader: Any
     batch_size: int | None = None
@@ -244,7 +244,7 @@ def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _gives_each_once(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's order is one that we can make ourselves: all samples, as they come or shuffled."""
+    """Whether the loader's order is one that we can make ourselves: all samples, in order or shuffled."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False
     sampler = loader.sampler
@@ -256,5 +256,5 @@ def _gives_each_once(loader: DataLoader[Any]) -> bool:
 
 
 def _plain_dict(batch: Batch) -> Batch:
-    """A batch by name as a plain dict: tokenizers have a class of their own, which is no tree."""
+    """A batch by name as a plain dict: tokenizers return their own class, which is not a tree."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch

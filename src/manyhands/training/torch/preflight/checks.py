@@ -65,7 +65,7 @@ def _call(model: torch.nn.Module, batch: Batch) -> None:
 
 
 def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, *, training: bool) -> str | None:
-    """Why right answers will not be counted, where a sample or the model's own step says so; None: they may be."""
+    """Why there will be no accuracy, if a sample or the model's own step shows it; None: there may be one."""
     if isinstance(objective, OwnStep):
         name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
         if not isinstance(model, Module) or getattr(type(model), name) is not getattr(Module, name):
@@ -83,7 +83,7 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
 
 
 def check_labels(job: Job) -> None:
-    """Have labels checked, that the model may have no output for, as soon as the number of outputs is known."""
+    """Check that the model has an output for every label, as soon as the number of outputs is known."""
     objective = job.objective
     if not (isinstance(objective, Supervised) and _of_classes(objective.loss)):
         return
@@ -150,7 +150,7 @@ def _several(model: torch.nn.Module, job: Job) -> list[int | str]:
 
 
 def _loss_of_model(job: Job, parts: bool) -> bool:
-    """Whether batches are dicts, and their loss the one in the model's output; found out only where it matters."""
+    """Whether batches are dicts, so that the loss is the one in the model's output; checked only if it matters."""
     data = job.train
     if isinstance(data, Arrays):
         return isinstance(data.prepare, dict_batches.Named)

@@ -43,7 +43,7 @@ _Change = Callable[[Batch], Batch]
 
 
 def of(job: Job, error: Exception) -> str | None:
-    """What to change so that the model can be trained with these data; None where nothing is found."""
+    """What to change so that the model can be trained with these data; None if no change is known to help."""
     if not can_be_read(job.train):
         return None
     if (words := _of_training(job, error)) is not None:
@@ -72,7 +72,7 @@ def of_prediction(job: Job) -> str | None:
 
 
 def _refusal(job: Job, inputs: tuple[Any, ...]) -> str | None:
-    """Why a copy of the model does not take these inputs, in its own words; None where it does."""
+    """Why a copy of the model does not take these inputs, from its own error; None if it does."""
     model, inputs = _copy(job, inputs)
     try:
         with torch.no_grad(), randomness.preserved(next(model.parameters()).device):
@@ -242,7 +242,7 @@ def _named(kind: torch.dtype) -> str:
 
 
 def _of_answer(job: Job) -> str | None:
-    """A model that gives several things, and a loss that takes one tensor."""
+    """A model that returns several things, and a loss that takes one tensor."""
     model, batch = _copy(job, few_samples(job.train, _FEW))
     answer = model(*inputs_and_target(batch)[0])
     loss: Any = job.objective.loss  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ def _of_gradient(job: Job) -> str | None:
 
 
 def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
-    """A copy of the model, and the samples where it is; both in float64 where the job is."""
+    """A copy of the model, and the samples on its device; both in float64 if the job is."""
     model = copy.deepcopy(job.model)
     device = next(model.parameters()).device
     numbers = Numbers(dtype=torch.float64 if job.settings.precision == "fp64" else None)

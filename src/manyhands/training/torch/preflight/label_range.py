@@ -21,7 +21,7 @@ from manyhands.training.torch.data.batches import Batch
 
 @dataclass
 class LabelRange:
-    """Refuses labels that are not 0 to (number of outputs - 1), but for the one that the loss leaves out."""
+    """Refuses labels that are not 0 to (number of outputs - 1), except the one that the loss ignores."""
 
     ignored: int
     classes: int | None = None

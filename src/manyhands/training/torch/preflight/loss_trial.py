@@ -68,7 +68,7 @@ def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
 
 
 def _copy(model: torch.nn.Module, objective: Objective) -> tuple[torch.nn.Module, Objective]:
-    """Both as a worker process would get them, with what their functions hold; else as PyTorch copies them."""
+    """Copies made as for a worker process, including what functions have closed over; else deep copies."""
     try:
         both: tuple[torch.nn.Module, Objective] = cloudpickle.loads(job_bytes.dumps((model, objective)))
     except Exception:
@@ -85,7 +85,7 @@ def _is_sum(model: torch.nn.Module, objective: Objective, batch: Batch) -> bool:
 
 
 def _batches(job: Job) -> tuple[list[Batch], str | None]:
-    """A few batches: the most unlike samples first, then some as they come; and what they were chosen from."""
+    """A few batches: the most unlike samples first, then the first ones; and what they were chosen from."""
     data = job.train
     if isinstance(data, Arrays):
         chosen = loss_trial.chosen_from([_look(tensor) for tensor in data.tensors], data.count)
@@ -138,7 +138,7 @@ def _numbers(tensor: torch.Tensor) -> Array:
 
 
 def _check(model: torch.nn.Module, objective: Objective, batches: Sequence[Batch]) -> str | None:
-    """Refuse a loss of which whole and parts differ; or say why they could not be compared."""
+    """Refuse a loss whose whole and parts differ; or say why they could not be compared."""
     trial = _Trial(model, objective)
     if sum(parameter.numel() for parameter in model.parameters()) < _DOUBLE and not trial.works_in_double(batches[0]):
         trial = _Trial(model, objective)

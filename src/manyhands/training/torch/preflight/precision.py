@@ -112,7 +112,7 @@ def _of_weights(model: torch.nn.Module) -> str:
 
 
 def _channels(layer: torch.nn.Module) -> tuple[int, int] | None:
-    """How many channels a product of this layer has on either side; None where it has none."""
+    """The input and output channels of a convolution or linear layer; None for other layers."""
     if isinstance(layer, _ConvNd):
         return layer.in_channels // layer.groups, layer.out_channels // layer.groups
     return (layer.in_features, layer.out_features) if isinstance(layer, torch.nn.Linear) else None

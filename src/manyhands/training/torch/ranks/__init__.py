@@ -1,1 +1,1 @@
-"""What the ranks of a job share: gradients, BatchNorm statistics, measured speeds."""
+"""What the ranks of a job exchange: gradients, BatchNorm statistics, measured speeds."""

@@ -48,7 +48,7 @@ class _Bucket:
 
 
 class LossAndWeight:
-    """What is summed over the ranks beside gradients: whether each loss is a number, and what the labels weigh."""
+    """Summed over the ranks with the gradients: whether each loss is finite, and the weight of the labels."""
 
     loss_mark: torch.Tensor  # zero, or NaN where the loss of a rank is not finite
     _group: dist.ProcessGroup | None = None
@@ -56,12 +56,12 @@ class LossAndWeight:
     _weight_work: Any
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Let all ranks know whether this loss is a number; to be called before its backward pass."""
+        """Tell all ranks whether this loss is finite; call before its backward pass."""
         loss = loss.detach()
         self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, NaN for anything else
 
     def sum_weight(self, weight: torch.Tensor) -> None:
-        """Sum what the labels of all shards weigh; to be called once, before the (last) backward pass of the step."""
+        """Sum the weight of the labels over all shards; call once, before the (last) backward pass of the step."""
         self._weight = weight
         self._weight_work = dist.all_reduce(weight, group=self._group, async_op=True)
 
@@ -103,7 +103,7 @@ class GradientSum(LossAndWeight):
         self._armed = armed
 
     def divide(self) -> torch.Tensor:
-        """Divide the sums of gradients by what all labels weigh; gives that. To be called after :meth:`finish`."""
+        """Divide the sums of gradients by the weight of all labels, and return it. Call after :meth:`finish`."""
         self._weight_work.wait()
         for bucket in self._buckets:
             bucket.flat[: bucket.elements] /= self._weight

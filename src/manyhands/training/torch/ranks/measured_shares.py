@@ -1,4 +1,4 @@
-"""How long a rank computes per sample, measured without making it wait; and what shares follow from it."""
+"""Measures a rank's seconds per sample without making it wait, and derives shares from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clock:
         self._open.append((self._begun, ended, samples))
 
     def per_sample(self) -> float:
-        """Seconds per sample of what is over by now; zero where nothing is."""
+        """Seconds per sample, over the steps that are done by now; zero if none are."""
         while self._open and self._open[0][1].query():
             begun, ended, samples = self._open.popleft()
             self._seconds += begun.elapsed_time(ended) / 1000

@@ -36,7 +36,7 @@ _STEPS = ("training_step", "validation_step")
 
 
 def check(settings: Settings, optimizer: object, devices: list[torch.device]) -> None:
-    """Refuse what does not go together with sharded parameters; ``devices`` are those of the ranks."""
+    """Refuse options that do not work with sharded parameters; ``devices``: those of the ranks."""
     reason = None
     if isinstance(optimizer, torch.optim.Optimizer):
         reason = "a finished optimizer holds whole parameters: give a name, a class or a function of the parameters"
@@ -53,7 +53,7 @@ def check(settings: Settings, optimizer: object, devices: list[torch.device]) ->
 
 
 def sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> torch.nn.Module:
-    """A copy of the model of which each rank holds its part; the weights are those of the first rank."""
+    """A sharded copy of the model, with the weights of the first rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -90,7 +90,7 @@ def _modules(model: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def gathered(model: torch.nn.Module) -> Iterator[None]:
-    """Within it every rank holds all parameters, so that ranks compute each for itself (an evaluation)."""
+    """Within it every rank holds all parameters, so that each can evaluate on its own."""
     modules = _modules(model)
     for module in modules:
         module.unshard()

@@ -49,7 +49,7 @@ class World:
         return self.rank == 0
 
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Every rank gets what the source has, in place."""
+        """Copy the tensors of the source rank into those of every rank."""
         if self.size > 1:
             for tensor in tensors:
                 dense = tensor.detach().contiguous()
@@ -136,7 +136,7 @@ def _keep_groups_from_forks() -> None:
 
 
 def _in_callers_group(device: torch.device) -> World:
-    """The script has made a process group itself: its ranks are those of the job."""
+    """The world of a process group that the script has made itself."""
     if dist.get_backend() == "nccl" and device.type == "cpu":
         raise BadSettings(
             "the process group of this script is of NCCL, which knows no CPU tensors, and the job is on the CPU: make "

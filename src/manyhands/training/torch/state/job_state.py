@@ -21,7 +21,7 @@ _NOT_SAVED = ("params", "differentiable", *_RUN_OPTIONS)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Tensors by name as safetensors; those that share memory (tied weights) are written each for itself."""
+    """Tensors by name as safetensors; tensors that share memory (tied weights) are written separately."""
     plain = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return _save(plain)
 
@@ -46,7 +46,7 @@ def restore_model(model: torch.nn.Module, blob: bytes) -> None:
 
 
 def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a tensor's values; one that is expanded (many elements in one place) gets memory of its own if need be."""
+    """Set a tensor's values; an expanded tensor (many elements in one place) gets new memory if they differ."""
     if is_sharded(tensor):
         parts: Any = tensor
         parts.data.to_local().copy_(_part_of(value, tensor).to_local())
@@ -58,12 +58,12 @@ def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is one of FSDP2's, of which this rank holds a part; asked without importing them."""
+    """Whether it is a sharded tensor of FSDP2; does not import DTensor."""
     return type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
 def _part_of(value: torch.Tensor, like: torch.Tensor) -> Any:
-    """A whole tensor, which every rank has, divided as another one is."""
+    """A whole tensor, which every rank has, sharded like another one."""
     from torch.distributed.tensor import distribute_tensor
 
     parts: Any = like
@@ -115,7 +115,7 @@ def _prefixes(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str | None]]:
-    """The names that an optimizer's parameters have in the model, per group; None for one that is not the model's."""
+    """The names of an optimizer's parameters in the model, per group; None for a parameter outside the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 

@@ -45,7 +45,7 @@ class ModuleState:
         self._before = self._looks(self._alive)
 
     def changed(self) -> dict[Place, Any]:
-        """The attributes that have changed since the beginning; those without a digest then are left out."""
+        """The attributes that have changed since the beginning, except those that had no digest then."""
         now = self._looks([])
         changed = {
             place
@@ -101,7 +101,7 @@ class ModuleState:
         return {"attributes": attributes, "extra_state": extra}, tensors, notes
 
     def restore(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what :meth:`save` gave."""
+        """Restore what :meth:`save` returned."""
         device = next(self._model.parameters()).device
         modules = dict(self._model.named_modules())
         for path, name, value in saved["attributes"]:
@@ -119,7 +119,7 @@ def _look(value: Any, names: Names, alive: list[object]) -> Any:
 
 
 def take_home(model: torch.nn.Module, luggage: Mapping[str, Any]) -> None:
-    """Put into a model what :meth:`ModuleState.luggage` has packed of its copy in a worker."""
+    """Restore in the caller's model what :meth:`ModuleState.luggage` packed in a worker."""
     names, modules = Names(model), dict(model.named_modules())
     for (path, name), packed in luggage["attributes"].items():
         if path in modules:
@@ -213,7 +213,7 @@ def _put(module: torch.nn.Module, name: str, value: Any) -> None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """The old object with the value of the new one where it can be written to, else the new one."""
+    """The old object with the new value, if it can be written to, else the new object."""
     if type(old) is not type(new) or old is new:
         return new
     try:

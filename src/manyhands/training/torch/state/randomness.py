@@ -78,7 +78,7 @@ def as_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what :func:`as_tensors` gave."""
+    """Restore what :func:`as_tensors` returned."""
     torch.set_rng_state(saved["torch"])
     spare = float(saved["python_spare"])
     random.setstate((3, tuple(saved["python"].tolist()), None if math.isnan(spare) else spare))

@@ -19,7 +19,7 @@ from manyhands.training.torch.state import job_state
 
 
 class Average:
-    """The average of all floating-point parameters of a model; of its buffers, too, where that is asked for."""
+    """The average of all floating-point parameters of a model, and on request of its buffers."""
 
     def __init__(self, model: torch.nn.Module, averaging: Averaging) -> None:
         self._model, self._averaging = model, averaging
@@ -33,7 +33,7 @@ class Average:
         self.tensors = [_copy(value.detach(), like=value) for value in self._values()]
 
     def settle(self) -> None:
-        """Lie in memory as the weights do now: their dtype or memory format may have changed."""
+        """Take the dtype and memory format that the weights have now: they may have changed."""
         pairs = zip(self.tensors, self._values(), strict=True)
         self.tensors = [_copy(average, like=value) for average, value in pairs]
 
@@ -83,7 +83,7 @@ class Average:
         return job_state.pack({name: averaged.get(name, tensor) for name, tensor in tensors.items()})
 
     def restore(self, blobs: Mapping[str, bytes]) -> bool:
-        """Continue from a checkpoint; False where it has no average: then this one begins with the weights."""
+        """Continue from a checkpoint; False if it has no average: then this one begins with the weights."""
         self.restart()
         if "average" not in blobs:
             return False

@@ -51,7 +51,7 @@ class Numbers:
                 yield
 
     def lay(self, batch: Batch) -> Batch:
-        """The batch as the model wants it; what is so already is left alone."""
+        """The batch in the model's dtype and memory format; tensors that fit already are not copied."""
         if not self.channels_last and self.dtype is None:
             return batch
         if type(batch) is tuple:  # the usual one, without a tree: the compiler cannot look into those
@@ -222,7 +222,7 @@ class EagerStep:
         return torch.stack([both.count for both, _, _ in self._sums]).sum()
 
     def _note(self, loss: torch.Tensor) -> None:
-        """Remember whether this loss is a number, for all ranks."""
+        """Remember whether this loss is finite, for all ranks."""
         if self.gradients is not None:
             self.gradients.note_loss(loss)
         elif self.spared is not None:

@@ -53,7 +53,7 @@ class KnownMeans(TorchFunctionMode):
         return mean
 
     def sum_of(self, loss: Any) -> LossSum | None:
-        """The sum and the weight behind a loss; None where it is none of the means that were computed here."""
+        """The sum and the weight behind a loss; None if it is not one of the means that were computed here."""
         return next((both for mean, both in self._sums if mean is loss), None)
 
 
@@ -75,7 +75,7 @@ def _like(weight: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | N
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a mean by name; None for another reduction, or for one given in PyTorch's older words."""
+    """The arguments of a mean by name; None for another reduction, or one in PyTorch's older notation."""
     bound = inspect.signature(func).bind(*args, **kwargs)  # not kept: a step that reaches it could not be planned
     bound.apply_defaults()
     arguments = dict(bound.arguments)
@@ -96,7 +96,7 @@ def _weight(scores: torch.Tensor, target: torch.Tensor, options: Mapping[str, An
 
 
 def function_and_options(loss: Any) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
-    """The function that one of PyTorch's means over classes calls, and with what; another loss itself."""
+    """The function and options of one of PyTorch's means over classes; any other loss itself, without options."""
     if type(loss) is torch.nn.CrossEntropyLoss:
         names = ("weight", "ignore_index", "reduction", "label_smoothing")
         return functional.cross_entropy, {name: getattr(loss, name) for name in names}
@@ -108,6 +108,6 @@ def function_and_options(loss: Any) -> tuple[Callable[..., torch.Tensor], dict[s
 
 
 def is_mean_of_classes(loss: Any) -> bool:
-    """Whether the loss as it is given is one of PyTorch's means over classes, with nothing around it."""
+    """Whether the loss is one of PyTorch's means over classes, not wrapped in another function."""
     function, options = function_and_options(loss)
     return function in _MEANS and options.keys() <= _OPTIONS and options.get("reduction", "mean") == "mean"

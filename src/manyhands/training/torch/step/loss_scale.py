@@ -73,7 +73,7 @@ class LossScale:
         return torch.where(hopeless, torch.nan, 0.0)
 
     def why_collapsed(self) -> str | None:
-        """Why the job cannot go on, in words; None where it can. Waits for the device."""
+        """Why the job cannot continue, in words; None if it can. Waits for the device."""
         if bool(self.collapsed().isfinite()):
             return None
         return (

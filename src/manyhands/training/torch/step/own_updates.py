@@ -84,7 +84,7 @@ class Updates:
         self._count(total, count)
 
     def _divided(self, count: torch.Tensor) -> torch.Tensor:
-        """Divide the sums of gradients by all counts; gives these."""
+        """Divide the sums of gradients by the sum of all counts, and return it."""
         if self._step.gradients is not None:
             return self._step.gradients.divide()
         for parameter in self._trained:

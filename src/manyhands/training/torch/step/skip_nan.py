@@ -27,7 +27,7 @@ Key = tuple[Any, ...]
 
 
 class Spared:
-    """Copies of everything that a step changes, to be put back where it should not have been made."""
+    """Copies of everything that a step changes, to undo the step if its loss is NaN."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -36,7 +36,7 @@ class Spared:
 
     @torch.no_grad()
     def keep(self, average: Average | None = None) -> None:
-        """To be called before a step; an average of the weights is part of what it changes."""
+        """Call before a step; ``average``: an average of the weights, which the step changes too."""
         self._average = average
         live = dict(self._tensors())
         if list(map(_place, live.values())) == list(map(_place, self._copies.values())):
@@ -47,7 +47,7 @@ class Spared:
 
     @torch.no_grad()
     def put_back(self, good: torch.Tensor) -> None:
-        """To be called after it: ``good`` says, on the device, whether the step was one."""
+        """Call after the step: ``good`` says, on the device, whether to keep it."""
         live = dict(self._tensors())
         for key, tensor in live.items():
             # A count of steps on the host cannot follow the device: see Rank, which has it counted there.

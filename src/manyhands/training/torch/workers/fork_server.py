@@ -173,7 +173,7 @@ def usable() -> bool:
 
 
 def current(environment: dict[str, str]) -> ForkServer:
-    """The server of an environment: the one that is there, or a new one."""
+    """The running server, if it fits the environment, else a new one."""
     global _server
     environment = {name: value for name, value in environment.items() if name not in _IGNORED}
     if _server is None or not _server.fits(environment):
@@ -191,7 +191,7 @@ def stop() -> None:
 
 
 def forget() -> ForkServer | None:
-    """The server, which is not this process's any more: for a fork of the caller."""
+    """Return the server and forget it: in a fork of the caller it belongs to the parent."""
     global _server
     server, _server = _server, None
     return server

@@ -24,7 +24,7 @@ WISH = b"callbacks stop: "  # to the first rank: callbacks stop the training wit
 
 
 def pickled(job: Job) -> bytes:
-    """A job as bytes; what cannot be sent is named."""
+    """A job as bytes; the error names what cannot be sent."""
     try:
         return dumps(job)
     except Exception as error:

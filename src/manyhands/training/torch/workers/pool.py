@@ -260,7 +260,7 @@ class Pool:
         raise WorkerFailed(f"rank {worker.rank} ({worker.device}) raised an error:\n{message['traceback']}")
 
     def _blame_another(self, worker: _Worker) -> None:
-        """A rank lost its connection: give the others a moment to say, or show, what happened to them."""
+        """A rank lost its connection: wait a moment for an error, or the death, of another rank."""
         until = time.monotonic() + 3
         others = [other for other in self.workers if other is not worker and other.answer is None]
         while time.monotonic() < until:
@@ -313,7 +313,7 @@ _pools: dict[tuple[str, ...], Pool] = {}
 
 
 def pool_for(devices: list[torch.device]) -> Pool:
-    """The pool of those devices: the one of the job before, if all its workers are still there."""
+    """The pool of these devices: that of the last job, if all its workers are alive."""
     key = tuple(map(str, devices))
     pool = _pools.get(key)
     if pool is None or not pool.alive() or pool.users_code.changed():
@@ -328,7 +328,7 @@ _inherited: list[Any] = []  # in a fork: the parent's pools, kept alive because 
 
 
 def _forget_in_fork() -> None:
-    """A fork of the caller has no workers: those of its parent stay the parent's."""
+    """A fork of the caller has no workers: the pools belong to the parent."""
     _inherited.append((dict(_pools), fork_server.forget()))
     _pools.clear()
 
