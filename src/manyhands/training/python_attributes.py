@@ -64,7 +64,7 @@ class Attributes:
                 parts[place[0]][place[1]] = value
 
     def of_first(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run all of them, each with the attributes of this moment; those that the first leaves behind are kept."""
+        """Run all of them, each with the current attributes; keep those that the first leaves behind."""
         before = self.take() if len(works) > 1 else {}
         results: list[Result] = []
         after = before
@@ -115,7 +115,7 @@ class Attributes:
 
 
 def notes(names: Iterable[str], framework: str, advice: str) -> list[str]:
-    """What a user reads where a step is compiled, and its Python code changes attributes."""
+    """The notes for a compiled step whose Python code changes attributes."""
     if not (listed := ", ".join(sorted(names))):
         return []
     return [

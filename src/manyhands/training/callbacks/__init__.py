@@ -1,1 +1,1 @@
-"""What a user adds to a training: callbacks and loggers. They run in the caller's process; see :mod:`.callback`."""
+"""Callbacks and loggers: code that a user adds to a training. It runs in the caller's process; see :mod:`.callback`."""

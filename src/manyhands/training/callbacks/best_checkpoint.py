@@ -5,8 +5,8 @@ A run with ``BestCheckpoint("val_acc", save_top_k=2)``::
     checkpoints/step-00000400/  step-00000500/     the newest ones
     best/step-00000300/  step-00000500/            the best ones
 
-Both are whole checkpoints. One that is no longer among the best is deleted when the next regular checkpoint was
-written, which says that it is not needed: so whichever checkpoint a killed job continues from, its best ones are there.
+Both are whole checkpoints. A checkpoint that is no longer among the best is deleted after the next regular checkpoint,
+which records that it is not needed. So a killed job finds all its best checkpoints, whichever one it resumes from.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BestCheckpoint(Callback):
         self._path = training.run / self.folder
         if not training.resumed:
             self._best, self._dropped = [], []
-        # A job that goes on in another folder, or from an older checkpoint, has not all of them.
+        # A job that resumes in another folder, or from an older checkpoint, does not have all of them.
         steps = {step for step, _ in checkpoint_folder.checkpoints(self._path)}
         self._best = [(value, step) for value, step in self._best if step in steps]
 
@@ -109,7 +109,7 @@ class BestCheckpoint(Callback):
         return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped), **watched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the best so far. A job that follows another figure starts afresh, and leaves these alone."""
+        """Continue with the best so far. A job that follows another figure starts anew, and does not delete these."""
         if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
             return
         self._best = [(value, step) for value, step in state["best"]]

@@ -1,8 +1,8 @@
 """The caller's side of callbacks: events of the first process become calls of callbacks, and their wishes the answer.
 
-An event is a dictionary with a ``kind``. One that ``asks`` gets an answer: whether to stop and why, and into which
-folders to write a checkpoint; or the callbacks' states. One that does not ask is answered only if the training is to
-stop, and the loop does not wait for that.
+An event is a dictionary with a ``kind``. An event that ``asks`` gets an answer: whether to stop and why, and into which
+folders to write a checkpoint; or the callbacks' states. Any other event is answered only if the training should stop,
+and the loop does not wait for that answer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Dispatcher:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """Those that are called in this process."""
+        """The callbacks that are called in this process."""
         return list(self._callbacks.values())
 
     def __enter__(self) -> Self:
@@ -95,7 +95,7 @@ class Dispatcher:
         self.training.result = result
 
     def event(self, event: Event) -> Event | None:
-        """Call those whom the event concerns; the answer where the event asks for one."""
+        """Call the callbacks of this event; returns the answer if the event asks for one."""
         if event["kind"] == "states":
             return self._states()
         if event["kind"] == "warning":

@@ -68,7 +68,7 @@ class EarlyStopping(Callback):
         return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited, **watched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; a job that follows another figure than before starts afresh."""
+        """Continue counting; a job that follows another figure than before starts anew."""
         if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
             return
         self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]

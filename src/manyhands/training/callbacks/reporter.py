@@ -1,7 +1,7 @@
 """The loop's side of callbacks: what happens is reported as events, and the answers reach all processes.
 
-Only the first process says something. Where an answer is asked for (may the training go on? is a checkpoint wanted?),
-it waits for it and shares it with the others, so that all of them do the same.
+Only the first process reports. If an event needs an answer (does the training continue? is a checkpoint wanted?), it
+waits for the answer and shares it with the others, so that all of them do the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reporter:
         self.stop: str | None = None  # why the training is to end
         self.stopped_by = ""  # what wants it to: "early stopping", "stopped by callback"
         self.wanted: list[str] = []  # folders of the run that a checkpoint is wanted in
-        self.states_before: Event | None = None  # the callbacks' states in the checkpoint that the job goes on from
+        self.states_before: Event | None = None  # the callbacks' states in the checkpoint that the job resumes
         self.resumed = False
         self._rates: dict[int, dict[str, float]] = {}  # by step, of the figures under way
 
@@ -96,12 +96,12 @@ class Reporter:
             self.wanted += [folder for folder in shared.get("save", ()) if folder not in self.wanted]
 
     def take_stop(self, answer: Event) -> None:
-        """The callbacks' answer, the same in every process: whether the training ends, and why; the first counts."""
+        """Take the callbacks' answer, the same in every process: whether to end the training, and why."""
         if self.stop is None and answer.get("stop") is not None:
             self.stop, self.stopped_by = answer["stop"], answer["by"]
 
     def _say(self, event: Event, **place: int) -> None:
-        """Nobody waits for an answer. In the callbacks' own process it is there already; a worker hears of it later."""
+        """Report without waiting. The callbacks' own process has the answer already; a worker gets it later."""
         if self._loop.first:
             self.heard(self._loop.say({**self._place(event), **place}))
 

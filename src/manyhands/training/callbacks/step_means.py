@@ -16,7 +16,7 @@ from manyhands.training.running_sums import Figures
 
 
 class StepMeans:
-    """What one callback has not got yet."""
+    """The figures that one callback has not received yet."""
 
     def __init__(self) -> None:
         self._carried = Figures()  # of the epochs before

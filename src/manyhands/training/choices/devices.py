@@ -101,7 +101,7 @@ def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_
 
 
 def _standing_in(gpus: list[str], backend: Backend[Any, Any, Any]) -> list[Any]:
-    """The devices themselves: virtual ones may stand in for GPUs, under names of their own."""
+    """The devices themselves: virtual devices may stand in for GPUs under other names."""
     return [backend.gpu(number) for number in range(len(gpus))] if backend.virtual_count() else gpus
 
 
@@ -129,7 +129,7 @@ def _check_gpus(text: str, names: list[str], backend: Backend[Any, Any, Any]) ->
 
 
 def _check_names(text: str, names: list[str]) -> None:
-    """Refuse what is no device, and one that stands there twice."""
+    """Refuse a name that is not a device, and a device that is named twice."""
     devices: list[str] = []
     for name in names:
         try:

@@ -45,7 +45,7 @@ class Optimizers:
     default_configure: Any
 
     def check(self, optimizer: Any, lr: float | None) -> None:
-        """Refuse what cannot be an optimizer, and a second rate: when a trainer is made, not when it is used."""
+        """Refuse what cannot be an optimizer, and a second learning rate: when a trainer is made, not in ``fit``."""
         if optimizer is None:
             return
         if isinstance(optimizer, str):

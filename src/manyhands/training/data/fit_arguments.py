@@ -12,7 +12,7 @@ from manyhands.training.data import loader_batches
 
 
 def two_parts(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """The training and the validation part (or None) of what a user gives; ``is_array`` knows the arrays."""
+    """The training and the validation part (or None) of the user's data; ``is_array`` recognises arrays."""
     if validation is not None:
         return _loader_of(_only_train(data, validation, is_array)), _loader_of(validation)
     if hasattr(data, "train_dataloader"):
@@ -52,6 +52,6 @@ def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
 
 
 def _loader_of(part: Any) -> Any:
-    """What the user gave; of a function that makes batches a loader that calls it for each epoch."""
+    """The user's data; a function that makes batches becomes a loader that calls it for each epoch."""
     makes = inspect.isroutine(part) or isinstance(part, functools.partial)
     return loader_batches.MadeAnew(part) if makes else part

@@ -1,7 +1,7 @@
-"""Labels where the loss is the cross-entropy of class scores: they are looked at on the host, before a device has them.
+"""Checks labels for cross-entropy on the host, before they go to a device.
 
-What a framework makes of wrong labels differs: some say what an operation would not take, some take the nearest class,
-some give a NaN loss much later. Here one error names what the user gave.
+Frameworks treat wrong labels differently: some report a failed operation, some take the nearest class, some return a
+NaN loss much later. Here one error describes the user's labels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN_STEP = "{} computes the loss itself, and the trainer does not see the answer
 
 
 def own_step(model: Any, *, training: bool) -> str:
-    """Which method of a model that has a ``training_step`` of its own is called."""
+    """Which method is called of a model with its own ``training_step``."""
     return "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
 
 
@@ -85,7 +85,7 @@ class ClassLabels:
     def _summary(self, labels: NDArray[Any]) -> _Summary:
         if labels.dtype.kind not in "iuf":
             return _Summary(labels.shape, labels.dtype)
-        counted = labels[np.isfinite(labels)]  # a loss that is NaN is said in its own place
+        counted = labels[np.isfinite(labels)]  # a NaN loss is reported elsewhere
         counted = counted[counted != self.ignored] if self.ignored is not None else counted
         limits = (counted.min(), counted.max()) if len(counted) else None
         whole = labels.dtype.kind != "f" or bool((counted == np.floor(counted)).all())

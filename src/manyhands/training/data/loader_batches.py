@@ -1,8 +1,8 @@
 """Batches that a loader gives: the same on every process, and the same again when a job is resumed.
 
-A loader has an order of its own. Every process of a job iterates over all of it and takes its shard of each batch, so
-all processes must be given the same batches. A resumed job skips the batches that are done, so the loader must give
-them once more. A digest, chained from batch to batch, shows both::
+A loader has its own order. Every process of a job iterates over all of it and takes its shard of each batch, so all
+processes must get the same batches. A resumed job skips the batches that are done, so the loader must give them once
+more. A digest, chained from batch to batch, shows both::
 
     batch      1   2   3   4   5   6   7
     digest     a   b   c   d   e   f   g      c = crc(b, what batch 3 holds)

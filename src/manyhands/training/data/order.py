@@ -2,7 +2,7 @@
 
 The order of an epoch is a pure function of (seed, epoch, number of samples): every process computes it
 alone, on any number of devices and in any framework, and gets the same. A batch is a window of it, a
-shard a window of the batch. So a job that stopped at a cursor goes on there, also on another number of
+shard a window of the batch. So a job that stopped at a cursor resumes there, also on another number of
 devices, and sees each sample of the epoch once.
 
 The order is that of random 64-bit keys, one per sample, sorted: the raw stream of NumPy's Philox generator is

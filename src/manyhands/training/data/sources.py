@@ -1,6 +1,6 @@
 """Where samples come from in JAX, TensorFlow and MXNet: NumPy arrays, or a loader with its own order.
 
-PyTorch has datasets and loaders of its own, and sources for them: :mod:`manyhands.training.torch.data.sources`.
+PyTorch has its own datasets and loaders, and sources for them: :mod:`manyhands.training.torch.data.sources`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _is_plain_list(part: Any) -> bool:
 
 
 def check_numbers(parts: Sequence[Array]) -> None:
-    """Text, dates and lists of unequal lengths are arrays of NumPy's, too, but no framework computes with them."""
+    """Refuse arrays of text, dates and objects: NumPy has them, but no framework computes with them."""
     for part in parts:
         if part.dtype.kind in _NO_NUMBERS:
             kind = "text" if part.dtype.kind in "US" else part.dtype.name
@@ -134,7 +134,7 @@ class Arrays:
         return sum(array.nbytes for array in self.arrays)
 
     def rows(self, numbers: Sequence[int] | NDArray[np.int64] | slice) -> tuple[Array, ...]:
-        """The samples of those numbers, as they are in memory: neither native nor prepared."""
+        """The samples of those numbers, as NumPy arrays: neither native nor prepared."""
         return tuple(array[numbers] for array in self.arrays)
 
     def nested(self, batch: Batch) -> Batch:
@@ -166,11 +166,11 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Stream:
-    """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it.
+    """A loader of batches (inputs, target) with its own order; every process reads all of it.
 
-    ``required_size``: the trainer's ``batch_size``, where the loader does not say its own; a loader of batches of
-    another size is refused. ``structure``: where batches may have dicts and lists as parts. ``targets``: whether a
-    batch needs a target beside its inputs.
+    ``required_size``: the trainer's ``batch_size``, if the loader does not say its own; a loader with batches of
+    another size is refused. ``structure``: set if parts of a batch may be dicts and lists. ``targets``: whether a batch
+    needs a target besides its inputs.
     """
 
     loader: Any
@@ -187,7 +187,7 @@ class Stream:
 
     @property
     def is_read_once(self) -> bool:
-        """Whether a look at the first samples would take them away."""
+        """Whether reading the first samples would consume them."""
         return isinstance(self.loader, Iterator)
 
     def nested(self, batch: Batch) -> Batch:
@@ -282,7 +282,7 @@ def is_array(part: Any) -> bool:
 
 
 def is_list_of_numbers(entry: object) -> bool:
-    """Whether it is a row of what should have been made an array."""
+    """Whether it is a list of numbers, which should have been an array."""
     nested = isinstance(entry, list)
     while isinstance(entry, list) and entry:
         entry = entry[0]

@@ -77,7 +77,7 @@ def in_mode(model: nnx.Module, *, training: bool) -> None:
 
 
 def keeps_statistics(layer: nnx.Module) -> bool:
-    """Whether it is a Linen module with numbers that a step changes beside its parameters, as BatchNorm has."""
+    """Whether it is a Linen module with state besides its parameters, as BatchNorm has."""
     return isinstance(layer, nnx.bridge.ToNNX) and bool(_collections(layer))
 
 

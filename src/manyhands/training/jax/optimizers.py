@@ -41,7 +41,7 @@ OPTIMIZERS = Optimizers(
 
 
 def check(optimizer: Any, lr: float | None) -> None:
-    """Refuse what is no optimizer of Optax's; of what wraps one, name the one inside."""
+    """Refuse what is not an Optax optimizer; for a wrapper, name the optimizer inside."""
     if isinstance(optimizer, nnx.Optimizer):
         raise BadSettings(
             "an nnx.Optimizer holds one model's state: give the trainer the Optax optimizer that it was made with, "

@@ -60,7 +60,7 @@ def check() -> None:
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Leave the mesh that the caller has set (``jax.set_mesh``): a job has one of its own, which may differ in size."""
+    """Leave the mesh that the caller has set (``jax.set_mesh``): a job has its own, which may differ in size."""
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     left: contextlib.AbstractContextManager[Any] = jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
@@ -111,7 +111,7 @@ class World:
         return self.put((dtype or (np.float64 if jax.config.jax_enable_x64 else np.float32))(value))
 
     def put_copy(self, tree: Any) -> Any:
-        """A tree of arrays on every device, each in memory of its own: it may be given away (donated) to a step."""
+        """A tree of arrays on every device, each in separate memory, so that a step can take it (donation)."""
 
         def copied(array: Any) -> jax.Array:
             # A copy for each device: on a CPU an array may be the very memory that it was made of.

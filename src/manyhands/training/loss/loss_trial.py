@@ -123,7 +123,7 @@ READ_ONCE = "the loader can be read only once"
 
 
 def note(why: str | Exception | None) -> str | None:
-    """What a user reads where the trial came to no answer; an error will be raised again by the first step."""
+    """The note for a trial without an answer; an error will be raised again by the first step."""
     if why is None:
         return None
     if isinstance(why, Exception):
@@ -132,7 +132,7 @@ def note(why: str | Exception | None) -> str | None:
 
 
 def partial_note(seen: str | None) -> str | None:
-    """What a user reads where the loss passed, and the samples were chosen from a part of the data."""
+    """The note for a loss that passed with samples chosen from a part of the data."""
     if seen is None:
         return None
     return (

@@ -1,7 +1,7 @@
 """A background thread that writes: the training does not wait for a disk or a network.
 
-Work is done in order. The disk may refuse (it is full): that is a warning, and the training goes on. Any other error is
-raised where the next work is handed over.
+Work is done in order. If the disk is full there is a warning, and the training continues. Any other error is raised
+when the next work is handed over.
 """
 
 from __future__ import annotations

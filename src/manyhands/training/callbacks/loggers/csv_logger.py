@@ -1,7 +1,7 @@
 """``CSVLogger``: figures as tables that every spreadsheet reads.
 
-The columns of a table are known with its first row; a figure that comes later gets a column of its own, and the table
-is rewritten. A job that is resumed drops the rows of steps that it will make again.
+The columns of a table are those of its first row; a new figure in a later row adds a column, and the table is
+rewritten. A job that is resumed drops the rows of steps that it will make again.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A training step: how the batch lies on the devices, and what is computed over it."""
+"""A training step: how the batch is divided over the devices, and what is computed."""

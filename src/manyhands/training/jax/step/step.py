@@ -1,8 +1,8 @@
 """One step as one compiled program over all devices: gather, forward, backward, clip, update, average and sums.
 
-The program is written for the whole batch, as for one device; the batch lies on the devices in parts, the parameters
-are everywhere, and XLA adds what has to cross devices. So the update is that of one device whatever the loss,
-statistics of normalisation are over the whole batch, and dropout draws the same numbers on any number of devices.
+The program is written for the whole batch, as for one device; the batch is divided over the devices, the parameters are
+everywhere, and XLA adds the communication. So the update is that of one device whatever the loss, statistics of
+normalisation are over the whole batch, and dropout draws the same numbers on any number of devices.
 
 Where the data live on the devices, so do the order of the epoch and the place in it: nothing is sent but the factor of
 the learning rate. What changes from step to step is donated to the program, which writes the new values
@@ -133,7 +133,7 @@ class Steps:
         so_far = running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
         if not answers:
             return so_far, None
-        # A step of the model's own keeps its answer to itself.
+        # The model's own step does not return its output.
         answer = predicted(self._evaluating(numbers), batch) if value.answer is None else value.answer
         return so_far, (answer, batch[-1] if len(batch) > 1 else None)
 
