@@ -44,7 +44,7 @@ def named_rates(rates: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A learner's part of a checkpoint: JSON, and blobs of safetensors by name (``model`` among them)."""
+    """The content of a checkpoint, or a learner's part of it: JSON, and safetensors by name (``model`` among them)."""
 
     state: dict[str, Any]
     blobs: dict[str, bytes]

@@ -130,11 +130,11 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         limits: Limits = Limits(),
     ) -> None:
         self.save_hyperparameters()
-        self.max_epochs = self._meant_epochs(max_epochs)
+        self.max_epochs = self._resolved_epochs(max_epochs)
         self._check_topics()
         if devices is not None:
             self._choose_devices(devices)
-        self.loss = self._meant_loss(loss)
+        self.loss = self._resolved_loss(loss)
         schedules.check_option(schedule, schedulers=self.takes_schedulers)
         self._check_options()
         self._metrics()
@@ -151,7 +151,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
 
     def _choose_devices(self, devices: Any) -> None:
         """Turn ``devices`` into a list of devices, and into the options that create them."""
-        choice = device_choice.meant(devices, self.backend, self._virtual_cpus)
+        choice = device_choice.resolved(devices, self.backend, self._virtual_cpus)
         vars(self).update(choice.options, devices=choice.devices)
         self._device_note = choice.note
 
@@ -169,12 +169,12 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
     loss: Any
     max_epochs: int | None
 
-    def _meant_epochs(self, epochs: int | None) -> int | None:
+    def _resolved_epochs(self, epochs: int | None) -> int | None:
         """The number of epochs; None where limits end the job."""
         limits = self._option("limits")
         return 10 if epochs is None and not (isinstance(limits, Limits) and limits.ends_training) else epochs
 
-    def _meant_loss(self, loss: Any) -> Any:
+    def _resolved_loss(self, loss: Any) -> Any:
         """The loss for a function, an object, a class or a name."""
         if isinstance(loss, str) and (function := self.losses_by_name.get(loss.lower())) is not None:
             return function
@@ -339,11 +339,11 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers, checked."""
         return [
-            *plan.checked("callbacks", self._meant_callbacks(self._option("callbacks")), Callback),
+            *plan.checked("callbacks", self._resolved_callbacks(self._option("callbacks")), Callback),
             *plan.checked("loggers", self._option("loggers"), Logger),
         ]
 
-    def _meant_callbacks(self, callbacks: Any) -> Any:
+    def _resolved_callbacks(self, callbacks: Any) -> Any:
         """The callbacks, with the framework's own kinds turned into ours."""
         return callbacks
 
@@ -423,7 +423,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
             whole = self.default_batch_stats == "global" and not in_parts
             chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
         if chosen["max_epochs"] is None:
-            chosen["max_epochs"] = self._meant_epochs(None) or ENDLESS
+            chosen["max_epochs"] = self._resolved_epochs(None) or ENDLESS
         return Settings(batch_size=_DEFAULT_BATCH if size is None else size, **chosen)
 
 

@@ -32,8 +32,8 @@ class Machine:
         return False
 
 
-def meant(devices: Any, gpus: int = 0, virtual: int = 0) -> Choice:
-    return device_choice.meant(devices, Machine(gpus, virtual), lambda count: {"devices": ["cpu"], "made": count})  # type: ignore[arg-type]
+def resolved(devices: Any, gpus: int = 0, virtual: int = 0) -> Choice:
+    return device_choice.resolved(devices, Machine(gpus, virtual), lambda count: {"devices": ["cpu"], "made": count})  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -43,55 +43,55 @@ def _may_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["gpu", "GPU", " all ", "cuda", "auto", -1, "-1"])
 def test_all_gpus_or_the_cpu(text: Any) -> None:
-    assert meant(text, gpus=2).devices == ["gpu:0", "gpu:1"]
-    assert meant(text).devices == ["cpu"]
-    assert meant(text, virtual=2).devices == [Device("virtual", 0), Device("virtual", 1)]
+    assert resolved(text, gpus=2).devices == ["gpu:0", "gpu:1"]
+    assert resolved(text).devices == ["cpu"]
+    assert resolved(text, virtual=2).devices == [Device("virtual", 0), Device("virtual", 1)]
 
 
 def test_the_fallback_to_the_cpu_is_said() -> None:
-    assert meant("gpu").note == "devices='gpu': there is no GPU here, so the job is on the CPU"
-    assert meant("all").note is meant("auto").note is None
-    assert "no GPU here" in str(meant(-1).note)
-    assert meant("gpu", gpus=1).note is None
+    assert resolved("gpu").note == "devices='gpu': there is no GPU here, so the job is on the CPU"
+    assert resolved("all").note is resolved("auto").note is None
+    assert "no GPU here" in str(resolved(-1).note)
+    assert resolved("gpu", gpus=1).note is None
 
 
 @pytest.mark.parametrize("number", [2, "2"])
 def test_a_number_is_that_many(number: Any) -> None:
-    assert meant(number, gpus=3).devices == ["gpu:0", "gpu:1"]
-    assert meant(number) == Choice(["cpu"], {"made": 2})
+    assert resolved(number, gpus=3).devices == ["gpu:0", "gpu:1"]
+    assert resolved(number) == Choice(["cpu"], {"made": 2})
     with pytest.raises(BadDevice, match=r"devices=.*2.*: 1 GPU here\. Give fewer, or 'cpu:2' for virtual CPU devices"):
-        meant(number, gpus=1)
+        resolved(number, gpus=1)
 
 
 def test_no_gpu_is_looked_for_where_the_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would start JAX, which makes no CPU devices after that."""
     monkeypatch.setattr(machine, "may_have_gpus", lambda: False)
     monkeypatch.setattr(Machine, "num_gpus", lambda self: pytest.fail("started"))
-    assert meant(2).options == {"made": 2}
+    assert resolved(2).options == {"made": 2}
 
 
 def test_devices_made_of_the_cpu() -> None:
-    assert meant("cpu:2") == Choice(["cpu"], {"made": 2})
-    assert meant("cpu") == meant("cpu:1") == meant("CPU:0") == Choice(["cpu"])
+    assert resolved("cpu:2") == Choice(["cpu"], {"made": 2})
+    assert resolved("cpu") == resolved("cpu:1") == resolved("CPU:0") == Choice(["cpu"])
     with pytest.raises(BadDevice, match="devices='cpu:x': write cpu, or cpu:2"):
-        meant("cpu:x")
+        resolved("cpu:x")
 
 
 def test_names_are_those_of_a_list() -> None:
-    assert meant("gpu:0, cpu", gpus=1).devices == ["gpu:0", "cpu"]
-    assert meant("gpu:1", gpus=2).devices == ["gpu:1"]
-    assert meant("/GPU:0", gpus=1).devices == ["/GPU:0"]
-    assert meant("GPU:0", gpus=1).devices == ["GPU:0"]
-    assert meant("/CPU:0").devices == ["/CPU:0"]
-    assert meant(["gpu", "cpu:1"]).devices == ["gpu", "cpu:1"]
-    assert meant(Device("gpu", 1)).devices == [Device("gpu", 1)]
+    assert resolved("gpu:0, cpu", gpus=1).devices == ["gpu:0", "cpu"]
+    assert resolved("gpu:1", gpus=2).devices == ["gpu:1"]
+    assert resolved("/GPU:0", gpus=1).devices == ["/GPU:0"]
+    assert resolved("GPU:0", gpus=1).devices == ["GPU:0"]
+    assert resolved("/CPU:0").devices == ["/CPU:0"]
+    assert resolved(["gpu", "cpu:1"]).devices == ["gpu", "cpu:1"]
+    assert resolved(Device("gpu", 1)).devices == [Device("gpu", 1)]
     with pytest.raises(NoSuchDevice, match="devices='gpu:1': there is no gpu:1 here"):
-        meant("gpu:1", gpus=1)
+        resolved("gpu:1", gpus=1)
     with pytest.raises(DuplicateDevices, match=r"devices='cpu,cpu': cpu appears more than once\..* cpu:2"):
-        meant("cpu,cpu")
+        resolved("cpu,cpu")
 
 
 @pytest.mark.parametrize("wrong", ["tpu", "", "gpu:x", 0, -2])
 def test_what_is_none(wrong: Any) -> None:
     with pytest.raises(BadDevice, match="devices="):
-        meant(wrong, gpus=2)
+        resolved(wrong, gpus=2)

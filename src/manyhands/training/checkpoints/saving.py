@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
 from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
-from manyhands.training.learner import AVERAGE_DROPPED, Learner
+from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved
 from manyhands.training.limits.ending import ENDLESS
 from manyhands.training.loss import nan_losses
 from manyhands.training.running_sums import Figures, of_one, together
@@ -42,16 +42,8 @@ def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
         write(loop, captured(loop), folders)
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A job's state of one moment, in the first process."""
-
-    content: Mapping[str, Any]
-    blobs: Mapping[str, bytes]
-
-
-def captured(loop: Loop) -> Captured | None:
-    """What a checkpoint of this moment holds; every process takes part. None where this one writes none."""
+def captured(loop: Loop) -> Saved | None:
+    """The content of a checkpoint of this moment; every process takes part, and all but the first get None."""
     if not loop.keeps_checkpoints:
         return None
     learner = loop.learner
@@ -61,7 +53,7 @@ def captured(loop: Loop) -> Captured | None:
     saved = learner.save()
     if loop.run is None or saved is None:
         return None
-    content = {
+    state = {
         **saved.state,
         "framework": learner.framework,
         "cursor": asdict(loop.cursor),
@@ -78,7 +70,7 @@ def captured(loop: Loop) -> Captured | None:
         "end": None,
         "seconds": loop.ending.seconds,
     }
-    return Captured(content, saved.blobs)
+    return Saved(state, saved.blobs)
 
 
 def mark_end(loop: Loop) -> None:
@@ -90,23 +82,19 @@ def mark_end(loop: Loop) -> None:
         store.amend(folder.path_of(loop.run.checkpoints, loop.cursor.step), end={"epoch": loop.cursor.epoch})
 
 
-def write(loop: Loop, state: Captured | None, folders: Sequence[str]) -> None:
+def write(loop: Loop, content: Saved | None, folders: Sequence[str]) -> None:
     """Write what was captured at the job's last step into these folders of the run."""
-    if state is None or loop.run is None:
+    if content is None or loop.run is None:
         return
     for name in folders:
-        _write(loop, loop.run.path / name, state.content, state.blobs)
-
-
-def _write(loop: Loop, path: Path, content: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-    loop.say_alive()
-    is_regular = loop.run is not None and path == loop.run.checkpoints
-    keep = loop.settings.checkpoints.keep if is_regular else None
-    try:
-        loop.report.checkpoint(store.save(path, loop.cursor.step, content, blobs, keep=keep))
-    except CheckpointNotWritten as error:
-        loop.say({"kind": "warning", "text": f"{error} Training continues"})
-    loop.say_alive()
+        loop.say_alive()
+        path = loop.run.path / name
+        keep = loop.settings.checkpoints.keep if path == loop.run.checkpoints else None
+        try:
+            loop.report.checkpoint(store.save(path, loop.cursor.step, content.state, content.blobs, keep=keep))
+        except CheckpointNotWritten as error:
+            loop.say({"kind": "warning", "text": f"{error} Training continues"})
+        loop.say_alive()
 
 
 def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:

@@ -55,7 +55,7 @@ def missing_gpus(wanted: int, found: int) -> str | None:
     return f"num_gpus={wanted}: {there if found else _NO_GPU}"
 
 
-def meant(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+def resolved(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     """The devices that a user means; ``virtual_cpus`` gives the trainer's options for that many virtual CPU devices."""
     if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
         return _of_text("-1", backend, virtual_cpus)

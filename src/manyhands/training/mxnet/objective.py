@@ -78,7 +78,7 @@ class Objective:
                 f"{type(self.loss).__name__} cannot compare answers of shape {answer.shape} with targets of shape "
                 f"{target.shape}: {_reason(error)}"
             ) from error
-        right = right_answers(answer, target, anyhow=self.of_classes)
+        right = right_answers(answer, target, are_classes=self.of_classes)
         return replace(_loss(value, size, "the loss", right), answer=answer)
 
     def without_weights(self, parts: Batch) -> tuple[Any, ...]:

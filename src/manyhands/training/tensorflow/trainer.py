@@ -163,7 +163,7 @@ class Trainer(BaseTrainer):
         labels = checks.check_labels(model, objective, source, None) if tests else None
         return evaluation.Evaluator(layers, objective, source, here, settings, labels)
 
-    def _meant_callbacks(self, callbacks: Any) -> Any:
+    def _resolved_callbacks(self, callbacks: Any) -> Any:
         return adapted(callbacks)
 
     def _own_meter(self, metric: Any) -> MetricCalls | None:

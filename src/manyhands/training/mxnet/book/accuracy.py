@@ -57,13 +57,13 @@ evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
-def right_answers(answer: Any, target: Any, *, anyhow: bool = False) -> Any | None:
+def right_answers(answer: Any, target: Any, *, are_classes: bool = False) -> Any | None:
     """How many rows of class scores have their largest at the target; None where that has no meaning.
 
-    Targets that are floating-point numbers have none, unless they are known to be classes (``anyhow``).
+    Targets that are floating-point numbers have none, unless they are known to be classes (``are_classes``).
     """
     if not (_backend.is_tensor(answer) and _backend.is_tensor(target)):
         return None
     if len(answer.shape) != 2 or len(target.shape) != 1:
         return None
-    return _functions.count(answer, target) if anyhow or "int" in str(target.dtype) else None
+    return _functions.count(answer, target) if are_classes or "int" in str(target.dtype) else None
