@@ -163,7 +163,7 @@ def _only(samples: Rows, answer: Any) -> Any:
         if leaf.shape[:1] != samples.shape:
             raise BadSettings(
                 f"uneven shares pad every device's part of the batch, and the model answers {len(samples)} rows with "
-                f"shape {leaf.shape}: to remove the padding it must have one row per sample. Leave out shares"
+                f"an array of shape {leaf.shape}: to remove the padding it needs one row per sample. Leave out shares"
             )
         return leaf[np.flatnonzero(samples)]
 
