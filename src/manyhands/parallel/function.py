@@ -277,17 +277,14 @@ class Parallel(ParallelFunction[P, R]):
             return Planned(self._plainly, notes=[note], retry=first, cannot_be_one=True)
         try:
             with self.backend.untouched(trace, call.tensors) as put_back:
-                planned = self._choose(call, trace, device, progress)
+                whole = device is not None if self.compiles_whole is None else self.compiles_whole
+                lanes_later = self.compile and self.compiles_regions_later and whole and device is not None
+                planned = self._choose(call, trace, device, progress, lanes=not lanes_later)
                 if self.compile and not self.synchronous:
                     progress.enters("compiling")
-                    planned = choose_compiled.better(
-                        planned,
-                        self.backend,
-                        trace,
-                        *self._trials(call, device, progress, put_back),
-                        whole=device is not None if self.compiles_whole is None else self.compiles_whole,
-                        later=self.compiles_regions_later,
-                    )
+                    trials = self._trials(call, trace, device, progress, put_back, lanes_are_left=lanes_later)
+                    later = self.compiles_regions_later
+                    planned = choose_compiled.better(planned, trials, whole=whole, later=later)
                     if planned.regions_after is not None:
                         planned.with_regions = functools.partial(self._compile_regions, planned, trace, device)
         except Exception as error:  # whatever fails while plans are tried: plain execution is there
@@ -301,12 +298,22 @@ class Parallel(ParallelFunction[P, R]):
         return planned
 
     def _trials(
-        self, call: Call, device: object | None, progress: Progress, put_back: Callable[[], None]
-    ) -> tuple[Callable[[Trace], Planned], Callable[[Planned], float]]:
-        """What plans a compiled trace, and what times a plan, with the arguments of a call."""
-        return (
-            lambda fused: self._choose(call, fused, device, progress, then="compiling"),
+        self,
+        call: Call,
+        trace: Trace,
+        device: object | None,
+        progress: Progress,
+        put_back: Callable[[], None],
+        *,
+        lanes_are_left: bool,
+    ) -> choose_compiled.Trials[Trace, Call, object, object]:
+        """What plans the trace, and the same compiled, and times a plan, with the arguments of a call."""
+        return choose_compiled.Trials(
+            self.backend,
+            trace,
+            lambda trace: self._choose(call, trace, device, progress, then="compiling"),
             lambda plan: self.backend.seconds(lambda: plan.run(*call.run_arguments), device, put_back),
+            lanes_are_left,
         )
 
     def _compile_regions(self, planned: Planned, trace: Trace, device: object | None, call: Call) -> Planned:
@@ -316,9 +323,8 @@ class Parallel(ParallelFunction[P, R]):
             progress.enters("compiling")
             try:
                 with self.backend.untouched(trace, call.tensors) as put_back:
-                    better = choose_compiled.with_regions(
-                        planned, self.backend, trace, *self._trials(call, device, progress, put_back)
-                    )
+                    trials = self._trials(call, trace, device, progress, put_back, lanes_are_left=True)
+                    better = choose_compiled.with_regions(planned, trials)
             except Exception as error:  # whatever fails: the plan is there
                 planned.notes.append(f"compiled regions: not used: {first_line(error)}")
                 better = planned
@@ -361,9 +367,16 @@ class Parallel(ParallelFunction[P, R]):
         return True
 
     def _choose(
-        self, call: Call, trace: Trace, device: object | None, progress: Progress, then: str = "trials"
+        self,
+        call: Call,
+        trace: Trace,
+        device: object | None,
+        progress: Progress,
+        then: str = "trials",
+        *,
+        lanes: bool = True,
     ) -> Planned:
-        """Plan the trace, and keep the fastest way that is right."""
+        """Plan the trace, and keep the fastest way that is right. ``lanes``: on a GPU, also with several lanes."""
         backend = self.backend
         progress.enters("costs")
         costed = costs(backend, trace, device)
@@ -378,7 +391,7 @@ class Parallel(ParallelFunction[P, R]):
         elif device is None:
             choose_cpu.choose(best, backend, call, trace, measured, limit, replaying)
         else:
-            choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying)
+            choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying, lanes=lanes)
         # Who holds a run holds the memory of its CUDA graph.
         best.starts = {run: start for run, start in best.starts.items() if run is best.run}
         best.advice = explain.advice(measured, backend.cost_keys(trace), functools.partial(backend.batch_hint, trace))

@@ -96,11 +96,48 @@ def test_regions_wait_until_calls_can_pay_for_them(
     planned = plan(means, *BESIDE, reads=reads)
     slow = Planned(lambda *_: None)  # what is compiled is not used
     trace: Any = Trace(Task("sin"))
-    found = choose_compiled.better(planned, backend, trace, lambda _: slow, lambda _: 4e-3, whole=True, later=later)
+    trials = choose_compiled.Trials(backend, trace, lambda _: slow, lambda _: 4e-3)
+    found = choose_compiled.better(planned, trials, whole=True, later=later)
     assert found is planned
     assert backend.compiled == compiled
     assert found.regions_after == after
     assert any("compiled regions are tried after" in note for note in found.notes) == (after is not None)
+
+
+@pytest.mark.parametrize(
+    ("reads", "later", "speeds", "lanes", "asked"),
+    [
+        # Lanes are put off with regions.
+        (((), (), (), ()), True, (4e-3, 1e-3), "one lane", 1),
+        # Not where regions are tried at once: both are.
+        (((), (), (), ()), False, (4e-3, 1e-3), "2 lanes", 3),
+        (((), (), (), ()), False, (4e-3, 9e-3), "one lane", 3),
+        # What is a chain has no use for regions; but nothing compiled won, so lanes are.
+        (CHAIN, True, (4e-3, 1e-3), "2 lanes", 2),
+    ],
+)
+def test_lanes_wait_as_regions_do(
+    monkeypatch: pytest.MonkeyPatch, reads: Any, later: bool, speeds: Any, lanes: str, asked: int
+) -> None:
+    backend: Any = Compiler(monkeypatch)
+    one, written = plan(Means.GRAPH, *BESIDE, reads=reads), Trace(Task("sin"))
+    two = copy.copy(one)
+    two.way = Way(Means.GRAPH, "2 lanes")
+    two.seconds = {AS_WRITTEN: 1.0, two.way: speeds[1]}
+    seen: list[Any] = []
+
+    def choose(trace: Any) -> Planned:
+        seen.append(trace)
+        return two if trace is written else Planned(lambda *_: None)
+
+    trials: Any = choose_compiled.Trials(
+        backend, written, choose, lambda planned: speeds[planned is two], lanes_are_left=True
+    )
+    found = choose_compiled.better(one, trials, whole=True, later=later)
+    assert found.way.lanes == lanes
+    assert len(seen) == asked
+    if later and lanes == "one lane":
+        assert choose_compiled.with_regions(found, trials).way.lanes == "2 lanes"
 
 
 # What is done then
@@ -150,8 +187,8 @@ def test_regions_are_compiled_with_the_arguments_of_a_later_call(monkeypatch: py
         planned.way, planned.regions_after = Way(Means.THREADS, "whole graph"), 3
         return planned
 
-    def regions(planned: Planned, backend: Any, trace: Any, choose: Any, seconds_of: Any) -> Planned:
-        seen.append(seconds_of(planned) > 0)
+    def regions(planned: Planned, trials: Any) -> Planned:
+        seen.append(trials.seconds_of(planned) > 0)
         better = copy.copy(planned)
         better.way = Way(Means.THREADS, "regions")
         return better

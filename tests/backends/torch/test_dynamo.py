@@ -17,6 +17,7 @@ from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.passes import regions
 from manyhands.errors import CannotFuse, EngineError
 from manyhands.parallel.choose import compiled as choose_compiled
+from manyhands.parallel.choose.compiled import Trials
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
@@ -91,7 +92,7 @@ def test_the_faster_of_both_in_turns_is_taken() -> None:
     compiled = _planned(ONE, Exactness(False, words), {AS_WRITTEN: 2.0, ONE: 1.2})
     turns = {id(lanes): [0.9, 5.0, 1.0], id(compiled): [4.0, 0.7, 0.8]}
     result = choose_compiled.better(
-        lanes, Backend(), Found("sin", "cos"), lambda _: compiled, lambda one: turns[id(one)].pop()
+        lanes, Trials(Backend(), Found("sin", "cos"), lambda _: compiled, lambda one: turns[id(one)].pop())
     )
     assert result is compiled
     assert result.how == f"fused, one lane, {words}"
@@ -109,10 +110,12 @@ def test_operations_as_they_are_stay_where_they_are_faster() -> None:
         spent = {id(compiled): 0.9}
         result = choose_compiled.better(
             copy.copy(lanes),
-            Backend(),
-            Found("sin"),
-            lambda _, compiled=compiled: compiled,
-            lambda one, spent=spent: spent.get(id(one), 0.8),
+            Trials(
+                Backend(),
+                Found("sin"),
+                lambda _, compiled=compiled: compiled,
+                lambda one, spent=spent: spent.get(id(one), 0.8),
+            ),
         )
         assert result.how == lanes.how
         assert result.seconds[AS_WRITTEN] == 1.0
@@ -121,7 +124,8 @@ def test_operations_as_they_are_stay_where_they_are_faster() -> None:
 
 def test_why_nothing_is_compiled_is_told() -> None:
     lanes = _planned(TWO, TO_THE_BIT, {AS_WRITTEN: 1.0, TWO: 0.8})
-    assert choose_compiled.better(lanes, Backend("no compiler"), Found(), lambda _: lanes, lambda _: 1.0) is lanes
+    trials: Any = Trials(Backend("no compiler"), Found(), lambda _: lanes, lambda _: 1.0)
+    assert choose_compiled.better(lanes, trials) is lanes
     assert lanes.notes == ["nothing is compiled: no compiler"]
     fast = mh.parallel(lambda x: x @ x, compile=True)
     fast(torch.rand(4, 4))

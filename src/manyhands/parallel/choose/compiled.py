@@ -5,9 +5,10 @@
 operations are small, and loses where a library's kernel beats the compiler's. So both are measured: the best plan of
 each kind is timed in turns with the best one so far, so that a moment in which the machine is busy affects both.
 Compiling takes long: once the whole function is compiled, and its tasks depend on each other so that lanes have nothing
-to gain, runs of small operations are not compiled, too. Who calls often may have them compiled later: when what lanes
-could have saved in all calls so far is as much as compiling takes. So its first call takes as long as compiling the
-whole function once. (Not counted: a backward graph is planned again where its forward graph gets another plan.)
+to gain, runs of small operations are not compiled, too. Who calls often may have lanes and regions tried later: when
+what lanes could have saved in all calls so far is as much as compiling takes. So its first call takes little longer
+than compiling the whole function once. (Not counted: a backward graph is planned again where its forward graph gets
+another plan.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Generic
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
@@ -28,44 +30,59 @@ _WHOLE = "whole graph"
 _SIDE_BY_SIDE = 1.1  # times its longest chain that the work of a function is, from which on lanes are worth a compiler
 
 
+@dataclass(frozen=True)
+class Trials(Generic[TraceT, CallT, DevicesT, PlanT]):
+    """What plans of a traced function are made and compared with."""
+
+    backend: Planning[TraceT, CallT, DevicesT, PlanT]
+    trace: TraceT  # of the operations as they are
+    choose: Callable[[TraceT], Planned]  # the best plan of a trace
+    seconds_of: Callable[[Planned], float]  # of a call of what is planned
+    lanes_are_left: bool = False  # the plan so far is on one lane: lanes of the operations as they are were put off
+
+
 def better(
     planned: Planned,
-    backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    trace: TraceT,
-    choose: Callable[[TraceT], Planned],
-    seconds_of: Callable[[Planned], float],
+    trials: Trials[TraceT, CallT, DevicesT, PlanT],
     *,
     whole: bool = False,
     later: bool = False,
 ) -> Planned:
     """The best of what was planned and of plans of the same with compiled code; its report covers all of them.
 
-    ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned. ``whole``: the function is
-    compiled as a whole, too. ``later``: regions may be left to :func:`with_regions`, after ``regions_after`` calls.
+    ``whole``: the function is compiled as a whole, too. ``later``: regions, and lanes that are left, may be left to
+    :func:`with_regions`, after ``regions_after`` calls.
     """
     measured = None if planned.schedule is None else planned.schedule.graph
     can_overlap = measured is None or measured.work() > _SIDE_BY_SIDE * measured.critical_path()
     compiled, start = False, time.perf_counter()
     if whole:
-        compiled, planned = _better_of(planned, backend.fuse_whole, trace, choose, seconds_of, _WHOLE)
+        compiled, planned = _better_of(planned, trials, trials.backend.fuse_whole, _WHOLE)
     if compiled and not can_overlap:
         planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
-        return planned
+        return planned if planned.way.compiled else _with_lanes(planned, trials)
     if compiled and later and measured is not None and planned.way.means is Means.GRAPH:
         _wait_for_calls(planned, measured, time.perf_counter() - start)
         return planned
-    return with_regions(planned, backend, trace, choose, seconds_of)
+    return with_regions(planned, trials)
 
 
-def with_regions(
-    planned: Planned,
-    backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    trace: TraceT,
-    choose: Callable[[TraceT], Planned],
-    seconds_of: Callable[[Planned], float],
-) -> Planned:
-    """The better of what was planned and of plans with compiled regions."""
-    return _better_of(planned, backend.fuse, trace, choose, seconds_of, "")[1]
+def with_regions(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
+    """The better of what was planned and of plans with compiled regions, and with lanes that are left."""
+    return _better_of(_with_lanes(planned, trials), trials, trials.backend.fuse, "")[1]
+
+
+def _with_lanes(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
+    """The better of what was planned and of the operations as they are, on lanes, if that is left to be tried."""
+    if not trials.lanes_are_left:
+        return planned
+    try:
+        other = trials.choose(trials.trace)
+    except Exception as error:
+        planned.notes.append(f"lanes: not used: {first_line(error)}")
+        return planned
+    taken = other.way != AS_WRITTEN and _is_ahead(other, planned, trials.seconds_of)
+    return _reported(planned, other, taken, other.seconds, other.predicted)
 
 
 def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
@@ -76,46 +93,52 @@ def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
     gain = planned.seconds[planned.way] * (1 - measured.critical_path() / measured.work())
     planned.regions_after = math.ceil(seconds / gain)
     planned.notes.append(
-        f"compiled regions are tried after {planned.regions_after} calls: compiling takes about {seconds:.1f} s, "
-        f"and lanes would save at most {gain * 1e6:.0f} us a call"
+        f"lanes and compiled regions are tried after {planned.regions_after} calls: compiling takes about "
+        f"{seconds:.1f} s, and lanes would save at most {gain * 1e6:.0f} us a call"
     )
 
 
 def _better_of(
     planned: Planned,
+    trials: Trials[TraceT, CallT, DevicesT, PlanT],
     fuse: Callable[[TraceT], TraceT],
-    trace: TraceT,
-    choose: Callable[[TraceT], Planned],
-    seconds_of: Callable[[Planned], float],
     lanes: str,
 ) -> tuple[bool, Planned]:
     """Whether the trace could be compiled, and the better plan; ``lanes`` names the lanes of the compiled one."""
     try:
-        fused = fuse(trace)
+        fused = fuse(trials.trace)
     except CannotFuse as error:
         planned.notes.append(f"{error}" if lanes else f"nothing is compiled: {error}")
         return False, planned
     try:
-        other = choose(fused)
+        other = trials.choose(fused)
     except Exception as error:
         planned.notes.append(f"compiled {lanes or 'regions'}: not used: {first_line(error)}")
         return False, planned
-    taken = other.way != AS_WRITTEN and _is_ahead(other, planned, seconds_of)
+    taken = other.way != AS_WRITTEN and _is_ahead(other, planned, trials.seconds_of)
     compiled_ways = {way: _compiled(way, lanes) for way in other.seconds | other.predicted}
     if taken:
         other.way = compiled_ways[other.way]
-    plain = {way: spent for way, spent in planned.seconds.items() if way.is_plain}
-    better, worse = (other, planned) if taken else (planned, other)
     seconds = {compiled_ways[way]: spent for way, spent in other.seconds.items()}
     predicted = {compiled_ways[way]: spent for way, spent in other.predicted.items()}
-    better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
-    better.predicted = planned.predicted | predicted
-    better.notes += [note for note in worse.notes if note not in better.notes]
+    better = _reported(planned, other, taken, seconds, predicted)
     if not lanes:
-        count, before = sum(task.name.startswith("fused ") for task in fused.tasks), len(trace.tasks)
+        count, before = sum(task.name.startswith("fused ") for task in fused.tasks), len(trials.trace.tasks)
         better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
         better.notes += fused.passes
     return True, better
+
+
+def _reported(
+    planned: Planned, other: Planned, taken: bool, seconds: dict[Way, float], predicted: dict[Way, float]
+) -> Planned:
+    """The plan that is taken, with the times and notes of both; ``seconds`` and ``predicted`` are the other's."""
+    plain = {way: spent for way, spent in planned.seconds.items() if way.is_plain}
+    better, worse = (other, planned) if taken else (planned, other)
+    better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
+    better.predicted = planned.predicted | predicted
+    better.notes += [note for note in worse.notes if note not in better.notes]
+    return better
 
 
 def _compiled(way: Way, lanes: str) -> Way:

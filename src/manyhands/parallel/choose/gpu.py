@@ -45,10 +45,12 @@ def choose(
     measured: Graph,
     limit: Limit,
     replaying: Callable[[Replay], Run],
+    *,
+    lanes: bool = True,
 ) -> None:
     """Try plain execution, one lane, and the plans that promise more; put the fastest that is right into ``best``.
 
-    ``replaying`` makes of a run what can be called.
+    ``replaying`` makes of a run what can be called. ``lanes``: more than one are tried.
     """
     plainly = best.run
     footprint = best.footprint
@@ -65,7 +67,7 @@ def choose(
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     footprints = {id(trace): footprint}
-    for way, scheduled, traced in ways(backend, trace, device, measured, best):
+    for way, scheduled, traced in ways(backend, trace, device, measured, best, lanes=lanes):
         footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
@@ -126,26 +128,28 @@ def ways(
     device: DevicesT,
     measured: Graph,
     best: Planned,
+    *,
+    lanes: bool = True,
 ) -> list[tuple[Way, Schedule, TraceT]]:
     """What is tried: graphs where they can be captured, streams where the host or several GPUs take part.
 
     A graph of the function's own operations on one lane is always among them: it is what people write by hand.
     """
     tried: list[tuple[Way, Schedule, TraceT]] = []
-    schedules = candidates(measured)
+    schedules = candidates(measured) if lanes else []
     if (reason := backend.why_no_graph(trace)) is None:
         tried.append((ONE_LANE, one_lane(measured), trace))
         if (whole := backend.unsplit(trace)) is not None:
             tried.append((UNSPLIT, one_lane(graph(costs(backend, whole, device).tasks)), whole))
         tried += [
-            (Way(Means.GRAPH, lanes), scheduled, trace) for lanes, scheduled in promising(measured, schedules, best)
+            (Way(Means.GRAPH, named), scheduled, trace) for named, scheduled in promising(measured, schedules, best)
         ]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         by_kind = schedule(measured, lanes_for(measured, 1))
         tried.append((Way(Means.STREAMS, "one lane of each kind"), by_kind, trace))
-        tried += [(Way(Means.STREAMS, lanes), scheduled, trace) for lanes, scheduled in schedules[:2]]
+        tried += [(Way(Means.STREAMS, named), scheduled, trace) for named, scheduled in schedules[:2]]
     return tried
 
 
@@ -156,6 +160,8 @@ def promising(
 
     The best of them is always one, unless its tasks can only follow each other.
     """
+    if not schedules:
+        return []
     if measured.critical_path() > _CHAIN * measured.work():
         best.notes.append("lanes are not tried: its tasks depend on each other, so nothing could overlap")
         return []
