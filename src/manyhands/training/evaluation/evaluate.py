@@ -40,14 +40,14 @@ def figures_of(
 
 
 def evaluated(learner: Evaluates, metrics: Metrics) -> dict[str, Any]:
-    """What ``Trainer.evaluate`` gives of a model that is ready on its devices."""
+    """The result of ``Trainer.evaluate`` for a model that is on its devices."""
     figures, values = figures_of(learner, metrics, nothing)
     assert figures is not None
     return as_dict(figures, values)
 
 
 def as_dict(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
-    """What ``Trainer.evaluate`` gives: no accuracy where right answers have no meaning."""
+    """The result of ``Trainer.evaluate``: without an accuracy if there are no classes."""
     accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}
     return {"loss": or_none(figures.loss), **accuracy, **values}
 
@@ -60,4 +60,4 @@ def predicted(predict: Callable[[Callable[[], None], Take], Any], join: Join) ->
 
 
 def nothing() -> None:
-    """Nobody watches whether the process is alive."""
+    """Does nothing: no one watches whether this process is alive."""

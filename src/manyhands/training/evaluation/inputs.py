@@ -24,7 +24,7 @@ _NO_ARRAYS = (*LABELS, "y", "training", "train", "deterministic", "use_running_a
 
 @dataclass(frozen=True)
 class Inputs:
-    """How many inputs a model takes, and what the caller says of the last part of the data."""
+    """How many inputs a model takes, and whether the caller says that the last part of the data is a target."""
 
     name: str  # the model's
     needed: int  # the arguments without a default
@@ -57,7 +57,7 @@ class Inputs:
         return tuple(batch[: self.count(len(batch))])
 
     def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What prepares a batch, and then leaves the target out."""
+        """``prepare``, and then remove the target."""
         return lambda batch: self.of(prepare(batch))
 
 

@@ -177,7 +177,7 @@ def _first_parameter(function: Any) -> str | None:
 
 
 def _explained(name: str, work: Callable[..., Any], shown: tuple[str, str], *arguments: Any) -> Any:
-    """What a metric's code gives; an error in it names the metric. ``shown``: outputs and targets, in words."""
+    """Run a metric's code; an error names the metric. ``shown``: its outputs and targets, in words."""
     try:
         return work(*arguments)
     except ManyhandsError:
@@ -190,7 +190,7 @@ def _explained(name: str, work: Callable[..., Any], shown: tuple[str, str], *arg
 
 
 def _in_words(value: Any) -> str:
-    """What a metric was given: shapes, by name where there are names."""
+    """The arguments of a metric in words: shapes, with names if there are any."""
     if value is None:
         return "None"
     leaves, structure = tree.flatten(value)
@@ -202,7 +202,7 @@ def _in_words(value: Any) -> str:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A number of any framework, or several, as JSON holds them; what is NaN or infinite becomes None."""
+    """A number of any framework, or several, as JSON; NaN and infinity become None."""
     for method in ("asnumpy", "numpy"):
         if hasattr(value, method) and not hasattr(value, "tolist"):
             value = getattr(value, method)()

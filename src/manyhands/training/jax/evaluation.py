@@ -67,7 +67,7 @@ class Evaluation:
         return running_sums.mean_of(total, counted=self.steps.tests_right)
 
     def predict(self, state: State, data: Source, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
-        """What the model answers to all samples."""
+        """The model's outputs for all samples."""
         outputs, prepare = _outputs(take), inputs.after(prepared_by(data))
         for window, rows, divided in self._batches(data, None):
             assert not isinstance(rows, Resident)
@@ -118,7 +118,7 @@ class Evaluator:
     def __init__(
         self, model: nnx.Module, objective: Objective, data: Source, world: World, settings: Settings, dtype: Any
     ) -> None:
-        """``dtype``: what layers compute in; None: in that of their parameters."""
+        """``dtype``: what layers compute in; None: the dtype of their parameters."""
         skeleton = Skeleton(model)
         optimizer = optax.with_extra_args_support(optax.identity())
         self.rank, self.world, self.data = world.rank, world, data
@@ -137,7 +137,7 @@ class Evaluator:
 
 
 def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double: bool) -> State:
-    """The model's numbers on all devices: those that the first process has, for others may have drawn other weights."""
+    """The first process's values of the model, on all devices: other processes may have drawn other weights."""
     numbers: State = dict(skeleton.numbers(model))
     if world.size > 1:
         numbers = {part: _of_the_first(tree, world) for part, tree in numbers.items()}
@@ -170,10 +170,10 @@ def _outputs(take: Take | None) -> Late:
 
 
 def prepared_by(source: Source) -> Callable[[Any], Any]:
-    """What prepares a batch, as a function: compiled programs are cached by it."""
+    """The function that prepares a batch: compiled programs are cached by it."""
     return source.prepare if isinstance(source, Arrays) else as_it_is
 
 
 def _even(count: int, size: int) -> int:
-    """A size of batches near that one, so that the last is hardly shorter: each size is compiled for itself."""
+    """A batch size near ``size`` whose last batch is hardly shorter: every size is compiled separately."""
     return -(-count // -(-count // size))

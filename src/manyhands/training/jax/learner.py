@@ -39,7 +39,7 @@ _IN_A_VARIABLE = "Keep it in a variable: self.count = nnx.Variable(jnp.zeros(())
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and how."""
+    """What to train, and how."""
 
     model: nnx.Module
     skeleton: Skeleton
@@ -143,7 +143,7 @@ class JaxLearner:
         return self._rate[1]
 
     def _wait_for_an_old_one(self) -> None:
-        """Not for the last step, but for one before it: else steps would be queued without end."""
+        """Wait for an earlier step, not the last one: otherwise steps would be queued without end."""
         while len(self._under_way) >= self.world.in_flight:
             jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy
 
@@ -200,7 +200,7 @@ class JaxLearner:
         return arrived
 
     def learning_rates(self) -> dict[str, float]:
-        """Optax keeps its rates inside functions: known are one that the trainer has given, and injected ones."""
+        """Optax hides rates in functions: only the trainer's own rate and injected rates are known."""
         factor = self._rate[0] if self._rate is not None else 1.0
         return {} if self.job.rate is None else named_rates([self.job.rate * factor])
 
@@ -243,7 +243,7 @@ class JaxLearner:
         return {"average": tensors.pack(self._average_by_name())}
 
     def _average_by_name(self) -> dict[str, Any]:
-        """As weights of the model, with the rest of what it holds."""
+        """The average under the names of the weights, with the model's other values."""
         rest = self.state.get("average_of_rest", self.state["rest"])
         return {**named(self.state["average"]), **named(rest)}
 
@@ -291,7 +291,7 @@ class JaxLearner:
         return self.world.all_have(number)
 
     def close(self) -> None:
-        """Bring the numbers home, each to where it was and in its kind."""
+        """Put the values back into the caller's model, each on its device and in its dtype."""
         self.notes += python_attributes.notes(self.steps.changed, "JAX", _IN_A_VARIABLE)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
@@ -317,6 +317,6 @@ def _wide(leaf: Any) -> Any:
 
 
 def _injected(state: Any) -> dict[str, Any]:
-    """What ``optax.inject_hyperparams`` keeps in an optimizer's state; others are in functions, and so the job's."""
+    """The options that ``optax.inject_hyperparams`` keeps in the state; all others are hidden in functions."""
     numbers = {name: np.asarray(leaf) for name, leaf in named(state).items() if "hyperparams" in name.split(".")}
     return {name: number.item() for name, number in numbers.items() if not number.ndim and np.isfinite(number)}

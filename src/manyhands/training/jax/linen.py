@@ -70,7 +70,7 @@ def _plain(variables: Any) -> Any:
 
 
 def in_mode(model: nnx.Module, *, training: bool) -> None:
-    """Tell every Linen module in the model in which mode it is; what a call says itself stays."""
+    """Set the mode of every Linen module in the model; an argument of the call overrides it."""
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, nnx.bridge.ToNNX):
             object.__setattr__(layer, "__class__", _with_mode(layer, training=training))

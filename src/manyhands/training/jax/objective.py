@@ -33,7 +33,7 @@ Rows = NDArray[np.bool_]  # which rows of a batch are samples
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Value:
-    """The loss of a batch: a mean, or (where the user's loss is a :class:`LossSum`) a sum and what divides it."""
+    """The loss of a batch: a mean, or (if the user's loss is a :class:`LossSum`) a sum and its divisor."""
 
     loss: jax.Array
     count: jax.Array | None
@@ -110,7 +110,7 @@ def has_default_loss(model: nnx.Module) -> bool:
 
 
 def check_shares(objective: Objective) -> None:
-    """Refuse uneven shares where it is not known which of a model's answers belong to padding rows."""
+    """Refuse uneven shares if it is not known which outputs belong to padding rows."""
     if not isinstance(objective, Supervised):
         raise BadSettings(
             "uneven shares pad every device's part of the batch, and training_step(batch) does not show which of the "
@@ -186,7 +186,7 @@ def _value(value: Any, name: str, right: jax.Array | None) -> Value:
 
 
 def _mean(value: jax.Array) -> jax.Array:
-    """The mean over samples, of a loss that gives one number or one (or more) per sample."""
+    """The mean over samples of a loss that is one number, or one or more numbers per sample."""
     return value.reshape(len(value), -1).sum(1).mean() if value.ndim else value
 
 
@@ -201,7 +201,7 @@ def _widened(answer: Any) -> Any:
 
 
 def _right(answer: Any, target: Any) -> jax.Array | None:
-    """How many rows of class scores have their largest at the target; None where that has no meaning."""
+    """How many rows of class scores are largest at the target; None if these are not class scores."""
     if getattr(answer, "ndim", 0) != 2 or target.ndim != 1 or not jnp.issubdtype(target.dtype, jnp.integer):
         return None
     return (answer.argmax(1) == target).sum()

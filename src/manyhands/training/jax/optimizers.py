@@ -72,7 +72,7 @@ def optimizer_for(
 
 
 def rate_of(model: Any, optimizer: Any, lr: float | None, transformation: optax.GradientTransformation) -> float | None:
-    """The learning rate of an optimizer, as far as it can be known: Optax keeps it inside functions."""
+    """The learning rate of an optimizer, if it is known: Optax hides it in functions."""
     state = jax.eval_shape(transformation.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)})
     if hasattr(state, "hyperparams"):  # of optax.inject_hyperparams
         rate = transformation.init({"one": jnp.zeros(1)}).hyperparams.get("learning_rate")

@@ -107,7 +107,7 @@ def _check_wrt(model: nnx.Module, wrt: Any, trained: Tree) -> None:
 
 
 def refilled(tree: Any, values: Mapping[str, Any]) -> Any:
-    """A tree of the same form, with those values by the names of its leaves."""
+    """A tree of the same structure, filled with values by the names of its leaves."""
     return jax.tree_util.tree_map_with_path(lambda path, _: values[name_of(path)], tree)
 
 
@@ -151,7 +151,7 @@ def _only(tree: Tree, like: Tree) -> Tree:
 
 
 def training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
-    """In training mode, if all of it was in evaluation; single layers that the caller has frozen stay so."""
+    """The model in training mode; layers that the caller has frozen stay in evaluation mode, unless all of them are."""
     if skeleton.all_evaluating:
         model.train()
     linen.in_mode(model, training=True)

@@ -195,7 +195,7 @@ def train(net: nnx.Module, num_gpus: int, batch_size: int, lr: float, num_epochs
 
 
 def _dtype(settings: Settings, device: jax.Device) -> Any:
-    """What layers compute in, where that is not the kind of their parameters."""
+    """The dtype that layers compute in; None: that of their parameters."""
     if settings.precision == "bf16":
         return jnp.bfloat16
     if settings.precision != "auto" or not settings.step.fast or device.platform == "cpu":

@@ -39,7 +39,7 @@ def _outputs(take: Take | None) -> Late:
 
 
 def _pieces(model: Any, shards: Sequence[Batch], answers: Sequence[Any]) -> Pieces:
-    """The answers to a batch and its targets, in the order of the samples; where an answer is None it is computed."""
+    """The outputs and targets of a batch, in the order of the samples; an output that is None is computed."""
     pieces = Pieces(joined)
     for shard, answer in zip(shards, answers, strict=True):
         outputs = predicted(model, shard) if answer is None else answer
@@ -69,7 +69,7 @@ def figures(
 
 
 def predict(model: Any, inputs: Inputs, feed: Feed, settings: Settings, alive: Callable[[], None], take: Take) -> None:
-    """What the model answers to all samples, on all devices."""
+    """The model's outputs for all samples, computed on all devices."""
     outputs = _outputs(take)
     for shards in _batches(feed, settings):
         present = [inputs.of(shard) for shard in shards if shard is not None]
@@ -91,12 +91,12 @@ def predicted(model: Any, batch: Batch) -> Any:
 
 
 def target_of(model: Any, batch: Batch) -> Any:
-    """The last part of a batch, unless it is an input; None where there is none."""
+    """The last part of a batch; None if it is an input."""
     return batch[-1] if input_count(call_of(model), len(batch)) < len(batch) else None
 
 
 def call_of(model: Any) -> Any:
-    """How a block is called; what a hybrid block is written with gets MXNet's operations first."""
+    """The function whose arguments are the block's inputs; ``hybrid_forward`` has another argument before them."""
     kind = type(model)
     if isinstance(model, mx.gluon.HybridBlock) and kind.forward is mx.gluon.HybridBlock.forward:
         return lambda x, *args: None  # MXNet says only then how many it takes

@@ -25,7 +25,7 @@ Rows = Callable[[int, int, int], Batch]  # of a device's number, and where its s
 
 
 class Feed:
-    """The shards of a source for a list of devices. ``look`` sees what a stream gives before it goes to a device."""
+    """The shards of a source for a list of devices. ``look`` checks a stream's batches before they go to a device."""
 
     def __init__(
         self,

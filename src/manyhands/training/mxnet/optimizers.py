@@ -100,7 +100,7 @@ def _check_fits(optimizer: Any, *, scheduled: bool, devices: Sequence[mx.Context
 
 
 def _fresh(optimizer: Any) -> Any:
-    """A copy that has not updated anything yet: the caller's may have, or may be given to another job."""
+    """A copy without update counts: the caller's optimizer may have been used, or may be used by another job."""
     plain = copy.copy(optimizer)
     plain.param_dict = {}
     fresh = copy.deepcopy(plain)

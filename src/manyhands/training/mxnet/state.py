@@ -55,7 +55,7 @@ def optimizer_numbers(trainer: gluon.Trainer) -> dict[str, Any]:
 
 
 def optimizer_options(trainer: gluon.Trainer) -> dict[str, Any]:
-    """What the optimizer was made with."""
+    """The options of the optimizer."""
     attributes = vars(trainer.optimizer)
     return {name: value for name, value in attributes.items() if name not in _COUNTED and _is_plain(value)}
 

@@ -50,7 +50,7 @@ class Evaluation:
         return self._tested(counted=counted)
 
     def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:
-        """What the model answers to all samples."""
+        """The model's outputs for all samples."""
         options: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
         program = self.step.predictor(prepared_by(feed.source), **options)
         outputs = _outputs(self.world, take)

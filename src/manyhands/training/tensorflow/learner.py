@@ -100,7 +100,7 @@ class KerasLearner:
         return Feed(source, self.world.strategy, self.world.devices, self.job.labels)
 
     def _share_weights(self) -> None:
-        """All processes begin with what the first one has."""
+        """Give all processes the weights and optimizer state of the first."""
         if self.size > 1:
             self._set_weights(self.from_first(self._packed_weights()))
             self._set_memory(self.from_first(self._packed_memory()))
@@ -214,7 +214,7 @@ class KerasLearner:
         return {"average": tensors.pack(self._average_by_name())}
 
     def _average_by_name(self) -> dict[str, Array]:
-        """As weights of the model, with the rest of what it holds."""
+        """The average under the names of the weights, with the model's other values."""
         by_weight = {
             id(weight): average for weight, average in zip(self.step_of.averaged, self.step_of.average, strict=True)
         }

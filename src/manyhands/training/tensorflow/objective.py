@@ -46,7 +46,7 @@ class Supervised:
 
     @property
     def objects(self) -> list[keras.losses.Loss]:
-        """Those losses that the user gave as objects of Keras's."""
+        """The losses that the user gave as Keras objects."""
         return [loss for loss in keras.tree.flatten(self.loss.loss) if isinstance(loss, keras.losses.Loss)]
 
     @property
@@ -159,7 +159,7 @@ def _with_right(losses: Losses, answer: Any, parts: Parts, accuracy: Accuracy | 
 
 
 def right_answers(answer: Any, target: Any) -> Any:
-    """How many rows of class scores have their largest at the target; None where that has no meaning."""
+    """How many rows of class scores are largest at the target; None if these are not class scores."""
     if len(answer.shape) != 2 or len(target.shape) != 1 or not target.dtype.is_integer:
         return None
     return tf.reduce_sum(tf.cast(tf.argmax(answer, 1) == tf.cast(target, tf.int64), tf.float64))

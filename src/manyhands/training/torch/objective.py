@@ -362,7 +362,7 @@ def class_scores(answer: Any, target: Any) -> Scored | None:
 
 
 def count_right(scored: Scored | None) -> torch.Tensor | None:
-    """How many rows of class scores have their largest at the target; None where that has no meaning."""
+    """How many rows of class scores are largest at the target; None if these are not class scores."""
     return None if scored is None else (scored.answer.detach().argmax(1) == scored.target).sum()
 
 

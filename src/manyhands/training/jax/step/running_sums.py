@@ -69,7 +69,7 @@ def is_ready(sums: Sums) -> bool:
 
 
 def figures(sums: Sums, *, counted: bool) -> Figures:
-    """What the sums say; waits for them."""
+    """The sums as figures; waits for them."""
     loss = np.asarray(sums["loss"], np.float64)  # manyhands: wait-ok they are ready, or an epoch ends
     right, count, bad = map(int, np.asarray(sums["counts"]))  # manyhands: wait-ok likewise
     total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
@@ -77,7 +77,7 @@ def figures(sums: Sums, *, counted: bool) -> Figures:
 
 
 def mean_of(sums: Sums, *, counted: bool) -> Figures:
-    """What the sums of a test say, whose loss is divided once, by all divisors together."""
+    """The figures of an evaluation: its loss is divided once, by the sum of all divisors."""
     summed = figures(sums, counted=counted)
     divisor = float(np.asarray(sums["divisor"], np.float64).sum())
     return summed if divisor == summed.count else summed.weighed(divisor)

@@ -155,7 +155,7 @@ class Steps:
     def _update(
         self, state: State, so_far: Sums, factor: Any, rows: Any, batch_of: Callable[[Any], Batch], division: Division
     ) -> tuple[State, Sums]:
-        """``rows`` are what ``batch_of`` makes a batch of: its samples, or their numbers."""
+        """``batch_of`` makes a batch of ``rows``: its samples, or their numbers."""
         before = state["parameters"]
         if self.settings.step.accumulate > 1:
             loss, numbers, right, gradients = self._in_micro_batches(state, rows, batch_of, division)

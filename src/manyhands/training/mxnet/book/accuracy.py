@@ -58,9 +58,9 @@ evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
 def right_answers(answer: Any, target: Any, *, are_classes: bool = False) -> Any | None:
-    """How many rows of class scores have their largest at the target; None where that has no meaning.
+    """How many rows of class scores are largest at the target; None if these are not class scores.
 
-    Targets that are floating-point numbers have none, unless they are known to be classes (``are_classes``).
+    Floating-point targets are not, unless they are known to be classes (``are_classes``).
     """
     if not (_backend.is_tensor(answer) and _backend.is_tensor(target)):
         return None

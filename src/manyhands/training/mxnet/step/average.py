@@ -21,7 +21,7 @@ from manyhands.training.mxnet.step import replicas
 
 
 class Average:
-    """The average of all parameters that have gradients; of running statistics, too, where that is asked for."""
+    """The average of all parameters that have gradients, and on request of running statistics."""
 
     def __init__(self, model: Any, averaging: Averaging) -> None:
         self._model, self._averaging = model, averaging
@@ -80,12 +80,12 @@ class Average:
             average.copyto(weight)
 
     def saved(self) -> bytes:
-        """As weights of the model, with the rest of what it holds; waits."""
+        """The average under the names of the weights, with the model's other values; waits."""
         with self.in_model():
             return tensors.pack(state.model_tensors(self._model))
 
     def restore(self, blobs: Mapping[str, bytes]) -> bool:
-        """Continue from a checkpoint; False where it has no average: then this one begins with the weights."""
+        """Continue from a checkpoint; False if it has no average: then this one begins with the weights."""
         self.restart()
         if "average" not in blobs:
             return False

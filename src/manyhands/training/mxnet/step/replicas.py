@@ -114,7 +114,7 @@ def place(parameter: gluon.Parameter, devices: Sequence[mx.Context]) -> None:
 
 
 def spread(values: Sequence[gluon.Parameter], source: int) -> None:
-    """Give every device what one of them has."""
+    """Copy the values of one device to all others."""
     for parameter in values:
         arrays = parameter.list_data()
         for number, array in enumerate(arrays):

@@ -104,7 +104,7 @@ class Metrics:
         self._sent.append((step, *self._coming[-1]))
 
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        """What was sent and is on the host, with its step; ``wait``: all of it."""
+        """The sent figures that have arrived, with their steps; ``wait``: all of them."""
         under_way = {id(sums) for _, sums in self._coming}
         figures = []
         while self._sent and (wait or id(self._sent[0][2]) not in under_way):
@@ -123,7 +123,7 @@ class Metrics:
         return total
 
     def _on_the_way(self) -> Any:
-        """The sums as they are after what was issued so far, on their way to the host."""
+        """The sums after all work that was issued so far, on their way to the host."""
         with numpy_like():
             return mx.np.stack([self._loss, self._right, self._bad, self._divisor]).as_in_ctx(mx.cpu())
 

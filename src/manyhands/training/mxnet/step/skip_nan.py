@@ -21,7 +21,7 @@ from manyhands.training.mxnet.step.average import Average
 
 
 class Spared:
-    """Copies of everything that a step changes, to be put back where it should not have been made."""
+    """Copies of everything that a step changes, to undo the step if its loss is NaN."""
 
     def __init__(self, model: Any, trainer: gluon.Trainer) -> None:
         self._model, self._trainer = model, trainer
@@ -29,13 +29,13 @@ class Spared:
         self._average: Average | None = None
 
     def keep(self, average: Average | None = None) -> None:
-        """To be called before a step; an average of the weights is part of what it changes."""
+        """Call before a step; ``average``: an average of the weights, which the step changes too."""
         self._average = average
         state.make_optimizer_states(self._trainer)  # what did not exist could not be put back
         self._copies = [array.copy() for array in self._arrays()]
 
     def put_back(self, good: Any) -> None:
-        """To be called after it: ``good`` says, on a device, whether the step was one."""
+        """Call after the step: ``good`` says, on a device, whether to keep it."""
         with numpy_like():
             on_device = {device: good.as_in_ctx(device) for device in self._trainer._contexts}
             for array, before in zip(self._arrays(), self._copies, strict=True):

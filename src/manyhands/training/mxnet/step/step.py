@@ -127,7 +127,7 @@ class Step:
         return [loss for loss, _ in passed]
 
     def _forward(self, batch: Sequence[Any], whole: int) -> tuple[Loss, Any]:
-        """The loss, for the figures; and what is minimised."""
+        """The loss for the figures, and the value to minimise."""
         with autograd.record():
             loss = self.objective(batch, training=True)
             minimised = loss.total / whole if loss.count is None else loss.total

@@ -26,7 +26,7 @@ _HALVES = ("float16", "mixed_float16")
 
 
 def check(model: Any, *, loss: Any, tests: bool) -> None:
-    """Refuse what would be lost. With ``loss=``, or a ``training_step``, the user has said what a step is."""
+    """Refuse settings that the trainer would ignore, unless ``loss=`` or a ``training_step`` replaces them."""
     says_itself = loss is not None or hasattr(model, "training_step")
     for name, advice in _OWN_LOOP.items():
         if (says_itself and name != "compute_metrics") or (name == "test_step" and not tests):
@@ -65,7 +65,7 @@ def check_precision(model: Any) -> None:
 
 
 def notes(model: Any) -> list[str]:
-    """What changes no result and is not done."""
+    """Notes about settings that the trainer ignores without changing the result."""
     if getattr(model, "compiled", False) and model.jit_compile and not tf.config.list_physical_devices("GPU"):
         return ["the model was compiled with jit_compile=True: the trainer does not use XLA"]
     return []

@@ -55,7 +55,7 @@ class Total:
         return Total(self.value + tf.cast(other.value, self.value.dtype), self.per_sample)
 
     def shown(self, whole: Any) -> Any:
-        """What it adds to the sum over samples of the loss that is shown; the batch has ``whole`` samples."""
+        """Its share of the shown loss, as a sum over samples; the batch has ``whole`` samples."""
         value = tf.cast(self.value, tf.float64)
         if self.per_sample is None:
             return value * tf.cast(whole, tf.float64)
@@ -111,7 +111,7 @@ def _check_reductions(*losses: Losses) -> None:
 
 @dataclass
 class KerasLoss:
-    """What a user gave as ``loss``, to the trainer or to ``model.compile``."""
+    """The user's ``loss``, of the trainer or of ``model.compile``."""
 
     loss: Any
     loss_weights: Any = None
@@ -168,14 +168,14 @@ class KerasLoss:
 
 
 def _at(parts: Any, path: Sequence[Any], **missing: None) -> Any:
-    """The part for one output, whose path in the structure of outputs Keras knows; or what stands for a missing one."""
+    """The part for one output, by its path in Keras's structure of outputs; or ``missing``."""
     for step in path:
         parts = parts.get(step) if missing and isinstance(parts, dict) else parts[step]
     return parts
 
 
 def check_names(loss: Any) -> None:
-    """Refuse what Keras has no loss for."""
+    """Refuse names of losses that Keras does not have."""
     for name in keras.tree.flatten(loss):
         if isinstance(name, str) and name.lower() not in _BY_SHAPE and name not in ALL_OBJECTS_DICT:
             known = sorted(name for name in ALL_OBJECTS_DICT if name.islower() and len(name) > 4)
@@ -241,7 +241,7 @@ def _check_shapes(loss: Any, y_true: Any, y_pred: Any) -> None:
 
 
 def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) -> Losses:
-    """As ``keras.src.losses.loss.reduce_weighted_values``, with the division put off where it has to be."""
+    """As ``keras.src.losses.loss.reduce_weighted_values``, but with sums and divisors where parts have to add up."""
     weight = None if sample_weight is None else tf.cast(sample_weight, values.dtype)
     if mask is not None:
         mask = tf.cast(mask, values.dtype)
@@ -264,7 +264,7 @@ def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) 
 
 
 def as_keras(value: Any, *, name: str) -> Losses:
-    """What Keras is given as a loss: a scalar, or a LossSum; of several numbers it minimises the sum."""
+    """A loss as Keras takes it: a scalar, several numbers (Keras minimises their sum), or a LossSum."""
     several = tf.is_tensor(value) and bool(value.shape.rank)
     return _unreduced(_floating(value, name)) if several else reduced(value, name=name)
 
@@ -274,7 +274,7 @@ def _unreduced(values: Any) -> Losses:
 
 
 def reduced(value: Any, *, name: str) -> Losses:
-    """What a user's loss or step returned: a scalar, one number per sample (of which the mean is taken), a LossSum."""
+    """The value of a user's loss or step: a scalar, one number per sample (their mean is taken), or a LossSum."""
     if isinstance(value, LossSum):
         total = _floating(value.total, name)
         if total.shape.rank:

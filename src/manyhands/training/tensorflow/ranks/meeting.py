@@ -27,7 +27,7 @@ _HELLO = "manyhands"
 
 
 def read_tf_config() -> None:
-    """What ``TF_CONFIG`` says of the job, in the words of a launcher (:mod:`manyhands.training.launcher`)."""
+    """Set a launcher's environment variables from ``TF_CONFIG`` (:mod:`manyhands.training.launcher`)."""
     if "TF_CONFIG" not in os.environ or launcher.is_launched():
         return
     try:
@@ -92,7 +92,7 @@ def _collect(place: launcher.Place, seconds: float) -> list[str]:
 
 
 def _report(place: launcher.Place, seconds: float) -> list[str]:
-    """The other processes: say who and where one is, and wait for the list."""
+    """The other processes: report rank and address, and wait for the list."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -112,7 +112,7 @@ def _report(place: launcher.Place, seconds: float) -> list[str]:
 
 
 def _line(connection: socket.socket, longest: int = _LONGEST) -> str:
-    """What comes up to the end of a line; nothing where it is too long or too slow."""
+    """One line from the connection; an empty text if it is too long or too slow."""
     said = b""
     with contextlib.suppress(TimeoutError, ConnectionError):
         while not said.endswith(b"\n") and len(said) <= longest:
@@ -134,7 +134,7 @@ def _understood(line: str, size: int) -> tuple[int, str] | None:
 
 
 def _all_of(line: str, size: int) -> list[str]:
-    """The first process's list; an answer that is none counts as no answer."""
+    """The list of the first process; any other answer raises an error."""
     try:
         everybody = json.loads(line)
     except ValueError:

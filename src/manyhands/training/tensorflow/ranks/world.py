@@ -74,7 +74,7 @@ class World:
 
 @functools.cache
 def _sums(strategy: Any) -> Any:
-    """A function that adds up what the processes have; of the replicas of one process only the first one counts."""
+    """A function that adds up the values of the processes; only the first replica of each process counts."""
     local = len(strategy.extended.worker_devices)
 
     def replica(values: Any) -> Any:
@@ -106,7 +106,7 @@ def of_devices(devices: Sequence[Any]) -> World:
 
 
 def join(*, on_cpu: bool = False) -> World:
-    """Become one of the processes that a launcher has started; every call in a process gives the same world."""
+    """Join the processes that a launcher has started; every call in a process returns the same world."""
     global _joined
     if _joined is None:
         place = launcher.place()

@@ -19,7 +19,7 @@ _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
 
 def in_precision(model: Any, precision: str, few: Batch | None) -> Any:
-    """The model itself where it is in that precision (or none is asked for), else one like it that is."""
+    """The model itself if it has that precision (or ``precision`` is ``"auto"``), else a copy that has it."""
     policy = _POLICIES.get(precision)
     if policy is None:
         return model

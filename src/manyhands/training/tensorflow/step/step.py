@@ -41,7 +41,7 @@ _HOST = "/device:CPU:0"
 
 
 class Step:
-    """What every replica holds, and the functions that work on it."""
+    """The variables of every replica, and the functions that work on them."""
 
     def __init__(self, strategy: Any, function: Function, optimizer: Any, memory: Sequence[Array], settings: Settings):
         """``optimizer``: None where nothing is trained."""
@@ -117,7 +117,7 @@ class Step:
         return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     def predictor(self, prepare: Prepare, *, on_host: bool, gathered: bool) -> Any:
-        """What the model answers, of each replica: ``(data, order, bounds)``."""
+        """The model's outputs on each replica: ``(data, order, bounds)``."""
         replica = functools.partial(self._predict_replica, prepare, on_host, gathered)
         return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
@@ -334,7 +334,7 @@ def _compiled(work: Callable[..., Any]) -> Any:
 
 
 def _gathered(data: Batch, numbers: Any, on_host: bool) -> Batch:
-    """The samples of those numbers; from the host's memory only they go to the device."""
+    """The samples of those numbers; only they are copied from the host to the device."""
     if not on_host:
         return tuple(tf.gather(array, numbers) for array in data)
     with tf.device(_HOST):
