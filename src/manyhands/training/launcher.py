@@ -50,7 +50,7 @@ def _is_slurm() -> bool:
 
 
 def place() -> Place:
-    """What the launcher says; the ports of :mod:`torch.distributed` are its default."""
+    """This process's place in the job, from the launcher's environment; the default port is torch.distributed's."""
     return _torchruns_place() if _is_torchrun() else _slurms_place()
 
 

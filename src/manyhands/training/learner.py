@@ -27,7 +27,7 @@ Take = Callable[[Any, Any], None]  # takes the outputs and targets of the next s
 
 
 class Data(Protocol):
-    """What the loop knows of a training set."""
+    """A data set as the loop sees it."""
 
     @property
     def count(self) -> int | None:

@@ -168,7 +168,7 @@ class Loop:
         self.say({"kind": "note", "text": f"ended after {where}: {ended}"})
 
     def _ended(self) -> str | None:
-        """Why the training ends here, for ``Result.ended``; None where it goes on."""
+        """Why the training ends here, for ``Result.ended``; None if it continues."""
         if self.ending.signal is not None:
             return f"signal {self.ending.signal}"
         if self.report.stop is not None:

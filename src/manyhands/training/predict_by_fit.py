@@ -127,5 +127,5 @@ def _arrays(batch: Any) -> tuple[Any, Any]:
 
 
 def resized(batch: Any, batch_size: int) -> Any:
-    """A batch of so many samples, made of those of another one; they repeat where they are too few."""
+    """A batch of ``batch_size`` samples, taken from another batch; they repeat if there are too few."""
     return tuple(part[np.arange(batch_size) % len(part)] for part in _arrays(batch))

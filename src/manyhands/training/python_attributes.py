@@ -79,7 +79,7 @@ class Attributes:
         return results
 
     def saved(self) -> tuple[list[list[Any]], list[str]]:
-        """What has changed as JSON, and the names of what cannot be written so."""
+        """The changed attributes as JSON, and the names of those that JSON cannot hold."""
         values, others = [], []
         for (path, name), value in self.changed().items():
             try:
@@ -102,11 +102,11 @@ class Attributes:
                 parts[path][name] = value
 
     def rewritten(self) -> list[str]:
-        """The names of what was there at the beginning and has another value now."""
+        """The names of attributes that existed at the beginning and have another value now."""
         return [".".join(place) for place in self.changed() if place in self._first]
 
     def changed(self) -> dict[Place, Any]:
-        """What has another value than at the beginning."""
+        """The attributes whose value differs from that at the beginning."""
         return {
             place: value
             for place, (value, contents) in self.take().items()

@@ -10,7 +10,7 @@ from manyhands.errors import BadBatch, BadSettings, NotATensor
 
 
 def not_a_model(model: Any, kind: str) -> BadSettings:
-    """The error for what a framework does not train; ``kind``: what it does, as ``a torch.nn.Module``."""
+    """The error for an object that is not a model; ``kind``: what the framework trains, as ``a torch.nn.Module``."""
     if isinstance(model, type):
         name = model.__name__
         return BadSettings(f"the class {name} cannot be trained: give {kind} made of it, {name}(...) and not {name}")
@@ -26,7 +26,7 @@ def no_target(batch: Any) -> BadBatch:
 
 
 def not_data(data: object, kinds: str) -> NotATensor:
-    """The error for what no batch can be read from; ``kinds``: what a framework reads."""
+    """The error for an object that is not data; ``kinds``: what the framework reads."""
     return NotATensor(f"a value of type {type(data).__name__} cannot be read as data: give {kinds}")
 
 
@@ -56,7 +56,7 @@ def unlike_target(answer: Sequence[int], target: Sequence[int]) -> BadBatch:
 
 
 def not_a_loss(name: str, value: object) -> BadSettings:
-    """The error for what a loss, or a model's own step, returned instead of a loss."""
+    """The error for a loss, or a model's own step, that did not return a loss."""
     if value is None:
         cure = "is a `return` missing? Return"
     elif isinstance(value, Real):

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Result:
-    """What came of a job: one row per epoch, and what is worth knowing."""
+    """The result of a job: one row per epoch, notes, and why it ended."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Result:
 
     @property
     def seconds_per_epoch(self) -> float:
-        """The mean over whole epochs, the first apart where there are others (it warms up)."""
+        """The mean over whole epochs, without the first (it warms up) if there are others."""
         seconds = [row["seconds"] for row in self.rows if row.get("whole", True)]
         seconds = seconds[1:] or seconds
         return sum(seconds) / len(seconds) if seconds else math.nan

@@ -1,4 +1,4 @@
-"""Loss and accuracy as sums over samples: what every framework counts on its devices, and what is shown of it."""
+"""Loss and accuracy as sums over samples, which every framework counts on its devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Figures:
 
 
 def together(parts: Sequence[Figures]) -> Figures:
-    """The figures of all processes as one."""
+    """The sums of the figures of all processes."""
     bad = [part.bad_step for part in parts if part.bad_step is not None]
     return Figures(
         sum(part.loss_sum for part in parts),

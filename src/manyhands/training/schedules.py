@@ -200,7 +200,7 @@ def after_epoch(loop: Loop) -> None:
 
 
 def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:
-    """What the schedule says, if it is a factor."""
+    """The factor that the schedule returns; refuses any other value."""
     try:
         value: Any = function(at)
     except TypeError as error:

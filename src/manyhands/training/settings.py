@@ -63,7 +63,7 @@ class Settings:
         return None if shares is None or isinstance(shares, str) else [float(share) for share in shares]
 
     def check_devices(self, count: int) -> None:
-        """What can only be said once the number of devices is known."""
+        """Checks that need the number of devices."""
         if self.batch_size < count:
             raise BadSettings(
                 f"batch_size={self.batch_size} is smaller than the number of devices, {count}: a batch is divided over "

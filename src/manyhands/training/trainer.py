@@ -333,7 +333,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         monitor.check_monitors(followed, known, why_not)
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        """Why these data have no accuracy, where that is known before the first step; None: there may be one."""
+        """Why these data have no accuracy, if that is known before the first step; None: there may be one."""
         return None
 
     def _callbacks(self) -> list[Callback]:
@@ -358,7 +358,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size, option)
 
     def _check_step(self, model: Any) -> None:
-        """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""
+        """Refuse ``loss=`` for a model with its own training_step, which computes its loss itself."""
         step = getattr(type(model), "training_step", None)
         if self._option("loss") is None or step is None or step.__module__.startswith("manyhands."):
             return

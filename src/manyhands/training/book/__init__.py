@@ -1,1 +1,1 @@
-"""What the textbook's chapters need in every framework."""
+"""The functions and classes of the textbook's chapters, in every framework."""

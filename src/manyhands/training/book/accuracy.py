@@ -139,7 +139,7 @@ class Accuracy(abc.ABC, Generic[D]):
 
 
 def check_shapes(y_hat: Any, classes: Any, y: Any) -> None:
-    """Refuse predictions that are not one for each label; ``classes`` are those of ``y_hat``."""
+    """Refuse predictions that do not match the labels one to one; ``classes``: the classes of ``y_hat``."""
     if labels(classes) != labels(y) or tuple(classes.shape[:1]) != tuple(y.shape[:1]):
         raise BadBatch(
             f"predictions of shape {tuple(y_hat.shape)} and labels of shape {tuple(y.shape)} do not belong together: "
@@ -164,7 +164,7 @@ def _split(place: Placement[Any, Any, Any], X: Any, y: Any, devices: Sequence[An
 
 
 def _check_whole(X_shards: Sequence[Any], y_shards: Sequence[Any], y: Any, devices: Sequence[Any]) -> None:
-    """What ``split_f`` gave is one shard per device, and together the whole batch."""
+    """Check that ``split_f`` returned one shard per device, and together the whole batch."""
     if not len(X_shards) == len(y_shards) == len(devices):
         raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
     total = sum(labels(shard) for shard in y_shards)

@@ -1,4 +1,4 @@
-"""What the built-in models have in common in every framework: widths, and how a residual block is asked for."""
+"""What the built-in models share in all frameworks: widths, and the arguments of a residual block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SMALL_RESNET: dict[str, Any] = {"widths": (16, 32, 64), "blocks": 1}
 
 
 def residual_width(in_channels: int, out_channels: int | None, *, use_1x1conv: bool, strides: int) -> int:
-    """The channels that come out of ``Residual(...)``; refuses what cannot be added to its own input."""
+    """The output channels of ``Residual(...)``; refuses a block whose output cannot be added to its input."""
     asked = f"Residual({in_channels}, {out_channels}"
     if isinstance(out_channels, bool):
         raise TypeError(

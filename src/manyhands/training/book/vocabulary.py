@@ -225,7 +225,7 @@ class Animator:
         self._shown: Any = None
 
     def add(self, x: Any, y: Any) -> None:
-        """Add a point to each curve: ``y`` is one value or one per curve, None leaves a curve as it is."""
+        """Add a point to each curve: ``y`` is one value or one per curve; None adds no point."""
         ys = _several(y)
         xs = _several(x)
         if len(xs) == 1:

@@ -77,7 +77,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
-    """What a moving average of a model is: see ``EMA``."""
+    """The settings of a moving average of the weights: see ``EMA``."""
 
     decay: float
     buffers: bool = False  # whether running statistics are averaged, too
@@ -124,7 +124,7 @@ class Callback:
         """The model was evaluated on the validation data: ``val_loss``, ``val_acc`` and your own metrics."""
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
-        """An epoch is over; ``row`` is what ``result.rows`` has of it."""
+        """An epoch is over; ``row`` is its row in ``result.rows``."""
 
     def on_checkpoint(self, training: Training, path: Path) -> None:
         """A checkpoint was written to this path."""
@@ -137,4 +137,4 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` gave; called before :meth:`on_fit_start`."""
+        """Restore what :meth:`state_dict` returned; called before :meth:`on_fit_start`."""

@@ -90,7 +90,7 @@ class Dispatcher:
                 error.add_note(f"And then: {another}")
 
     def end(self, result: Result) -> None:
-        """What came of the training, for the callbacks' last moment."""
+        """Set the result of the training, for the callbacks' last call."""
         result.notes += self.notes
         self.training.result = result
 

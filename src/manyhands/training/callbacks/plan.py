@@ -1,4 +1,4 @@
-"""What callbacks need to know of the steps, as data that is sent to the processes that train."""
+"""What callbacks need from the steps, as data that is sent to the training processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_CALLBACKS = CallbackPlan()
 
 
 def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
-    """What these callbacks want together; refuse what does not go together."""
+    """The plan of these callbacks; refuses combinations that do not work."""
     for callback in callbacks:
         if callback.needs_run and not has_run:
             name = type(callback).__name__
@@ -49,7 +49,7 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
 
 
 def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
-    """The user's callbacks or loggers as a list; refuse what is none."""
+    """The user's callbacks or loggers as a list; refuses other objects."""
     listed = [values] if isinstance(values, Callback) or not isinstance(values, Iterable) else list(values)
     for value in listed:
         name = kind.__name__

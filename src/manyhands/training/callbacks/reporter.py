@@ -39,7 +39,7 @@ class Reporter:
         self._say({"kind": "epoch_start"})
 
     def step(self) -> None:
-        """A step was issued: send its figures on their way if they are wanted, hand on those that have arrived."""
+        """After a step: start sending its figures if they are wanted, and report those that have arrived."""
         if not self.plan.every:
             return
         step = self._loop.cursor.step
@@ -60,7 +60,7 @@ class Reporter:
         return self._loop.learner.learning_rates() if self.plan.rates else {}
 
     def evaluated(self, figures: dict[str, float], epoch: int) -> None:
-        """The model was evaluated; ``figures`` by name (val_loss, ...), NaN where it is none."""
+        """The model was evaluated; ``figures`` by name (val_loss, ...)."""
         self._ask({"kind": "evaluation", "figures": figures}, epoch=epoch)
 
     def epoch_end(self, row: dict[str, Any], sums: Figures) -> None:

@@ -1,4 +1,4 @@
-"""Files that survive a kill: what is read back is the old file or the new one, never a part of it."""
+"""Files that survive a kill: a reader sees the old file or the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sync_folder(path: Path) -> None:
 
 
 def exact_json(value: Any, name: str, *, indent: int | None = None) -> str:
-    """JSON that reads back as an equal value of equal types; `NotJson` with the path of what would not."""
+    """JSON that reads back as an equal value of equal types; `NotJson` names the path of any other value."""
     try:
         _check(value, name)
         return json.dumps(value, allow_nan=False, indent=indent)

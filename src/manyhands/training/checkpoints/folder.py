@@ -88,7 +88,7 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint; half of it never has its name. One that cannot be deleted stays whole."""
+    """Delete a checkpoint, renaming it first: a half-deleted one never has its name."""
     doomed = _leftover(path, "deleted")
     with contextlib.suppress(OSError):
         os.rename(path, doomed)
@@ -96,7 +96,7 @@ def delete(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Clear away what killed writers left behind, and put back what they had set aside."""
+    """Delete the leftovers of killed writers, and put back the checkpoints that they had set aside."""
     for path in _entries(folder):
         match = _LEFTOVER.fullmatch(path.name)
         if not match or not (_is_dead(int(match[3]), match[4]) or _age(path) > _OLD):

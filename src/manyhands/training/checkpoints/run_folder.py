@@ -167,7 +167,7 @@ class RunFolder:
             self.path.rmdir()  # only if nothing else is in it
 
     def restore_config(self) -> None:
-        """Make config.json what it was before a job that has trained nothing."""
+        """Restore config.json after a job that has trained nothing."""
         before = self._config_before
         with contextlib.suppress(OSError):
             if before is not None and self.config_path.read_bytes() != before:
@@ -198,7 +198,7 @@ class RunFolder:
         return self.path / "step.txt"
 
     def record_precision(self, precision: str, why: str) -> None:
-        """Keep in config.json what ``precision="auto"`` was, and why; a resumed run keeps its first reason."""
+        """Record in config.json which precision ``"auto"`` was, and why; a resumed run keeps its first reason."""
         config = self.config
         if config.get("chosen", {}).get("precision") != precision:
             with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
@@ -263,7 +263,7 @@ class RunFolder:
         self._may_be_torn = False
 
     def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """Each line as it stands in the file, and its row."""
+        """Each line of the file, and its row."""
         try:
             lines = list(io.BytesIO(self.metrics_path.read_bytes()))  # unlike splitlines, cuts at newlines only
         except FileNotFoundError:

@@ -172,7 +172,7 @@ def rows_before(run: RunFolder, last_row: int) -> list[dict[str, Any]]:
 
 
 def rewind(run: RunFolder, begun: Cursor, last_row: int) -> None:
-    """Drop what a run's folder holds of later steps than the one that the job begins at."""
+    """Delete figures and checkpoints of later steps than the one where the job begins."""
     run.truncate_metrics(last_row)
     store.amend(folder.path_of(run.checkpoints, begun.step), end=None)  # its row is dropped
     for folder_of_checkpoints in run.folders_of_checkpoints():
@@ -185,7 +185,7 @@ def share_rows(loop: Loop) -> None:
 
 
 def unsaved_weights(run: RunFolder, step: int) -> list[str]:
-    """Whether the last step's checkpoint is missing in a run, in words."""
+    """In words, if the checkpoint of the last step is missing; else empty."""
     newest = store.latest(run.checkpoints)
     if newest is None:
         return [f"there is no checkpoint: the weights after step {step} are not saved"]

@@ -93,7 +93,7 @@ def amend(path: Path, **changes: Any) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step, by its name alone: `load` is what checks the contents."""
+    """The checkpoint of the highest step, by its name alone: only `load` checks the contents."""
     return next((path for _, path in checkpoint_folder.checkpoints(Path(folder))), None)
 
 

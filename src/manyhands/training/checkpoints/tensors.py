@@ -1,4 +1,4 @@
-"""Tensors by name as safetensors, of NumPy's arrays: for frameworks whose tensors become those without loss."""
+"""NumPy arrays by name as safetensors: for frameworks whose tensors convert to NumPy without loss."""
 
 from __future__ import annotations
 

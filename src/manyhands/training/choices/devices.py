@@ -36,7 +36,7 @@ _NO_GPU = "there is no GPU here, so the job is on the CPU"
 
 @dataclass(frozen=True)
 class Choice:
-    """The devices that are meant, other options of the trainer that make them so, and what the user should know."""
+    """The chosen devices, other options of the trainer that they need, and a note for the user."""
 
     devices: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def missing_gpus(wanted: int, found: int) -> str | None:
 
 
 def resolved(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
-    """The devices that a user means; ``virtual_cpus`` gives the trainer's options for that many virtual CPU devices."""
+    """The devices for ``devices=``; ``virtual_cpus`` returns the options for that many virtual CPU devices."""
     if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
         return _of_text("-1", backend, virtual_cpus)
     if isinstance(devices, Integral) and not isinstance(devices, bool):

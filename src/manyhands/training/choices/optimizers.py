@@ -31,7 +31,7 @@ _SGD_RATE = 0.1  # of plain SGD, which is trained with where no optimizer is giv
 
 @dataclass(frozen=True)
 class Optimizers:
-    """What a framework calls an optimizer, and how its rate is given."""
+    """A framework's optimizers, and how they take a learning rate."""
 
     where: str  # the module that has them
     example: str
@@ -122,7 +122,7 @@ class Optimizers:
         )
 
     def _rate_argument(self, make: Callable[..., Any]) -> inspect.Parameter | None:
-        """The argument through which a class or a function takes its rate; None where it takes none."""
+        """The argument through which a class or a function takes its learning rate; None without one."""
         try:
             parameters = list(inspect.signature(make).parameters.values())
         except (TypeError, ValueError):  # compiled code may not say

@@ -1,1 +1,1 @@
-"""What ``manyhands train``, ``parity`` and ``convert`` do in every framework."""
+"""The commands ``manyhands train``, ``parity`` and ``convert``, in every framework."""

@@ -60,7 +60,7 @@ class NamesTable:
 
     @classmethod
     def of(cls, content: Any) -> NamesTable:
-        """A table from what JSON gives."""
+        """A table from parsed JSON."""
         names = content.get("names") if isinstance(content, Mapping) else None
         unused = content.get("unused", []) if isinstance(content, Mapping) else None
         if not isinstance(names, Mapping) or not names or not isinstance(unused, list):
@@ -68,7 +68,7 @@ class NamesTable:
         return cls(names, unused)
 
     def converted(self, tensors: Mapping[str, NDArray[Any]]) -> Tensors:
-        """The weights of the new model; an error names what is missing, left over or of another shape."""
+        """The weights of the new model; an error names weights that are missing, left over or of another shape."""
         renamed = {name: _converted(name, entry, tensors) for name, entry in self.names.items()}
         used = {_old_name(entry) for entry in self.names.values()} | set(self.unused)
         if left := [name for name in tensors if name not in used]:

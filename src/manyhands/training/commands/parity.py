@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        """The verdict: what is beyond the limit is never called equal."""
+        """The verdict; a difference beyond the limit is never called equal."""
         if self.difference <= self.limit:
             return "equal"
         verdict = "beyond the limit, as near to float64 as one device" if self.equal else "NOT EQUAL"

@@ -20,7 +20,7 @@ MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
 
 class Recipes(Protocol):
-    """What the command needs of a framework: the functions of ``manyhands.training.<framework>.command``."""
+    """The functions of ``manyhands.training.<framework>.command``, which the command calls."""
 
     def model(self, name: str, seed: int) -> Any:
         """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
@@ -35,7 +35,7 @@ class Recipes(Protocol):
         """The value (JSON) that ``make`` returns in the first process of a launched job; every process gets it."""
 
     def arrays(self, data: Any) -> Any:
-        """The arrays (X, y) that a user's script gives, as a source with a ``count``."""
+        """The arrays (X, y) of a user's script, as a source with a ``count``."""
 
     def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
         """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""

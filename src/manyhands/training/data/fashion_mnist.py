@@ -209,7 +209,7 @@ def _read_set(directory: Path, source: str, *, subset: bool = False) -> FashionM
 
 
 def _find(directory: Path, name: str) -> Path:
-    """The file, plain or packed. When there is none, the packed name, for reading to complain about."""
+    """The file, plain or packed; without either, the packed name, so that reading it raises the error."""
     plain = directory / name
     return plain if os.path.isfile(plain) else directory / f"{name}.gz"
 
@@ -262,7 +262,7 @@ def _user_cache() -> Path | None:
 
 
 class _BadDownload(Exception):
-    """What arrived is not the official file. Never leaves this module."""
+    """The download is not the official file. Never raised outside this module."""
 
 
 def _download() -> Path:

@@ -1,4 +1,4 @@
-"""What ``fit(model, data, validation)`` was given: which part is training data, and which is validation data."""
+"""Tells training data from validation data in ``fit(model, data, validation)``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two_parts(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> tu
 
 
 def _only_train(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> Any:
-    """Training data that were given beside validation data."""
+    """The training data, if validation data are a separate argument."""
     if is_array(data) and is_array(validation):
         raise BadBatch(
             "fit(model, X, y) takes y for validation data: give both as one, fit(model, (X, y)), and validation data "

@@ -115,7 +115,7 @@ class ClassLabels:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What is checked of some labels, without the labels themselves."""
+    """A summary of some labels, enough to check them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

@@ -105,7 +105,7 @@ def windows(cursor: Cursor, count: int, batch_size: int, *, whole: bool = False)
 def undivided(
     pairs: Iterable[tuple[Window, B]], whole: bool | Callable[[B], bool] = True
 ) -> Iterator[tuple[Window, B]]:
-    """The same batches, whole; or those of them that a function says."""
+    """The same batches, marked as whole; ``whole`` may be a function that picks batches."""
     for window, batch in pairs:
         is_whole = whole if isinstance(whole, bool) else whole(batch)
         yield (replace(window, whole=True) if is_whole else window), batch

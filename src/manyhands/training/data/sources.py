@@ -99,7 +99,7 @@ def check_numbers(parts: Sequence[Array]) -> None:
 
 
 def as_it_is(batch: Batch) -> Batch:
-    """What prepares a batch that is ready for the model."""
+    """Returns the batch: it needs no preparation."""
     return batch
 
 

@@ -22,7 +22,7 @@ _NEAR = 8  # the answer is within this part of the largest that fits
 
 
 def largest(fits: Callable[[int], bool], maximum: int, devices: int) -> int:
-    """The largest size up to ``maximum`` that fits, or one near it; a multiple of ``devices`` where it is not that."""
+    """The largest size up to ``maximum`` that fits, or one near it; a multiple of ``devices``, or ``maximum``."""
     good, size = 0, min(_FIRST * devices, maximum)
     while fits(size):
         good = size

@@ -184,19 +184,19 @@ class Look:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Samples to try a loss on, in batches; and what they were chosen from, where that is not all of the data."""
+    """Samples to try a loss on, in batches; ``seen``: what they were chosen from, if not all of the data."""
 
     batches: list[list[int]]
     seen: str | None
 
 
 def arrays_of(data: Source) -> Arrays:
-    """What samples are chosen from: the data, or the first batch of a loader."""
+    """The arrays to choose samples from: the data, or the first batch of a loader."""
     return data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
 
 
 def seen_of(data: Source, chosen: Chosen) -> str | None:
-    """What the chosen samples stand for, where that is not all of the data."""
+    """In words, what samples were chosen from; None: all of the data."""
     return chosen.seen if isinstance(data, Arrays) else "the first batch of the loader"
 
 

@@ -42,7 +42,7 @@ def describe(loop: Loop, step: int) -> str:
 
 
 def _bad_samples(loop: Loop, step: int) -> str | None:
-    """What is NaN in the samples of a step, where the learner can read them again."""
+    """Which samples of a step have NaN, in words, if the learner can read them again."""
     look, numbers = getattr(loop.learner, "bad_samples", None), _samples_of(loop, step)
     if look is None or numbers is None:
         return None

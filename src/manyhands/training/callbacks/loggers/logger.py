@@ -77,7 +77,7 @@ class Logger(Callback):
             self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """A checkpoint is written: what was logged up to it is not logged again, so it has to be safe first."""
+        """Called for a checkpoint: figures before it are not logged again, so they have to be written first."""
         if self._background is not None:
             self._background.drain()
             if self._is_open:
@@ -103,7 +103,7 @@ class Logger(Callback):
     # For subclasses
 
     def folder(self, training: Training, chosen: Path | None) -> Path:
-        """Where to write: what the user gave, or the run's folder."""
+        """The folder to write to: the user's, or the run's."""
         if chosen is not None:
             return chosen
         if training.run is None:

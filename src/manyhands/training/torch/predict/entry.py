@@ -81,7 +81,7 @@ def example(name: str, batch_size: int) -> tuple[torch.nn.Module, Any]:
 
 
 def resized(batch: Any, batch_size: int) -> Any:
-    """A batch with this many samples of another one; they repeat where it has too few."""
+    """A batch of ``batch_size`` samples, taken from another batch; they repeat if there are too few."""
     count = rows(batch)
     return pick(batch, [number % count for number in range(batch_size)])
 
