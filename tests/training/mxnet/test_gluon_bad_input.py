@@ -178,7 +178,7 @@ def test_weights_of_samples_need_a_loss_of_gluons() -> None:
 
 
 def test_a_scheduler_of_rates_is_no_schedule() -> None:
-    with pytest.raises(BadSettings, match=r"FactorScheduler gives learning rates.*lr_scheduler="):
+    with pytest.raises(BadSettings, match=r"FactorScheduler returns learning rates.*lr_scheduler="):
         Trainer(1, schedule=mx.lr_scheduler.FactorScheduler(10))
 
 
