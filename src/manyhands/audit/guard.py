@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from manyhands.audit import watch
-from manyhands.audit.kinds import Kind
-from manyhands.audit.sites import Site, name_callers_in_warnings
+from manyhands.audit.sites import name_callers_in_warnings
 from manyhands.audit.stall import Stall
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, HiddenWait
@@ -51,20 +50,19 @@ class Seen:
 
     # The sink
 
-    def before(self, kind: Kind, call: str, site: Site, framework: str = "torch") -> None:
-        if self._mode == "forbid" and site.allowed is None:
-            stall = Stall(kind, call, site, framework)
+    def before(self, stall: Stall) -> None:
+        if self._mode == "forbid" and stall.site.allowed is None:
             self._counts[stall] += 1
             raise HiddenWait(f"mh.guard('forbid'): {stall}")
 
     def after(self, event: watch.Event) -> None:
-        if event.site.allowed is not None:
+        stall = event.stall
+        if stall.site.allowed is not None:
             self.allowed += 1
             return
-        stall = event.stall
         self._counts[stall] += 1
         if self._mode == "warn":
-            line = event.site.user
+            line = stall.site.user
             warnings.warn_explicit(str(stall), HiddenWaitWarning, line.file, line.number)
 
 

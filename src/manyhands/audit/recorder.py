@@ -60,20 +60,18 @@ class Recorder:
 
     # The sink
 
-    def before(self, kind: Kind, call: str, site: Site, framework: str = "torch") -> None:
+    def before(self, stall: Stall) -> None:
         self.used_device = True
 
     def after(self, event: Event) -> None:
-        key = event.stall
-        thread = threading.get_ident()
         with self._lock:
-            if thread != self._thread:
-                self.others.append((self.steps, key, self._seconds(event)))
+            if threading.get_ident() != self._thread:
+                self.others.append((self.steps, event.stall, self._seconds(event)))
                 return
-            self._add(key, event)
+            self._add(event)
             self._last = time.perf_counter() if self.profile is None else self._last
 
-    def _add(self, key: Stall, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         if len(self.entries) >= _MOST_ENTRIES:
             self.incomplete = True
             return
@@ -82,7 +80,7 @@ class Recorder:
             wait = measured_wait(event)
         else:
             work, wait = self._taken(), predicted_wait(event, self.profile)
-        self.entries.append(Entry(self.steps, work, key, wait, event.seconds))
+        self.entries.append(Entry(self.steps, work, event.stall, wait, event.seconds))
 
     def _seconds(self, event: Event) -> float:
         if self.profile is None:
@@ -159,7 +157,7 @@ def measured_wait(event: Event) -> Wait:
 
     It cannot be measured apart and is taken from an H200's profile; a wait is never longer than measured.
     """
-    kind, size = event.kind, event.nbytes
+    kind, size = event.stall.kind, event.nbytes
     if kind in _HOST_ONLY:
         return Wait(-1, host=event.seconds, drains=False)
     profile = h200()
@@ -180,7 +178,7 @@ def measured_wait(event: Event) -> Wait:
 
 def predicted_wait(event: Event, profile: Profile) -> Wait:
     """What a wait costs on the device that is stood in for."""
-    kind, size = event.kind, event.nbytes
+    kind, size = event.stall.kind, event.nbytes
     if kind in _HOST_ONLY:
         return Wait(-1, host=event.seconds, drains=False)
     if kind is Kind.SYNCHRONIZE:

@@ -22,25 +22,18 @@ from manyhands.audit.stall import Stall
 
 @dataclass(frozen=True)
 class Event:
-    """One wait."""
+    """One wait that is over."""
 
-    kind: Kind
-    call: str  # what was called, as Tensor.item
-    site: sites.Site
+    stall: Stall
     begin: float  # of time.perf_counter
     seconds: float
     nbytes: int = 0
-    framework: str = "torch"
-
-    @property
-    def stall(self) -> Stall:
-        return Stall(self.kind, self.call, self.site, self.framework)
 
 
 class Sink(Protocol):
     """Whoever wants to hear of waits."""
 
-    def before(self, kind: Kind, call: str, site: sites.Site, framework: str = "torch") -> None:
+    def before(self, stall: Stall) -> None:
         """The host is about to wait; may raise to forbid it."""
 
     def after(self, event: Event) -> None:
@@ -115,19 +108,20 @@ class Waiting:
     What waits inside (``print`` reads every number) is part of it. ``nbytes`` may be set until the end.
     """
 
-    __slots__ = ("begin", "call", "framework", "kind", "nbytes", "sinks", "site")
+    __slots__ = ("begin", "nbytes", "sinks", "stall")
 
     def __init__(self, kind: Kind, call: str, nbytes: int, framework: str = "torch") -> None:
-        self.kind, self.call, self.nbytes, self.framework = kind, call, nbytes, framework
+        self.nbytes = nbytes
         self.sinks = sinks()
-        self.site = sites.current(3) if self.sinks else None
+        site = sites.current(3) if self.sinks else None
+        self.stall = None if site is None else Stall(kind, call, site, framework)
         self.begin = 0.0
 
     def __enter__(self) -> Waiting:
         if self.sinks:
-            if self.site is not None:
+            if self.stall is not None:
                 for sink in self.sinks:
-                    sink.before(self.kind, self.call, self.site, self.framework)
+                    sink.before(self.stall)
             _inside.a_wait = True
             self.begin = time.perf_counter()
         return self
@@ -137,7 +131,7 @@ class Waiting:
             return
         seconds = time.perf_counter() - self.begin
         _inside.a_wait = False
-        if self.site is not None:
-            event = Event(self.kind, self.call, self.site, self.begin, seconds, self.nbytes, self.framework)
+        if self.stall is not None:
+            event = Event(self.stall, self.begin, seconds, self.nbytes)
             for sink in self.sinks:
                 sink.after(event)

@@ -12,6 +12,7 @@ from typing import Any
 
 from manyhands.audit import sites, watch
 from manyhands.audit.kinds import Kind
+from manyhands.audit.stall import Stall
 from manyhands.training import loop
 
 # Whether a value is on a device that is waited for.
@@ -127,8 +128,8 @@ class Counted:
             return self._function(*args, **kwargs)
         finally:
             if watch.listening and self.site is not None:
-                seconds = time.perf_counter() - begin
-                event = watch.Event(self._kind, self._call, self.site, begin, seconds, framework=self._framework)
+                stall = Stall(self._kind, self._call, self.site, self._framework)
+                event = watch.Event(stall, begin, time.perf_counter() - begin)
                 for sink in watch.sinks():
-                    sink.before(self._kind, self._call, self.site, self._framework)
+                    sink.before(stall)
                     sink.after(event)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from manyhands.audit import sites, watch
 from manyhands.audit.kinds import Kind
+from manyhands.audit.stall import Stall
 from manyhands.audit.torch import calls
 from manyhands.audit.wrapping import Steps
 from manyhands.backends.torch import compat, devices, virtual
@@ -139,7 +140,7 @@ def _wrap_loader() -> None:
         seconds = time.perf_counter() - begin
         site, sinks = sites.current(), [sink for sink in watch.sinks() if hasattr(sink, "step")]
         if site is not None and sinks:
-            event = watch.Event(Kind.LOADER, "DataLoader", site, begin, seconds)
+            event = watch.Event(Stall(Kind.LOADER, "DataLoader", site), begin, seconds)
             for sink in sinks:  # those that know of steps: a loader's time alone is not a fault
                 sink.after(event)
         return batch
