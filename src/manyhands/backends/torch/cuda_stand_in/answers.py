@@ -103,7 +103,8 @@ def nothing(*unused: Any, **more: Any) -> None:
     """There is nothing to do on a virtual device."""
 
 
-# Random numbers of virtual devices are the host's, so that one seed and one state serve all.
+# Random numbers of virtual devices are the host's, so that one seed and one state serve all. Functions of their own, not
+# the generator's methods: Dynamo wants each name of torch and torch.cuda to be another object.
 
 
 def manual_seed(seed: int) -> None:
