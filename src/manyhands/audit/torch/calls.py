@@ -84,26 +84,24 @@ def numpy_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
 
 def to_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
     """``x.to(...)``: a copy between the host and a device."""
-    tensor = args[0]
     target = kwargs.get("device", kwargs.get("other"))
-    options = args[1:]
-    if target is None and options:
-        target = options[0]
+    if target is None and len(args) > 1:
+        target = args[1]
+    if isinstance(target, torch.dtype) or target is None:
+        return None
     if isinstance(target, torch.Tensor):
         target = target.device
-        options = options[1:]
-    elif isinstance(target, torch.dtype) or target is None:
-        return None
-    else:
-        options = options[1:]
-    flags = [option for option in options if isinstance(option, bool)]
-    non_blocking = bool(kwargs.get("non_blocking", flags[0] if flags else False))
-    return moved(tensor, target, non_blocking)
+    return moved(args[0], target, _is_non_blocking(args[2:], kwargs))
 
 
 def cuda_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
-    flags = [option for option in args[1:] if isinstance(option, bool)]
-    return moved(args[0], "cuda", bool(kwargs.get("non_blocking", flags[0] if flags else False)))
+    return moved(args[0], "cuda", _is_non_blocking(args[1:], kwargs))
+
+
+def _is_non_blocking(options: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``non_blocking``: the first flag among the options, or a keyword."""
+    flags = [option for option in options if isinstance(option, bool)]
+    return bool(kwargs.get("non_blocking", flags[0] if flags else False))
 
 
 def cpu_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
