@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.audit import coverage
 from manyhands.audit.critical_path import Wait, Work, simulate
 from manyhands.audit.prove import plan
 from manyhands.audit.prove.plan import Choice, Way
@@ -22,6 +21,11 @@ from manyhands.audit.reports.seconds import counted
 
 MOST_STEPS = 50
 _PLAIN, _CURED = "plain", "cured"
+# Why the gain cannot be measured where the CPU stands in for a GPU; JAX and MXNet compute asynchronously there, too.
+_NOT_MEASURED_ON_CPU = {
+    "torch": "the gain is not measured: PyTorch computes synchronously on a CPU, so nothing waits",
+    "tensorflow": "the gain is not measured: TensorFlow computes synchronously on a CPU, so nothing waits",
+}
 _MOST_FAILURES = 4  # of the cured program, each with other lines kept as they are
 # Runs one pass with these settings; gives the last line that it wrote to stderr.
 Start = Callable[[dict[str, Any]], str]
@@ -113,7 +117,7 @@ def _where(report: Report) -> tuple[str | None, str | None]:
     """What the gain can be measured on; or why it cannot be measured."""
     if not report.predicted:
         return "gpu", None
-    reasons = [coverage.NOT_MEASURED_ON_CPU[name] for name in report.frameworks if name in coverage.NOT_MEASURED_ON_CPU]
+    reasons = [_NOT_MEASURED_ON_CPU[name] for name in report.frameworks if name in _NOT_MEASURED_ON_CPU]
     return (None, reasons[0]) if reasons else ("cpu", None)
 
 
