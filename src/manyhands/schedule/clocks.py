@@ -14,14 +14,14 @@ class Clocks:
     def __init__(self, lanes: int) -> None:
         self.place: dict[int, int] = {}  # of each issued task on its lane
         self._known: list[dict[int, int]] = [{} for _ in range(lanes)]
-        self._known_after: dict[int, dict[int, int]] = {}  # for tasks what their lane knew at their end
+        self._known_after: dict[int, dict[int, int]] = {}  # what the lane of each task knew when it ended
 
     def known(self, lane: int, other: int) -> int:
-        """The last place of another lane that a lane knows to be over; -1 where it knows of none."""
+        """The place up to which a lane knows another lane to be done; -1: it knows of no task there."""
         return self._known[lane].get(other, -1)
 
     def wait(self, lane: int, task: int) -> list[tuple[int, int]]:
-        """Let a lane wait for a task; gives what it learns: other lanes with the places up to which they are over."""
+        """Let a lane wait for a task. Returns what it learns: other lanes, and the places up to which they are done."""
         known = self._known[lane]
         learned = [(other, place) for other, place in self._known_after[task].items() if place > known.get(other, -1)]
         known.update(learned)

@@ -80,7 +80,7 @@ class _Joined:
             self._waits[first + number] = (*self._waits.get(first + number, ()), *(first + other for other in waits))
 
     def add_break(self, name: str) -> None:
-        """What Python does before the part of this name."""
+        """Add the task that stands for the Python code before the part of this name."""
         last = {self._lane_of[task]: task for task in self._order}
         self._break, self._gate = len(self._tasks), self._memories
         self._memories += 1

@@ -49,7 +49,7 @@ class Schedule:
         return orders
 
     def names(self) -> list[str]:
-        """Of the lanes: by device and kind, unless one lane does everything, also for other devices or kinds."""
+        """The names of the lanes: by device and kind, or by all devices where one lane works for several."""
         if self.is_mixed():
             devices = self.devices()
             held = ", ".join(devices) if len(devices) <= 4 else f"{len(devices)} devices"
@@ -57,7 +57,7 @@ class Schedule:
         return [str(lane) for lane in self.lanes]
 
     def devices(self) -> list[str]:
-        """Those of its tasks, the host before them: cpu, gpu:0, gpu:1, ..., gpu:10."""
+        """The devices of its tasks, the host first: cpu, gpu:0, gpu:1, ..., gpu:10."""
         return sorted({task.device for task in self.graph.tasks}, key=lambda device: (len(device), device))
 
     def is_mixed(self) -> bool:
@@ -69,7 +69,7 @@ class Schedule:
 
 
 def lanes_for(graph: Graph, count: int) -> list[Lane]:
-    """So many lanes to compute on each device of a graph, and one for each kind of copy."""
+    """``count`` compute lanes for each device of a graph, and one lane for each kind of copy."""
     kinds = dict.fromkeys((task.device, task.kind) for task in graph.tasks)
     return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
 
@@ -84,7 +84,7 @@ def one_lane(graph: Graph) -> Schedule:
 def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
     """Give every task of the graph one of the lanes of its device and kind.
 
-    ``switch_seconds`` is what a wait between two lanes costs.
+    ``switch_seconds`` is the cost of a wait between two lanes.
     """
     choices = _choices(graph, lanes)
     rank = upward_ranks(graph)
@@ -93,7 +93,7 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
     lane_of = [-1] * len(graph)
     order: list[int] = []
     missing = [len(needs) for needs in graph.needs]
-    # Of equal rank the one comes first that can start first: copies go in the order in which their sources are made.
+    # At equal rank, the task that can start first: so copies follow the order in which their sources are computed.
     ready = [(-rank[i], 0.0, i) for i in range(len(graph)) if not missing[i]]
     heapq.heapify(ready)
     while ready:
@@ -125,10 +125,10 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
 
 
 def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
-    """The same with every unbranched chain kept together: one lane does it without doing anything else in between.
+    """Like :func:`schedule`, with every unbranched chain kept together: one lane runs it without interruption.
 
-    What a chain's next task reads is then still in the lane's cache, fewer chains are alive at once, and hardly
-    anything is handed over. Worse where there are few long chains, which cannot be balanced.
+    What the next task of a chain reads is then still in the lane's cache, fewer chains are alive at once, and little is
+    handed over between lanes. A few long chains cannot be balanced this way.
     """
     chains = _chains(graph)
     chain_of = {task: number for number, chain in enumerate(chains) for task in chain}
@@ -148,10 +148,10 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
 
 
 def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
-    """All that the end of the longest chain needs on one lane, which waits for no other; the rest on other lanes.
+    """Put all that the end of the longest chain needs on one lane, which waits for no other; the rest on other lanes.
 
-    As in a backward pass: what leads from the loss to the first layer stays together, and gradients of weights, for
-    which nothing waits, go to the other lanes. Everything is issued in the program's order.
+    In a backward pass the path from the loss to the first layer stays together; weight gradients, which nothing waits
+    for, go to the other lanes. Tasks are issued in program order.
     """
     main = _needed_by_the_longest(graph)
 
@@ -163,7 +163,7 @@ def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
 
 
 def schedule_by_slack(graph: Graph, lanes: Sequence[Lane], *, wait_seconds: float) -> Schedule:
-    """What the longest chain is waiting for on one lane, in the program's order; what has time on the others.
+    """Put what the longest chain waits for on one lane, in program order; tasks that have time go to the others.
 
     A task's slack is how much later than possible it may begin without making the longest chain longer. In a training
     step the weight gradients have slack, because only the update needs them, and so has the shorter of two branches:
@@ -173,8 +173,8 @@ def schedule_by_slack(graph: Graph, lanes: Sequence[Lane], *, wait_seconds: floa
         backward   dx2 -> dx1 -> ...            no slack
                    dw2, dw1                     until the update
 
-    A task goes aside if its slack is longer than itself and two waits; a task that takes no time stays with the task
-    that it follows.
+    A task goes to another lane if its slack exceeds its own time and two waits. A task that takes no time stays on the
+    lane of the task that it follows.
     """
     slack = slacks(graph)
 
@@ -194,7 +194,7 @@ def _in_program_order(
     """A schedule that issues all tasks in the program's order, each on the candidate on which it can begin first.
 
     ``candidates`` chooses among the lanes of a task's device and kind; it also gets the lane of the task that this one
-    waits for longest, None where it needs nothing. Of equal candidates a lane comes first on which a need runs.
+    waits for longest (None: it needs nothing). Among equal candidates, a lane that runs one of its needs comes first.
     """
     choices = _choices(graph, lanes)
     free = [0.0] * len(lanes)
@@ -217,7 +217,7 @@ def _with_waits(graph: Graph, lanes: Sequence[Lane], lane_of: Sequence[int], ord
 
 
 def slacks(graph: Graph) -> list[float]:
-    """For each task how many seconds later than possible it may begin without making the longest chain longer."""
+    """For each task, how many seconds it may start late without making the longest chain longer."""
     rank = upward_ranks(graph)
     begin = [0.0] * len(graph)
     for index, needs in enumerate(graph.needs):
@@ -240,7 +240,7 @@ def _needed_by_the_longest(graph: Graph) -> set[int]:
 
 
 def _chains(graph: Graph) -> list[list[int]]:
-    """Tasks that only follow one other, and alone, together with it; in an order in which needs come first."""
+    """The unbranched chains, needs first: a task joins the chain of its only need if it is the only follower there."""
     chains: list[list[int]] = []
     of: dict[int, list[int]] = {}
     for task, needs in enumerate(graph.needs):

@@ -19,7 +19,7 @@ from manyhands.schedule.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The bytes of every memory of a program, and which are there before it and stay after it."""
+    """The bytes of every memory of a program; which of them exist before it runs, and which stay after it."""
 
     sizes: Mapping[int, int]
     inputs: frozenset[int]
@@ -50,10 +50,10 @@ def peak(
     moments: Sequence[tuple[float, float]],
     let_go: Mapping[int, int] | None = None,
 ) -> int:
-    """Bytes at the worst moment, if each task begins and ends at its moments.
+    """The peak in bytes, if each task begins and ends at its ``moments``.
 
-    ``let_go`` says for each memory with which task's end it goes; what it does not name stays. Without it every memory
-    goes with its last user.
+    ``let_go`` names for each memory the task after which it is freed; a memory that it does not name stays. Without it
+    every memory is freed after its last user.
     """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -75,7 +75,7 @@ def peak(
 
 
 def one_after_the_other(order: Sequence[int]) -> list[tuple[float, float]]:
-    """The moments of tasks that are done in an order, each in a unit of time."""
+    """When each task begins and ends if they run in this order, each for one unit of time."""
     moments = [(0.0, 0.0)] * len(order)
     for place, task in enumerate(order):
         moments[task] = (float(place), place + 1.0)

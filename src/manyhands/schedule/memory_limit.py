@@ -25,35 +25,33 @@ from manyhands.schedule.simulate import moments
 
 @dataclass(slots=True)
 class _Held:
-    """A memory that a lane has made, and who is known to touch it: on each lane the last one."""
+    """A memory that a lane has allocated, and on each lane the last task so far that touches it."""
 
-    number: int  # the oldest has the least
+    number: int  # by age: the oldest has the lowest
     size: int
     lane: int
     left: int  # users that are not issued yet
     last: dict[int, int]  # lane: task
-    unknown: int = 0  # of the last ones, when all are issued: those that the lane does not know to be over
+    unknown: int = 0  # once all users are issued: how many last tasks the lane does not know to be done
 
 
 class _Walk:
-    """What each lane knows to be over, and what it holds, while tasks are issued one after the other.
+    """Issues tasks one by one, and tracks what each lane knows to be done and what it holds.
 
-    A memory is looked at when it is made, when its last user is issued and when its lane learns of one, and not at
-    every task in between: there may be thousands of both.
+    A memory is examined only when it is allocated, when its last user is issued and when its lane learns that a user is
+    done: a program may have thousands of tasks and of memories.
     """
 
     def __init__(self, schedule: Schedule, footprint: Footprint) -> None:
         self.schedule, self.footprint = schedule, footprint
-        # Results count from the beginning: when they are there, it is too late to hold anybody back.
+        # Results count from the beginning: once they exist, it is too late to hold a lane back.
         self.held = footprint.input_bytes() + footprint.result_bytes()
         self.stays = footprint.inputs | footprint.results
         self.clocks = Clocks(len(schedule.lanes))
-        self.can_go = [
-            0 for _ in schedule.lanes
-        ]  # bytes that a lane could let go by waiting: all users have been issued
-        self.known = [0 for _ in schedule.lanes]  # of these the bytes that it will let go without another wait
+        self.can_go = [0] * len(schedule.lanes)  # bytes that a lane could free by waiting: all users have been issued
+        self.known = [0] * len(schedule.lanes)  # of these, the bytes that it frees without another wait
         self._memories: dict[int, _Held] = {}
-        # Of each lane what could go, the oldest first; and for each other lane, by the places of users there.
+        # What each lane could free, the oldest first; and the same by the lane of its users, in that lane's order.
         self._over: list[list[tuple[int, _Held]]] = [[] for _ in schedule.lanes]
         self._users_on: list[dict[int, list[tuple[int, int, _Held]]]] = [{} for _ in schedule.lanes]
         self._users = dict[int, int]()
@@ -62,12 +60,12 @@ class _Walk:
                 self._users[memory] = self._users.get(memory, 0) + 1
 
     def too_much(self, task: int, most: int) -> int:
-        """How many bytes above the limit a task's results would be; 0 where it makes none."""
+        """How many bytes above the limit the results of a task would be; 0 if it has none."""
         new = sum(self.footprint.sizes[memory] for memory in self._new(task))
         return max(0, self.held + new - most) if new else 0
 
     def oldest(self, lane: int) -> Iterator[_Held]:
-        """What a lane holds only because it does not know enough: the oldest first, each until it is known."""
+        """Memories that a lane holds only because it does not know their users to be done, the oldest first."""
         over = self._over[lane]
         while over:
             if over[0][1].unknown:
@@ -76,12 +74,12 @@ class _Walk:
                 heapq.heappop(over)
 
     def unknown(self, held: _Held) -> list[int]:
-        """The users of a memory that its lane does not know to be over."""
+        """The users of a memory that its lane does not know to be done."""
         place, known = self.clocks.place, self.clocks.known
         return [task for lane, task in held.last.items() if known(held.lane, lane) < place[task]]
 
     def learn(self, lane: int, other: int) -> None:
-        """The lane waits for a task: it knows what that one's lane knew."""
+        """The lane waits for a task, and so learns what the lane of that task knew."""
         for learned, place in self.clocks.wait(lane, other):
             users = self._users_on[lane].get(learned, [])
             while users and users[0][0] <= place:
@@ -129,17 +127,17 @@ class _Walk:
 
 
 def thrifty(schedule: Schedule, footprint: Footprint, most: int) -> Schedule:
-    """The schedule with the waits that bring it down to ``most`` bytes, or as near as waits can.
+    """The schedule with more waits, which bring its memory down to ``most`` bytes or as near as waits can.
 
-    Every task stays on its lane. Each lane does its tasks in the program's order, as plain execution does, which holds
-    least: what is made first is also used up first. They are issued in the order in which they would begin; one that
-    makes something new while too much is held waits for the users of what its lane has held longest. Where these have
-    not been issued yet, they come first.
+    Every task stays on its lane. Each lane runs its tasks in program order, as plain execution does: that order holds
+    the least, because what is allocated first is also used up first. Tasks are issued in the order in which they would
+    begin. A task that allocates while too much is held waits for the users of what its lane has held longest; users
+    that are not issued yet are issued first.
     """
     program = tuple(range(len(schedule.graph)))
     schedule = replace(schedule, order=program, waits=needed_waits(schedule.graph, schedule.lane_of, program))
     walk, waits = _Walk(schedule, footprint), dict(schedule.waits)
-    # A wait lets memory go behind its task, not before it: so one task's results may come on top.
+    # A wait frees memory only after its task, so the results of one task come on top.
     most -= max(
         (sum(footprint.sizes.get(m, 0) for m in task.writes - walk.stays) for task in schedule.graph.tasks), default=0
     )

@@ -30,7 +30,7 @@ class Journal:
         self._waits: dict[int, tuple[int, ...]] = {}
 
     def task(self, lane: int, task: Task) -> int:
-        """A task was issued to a lane; gives its number."""
+        """Record a task that was issued to a lane; returns its number."""
         number = len(self._tasks)
         self._tasks.append(task)
         self._lane_of.append(lane)
@@ -40,25 +40,25 @@ class Journal:
         return number
 
     def mark(self, lane: int) -> int:
-        """A mark was made on a lane, behind all that it has been given; gives the mark's number."""
+        """Record a mark behind everything issued to a lane so far; returns the mark's number."""
         self._marks.append(self._last.get(lane))
         return len(self._marks) - 1
 
     def wait(self, lane: int, mark: int) -> None:
-        """What a lane is given from now on comes after the mark."""
+        """Everything issued to a lane from now on comes after the mark."""
         last = self._marks[mark]
         if last is not None:
             self._waiting.setdefault(lane, []).append(last)
 
     def rewrite(self, number: int, task: Task) -> None:
-        """What a task touches may be known only later."""
+        """Replace a task: what it touches may be known only later."""
         self._tasks[number] = task
 
     def count(self, lane: int) -> int:
-        """How many tasks a lane has been given."""
+        """How many tasks were issued to a lane."""
         return self._lane_of.count(lane)
 
     def schedule(self) -> Schedule:
-        """All of it as a schedule, in the order of issue."""
+        """The recording as a schedule, in the order of issue."""
         order = tuple(range(len(self._tasks)))
         return Schedule(graph(self._tasks), self._lanes, tuple(self._lane_of), order, dict(self._waits))

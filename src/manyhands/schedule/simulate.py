@@ -16,7 +16,7 @@ from manyhands.schedule.pictures.timeline import Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What bounds a schedule: no schedule beats the first two, and this one does not beat the third."""
+    """Lower bounds in seconds: no schedule beats the first two, and this schedule does not beat the third."""
 
     critical_path: float  # the longest chain
     busiest_device: float  # working without a gap

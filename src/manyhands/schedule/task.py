@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Copies to and from a GPU have lanes of their own: it has an engine for each direction.
+# Copies to and from a GPU have separate lanes: a GPU has a copy engine for each direction.
 Kind = Literal["compute", "copy in", "copy out", "copy", "host"]
 
 
@@ -20,20 +20,20 @@ class Task:
     device: str = "cpu"
     kind: Kind = "compute"
     seconds: float = 1e-6
-    # How much of its device it fills while it runs: two tasks of a half can run at once at full speed.
+    # The part of its device that it fills while it runs: two tasks of 0.5 run side by side at full speed.
     share: float = 1.0
     # Tasks with the same token keep the program's order: random numbers of a device, effects on the host.
     token: str | None = None
-    # For pictures: the shape of what it gives, and whether that is only another view of what there is.
+    # For pictures: the shape of its result, and whether that is only a view of existing memory.
     detail: str = field(default="", compare=False)
     is_view: bool = field(default=False, compare=False)
 
 
 def needs(tasks: Iterable[Task]) -> list[set[int]]:
-    """For each task of a program the earlier ones that it needs directly, by the memories they touch.
+    """For each task, the earlier tasks that it needs directly.
 
-    Of two tasks that touch one memory, at least one of them writing, the earlier comes first; so it is with two of the
-    same token.
+    Of two tasks that touch the same memory, at least one of them writing, the earlier comes first. The same holds for
+    two tasks with the same token.
     """
     all_needs: list[set[int]] = []
     last_write: dict[int, int] = {}

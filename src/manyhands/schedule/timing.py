@@ -1,4 +1,4 @@
-"""Times several ways to do the same, interleaved: a moment in which the machine is busy affects all of them."""
+"""Times alternatives in turns, so that a moment in which the machine is busy affects all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TURNS = 3
 
 
 def rounds(alternatives: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterator[list[float]]:
-    """Endless rounds: the seconds of each alternative. Each round begins with another one."""
+    """Rounds without end: the seconds of each alternative. Each round begins with the next alternative."""
     first = 0
     while True:
         order = [*range(first, len(alternatives)), *range(first)]

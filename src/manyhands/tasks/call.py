@@ -32,7 +32,7 @@ Function = Callable[..., object]
 class Here(threading.local):
     """The state of this thread."""
 
-    scope: parallel | None = None  # that is open; a thread that does a task has none
+    scope: parallel | None = None  # the open scope; None in a thread that runs a task
     at_once = False  # whether tasks are plain calls
 
 
@@ -146,7 +146,7 @@ def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keyw
 
 
 def filled(value: T) -> T:
-    """Results in place of futures; what holds no future stays the object that it is."""
+    """The value with results in place of futures; the same object if there is no future in it."""
     return cast(
         T,
         containers.filled(value, lambda part: part.result() if isinstance(part, Future) else part),

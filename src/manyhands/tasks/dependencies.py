@@ -28,13 +28,13 @@ class Ledger:
         self._regions = Regions()
 
     def enter(self, job: Job, touched: Touched) -> dict[Job, int]:
-        """List a job; gives the jobs that it needs, and why."""
+        """List a job; returns the jobs that it needs, and why."""
         reads, written, inputs, reached = touched
         reads, written = self._regions.of(reads), self._regions.of(written)
         needs = dict.fromkeys(reached, REACHES) | dict.fromkeys(inputs, TAKES)
         job.touched = job.listed = only_read = reads | written if written else reads
-        if needs:  # else nothing in it is unknown
-            # What is written may be all that unknown results may be in; what is read was perhaps written through these.
+        if needs:  # otherwise all its memories are known
+            # A write to an unknown result may write to all that it may be in; a read may read what was written so.
             written = self._reached(written, lambda unknown: unknown.touched) if written else written
             job.listed = only_read = self._reached(job.touched, lambda unknown: unknown.overwritten) | written
         for memory in job.listed:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_circles = threading.Lock()  # held while it is looked who waits for whom, in all crews
+_circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all crews
 
 
-# Memories that a job reads, those that it writes, the jobs whose results it takes, and those whose results it can get
-# at; a job stands for its result.
+# Memories that a job reads, those that it writes, the jobs whose results it takes, and those whose results it can
+# reach; a job stands for its result.
 Touched: TypeAlias = "tuple[Set[Hashable], Set[Hashable], list[Job], list[Job]]"
 
-# Why a job goes behind another: it touches the same memory; it can get at its result; it takes its result.
+# Why a job waits for another: it touches the same memory; it can reach its result; it takes its result.
 ORDER, REACHES, TAKES = range(3)
 
 NOTHING: Set[Hashable] = frozenset()
@@ -48,7 +48,7 @@ class Job:
     def __init__(self, crew: Crew | None, name: str, unsettled: dict[Job, None]) -> None:
         self.crew, self.name = crew, name
         self.number = next(_numbers)
-        # What it touches, as far as it is known; what of that was written since; where it is listed (see the ledger).
+        # What it touches, as far as known; what of that was written since; where it is listed (see Ledger).
         self.touched = self.overwritten = self.listed = NOTHING
         self.needs: tuple[Job, ...] = ()
         self.waits_for: Job | None = None  # the job whose result it has asked for while running
@@ -56,7 +56,7 @@ class Job:
         self.missing = 0
         self.begun = self.over = False
         self.seen_at: int | None = None
-        self.value: Any = None  # what the function gave, which its Future has the type of
+        self.value: Any = None  # the result of the function; its Future has the type
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
         self._origin: Job | None = None
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def origin(self) -> Job:
-        """The job that failed, where this one was not run because of it; else itself."""
+        """The job whose failure cancelled this one, or the job itself."""
         return self._origin or self
 
     def state(self) -> str:
@@ -104,7 +104,7 @@ class Job:
             self.seen_at = next(_numbers)
 
     def spoils(self, later: Job) -> bool:
-        """Whether what it was to write is invalid for another job, submitted later but before the error was raised."""
+        """Whether a later job must not use what this failed one should have written: its error was not raised yet."""
         seen = (failed.seen_at for failed in (self, self.origin))
         return self.number < later.number and not any(at is not None and at < later.number for at in seen)
 
@@ -132,7 +132,7 @@ class Future(Generic[T]):
         return self._job.over
 
     def result(self, timeout: float | None = None) -> T:
-        """Its result, waited for; raises the task's error, or ``TimeoutError`` after ``timeout`` seconds."""
+        """Wait for the result; raises the error of the task, or ``TimeoutError`` after ``timeout`` seconds."""
         job = self._job
         if not job.over:
             job.wait(timeout)
@@ -141,7 +141,7 @@ class Future(Generic[T]):
         return job.value  # type: ignore[no-any-return]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Its error, waited for; None where there is none. It then counts as seen."""
+        """Wait for the task; returns its error or None. The error then counts as raised."""
         self._job.wait(timeout)
         self._job.see()
         return self._job.error
@@ -154,7 +154,7 @@ class Future(Generic[T]):
 
 
 def doom(job: Job, origin: Job) -> None:
-    """Mark it as not to be run, because of the job that failed."""
+    """Cancel a job because of the one that failed."""
     if job.error is None:
         failure = origin.error
         job.error = TaskCancelled(
@@ -165,7 +165,7 @@ def doom(job: Job, origin: Job) -> None:
 
 
 def ask(me: Job, wanted: Job) -> None:
-    """Note that a job waits for another one, unless that one waits for it."""
+    """Note that a job waits for another; raises if that one waits for it."""
     with _circles:
         reached: dict[Job, Job | None] = {wanted: None}
         stack = [wanted]

@@ -81,18 +81,18 @@ class Variable(NamedTuple):
 class Reached:
     """What some values lead to."""
 
-    memories: set[Hashable] = dataclasses.field(default_factory=set)  # that they are, or may be, in
+    memories: set[Hashable] = dataclasses.field(default_factory=set)  # that the values are in, or may be in
     inputs: list[Job] = dataclasses.field(default_factory=list)  # whose results are among the arguments
     futures: list[Job] = dataclasses.field(default_factory=list)  # whose futures a function or an object holds
     arrays: list[object] = dataclasses.field(default_factory=list)  # NumPy's, and buffers
-    objects: list[object] = dataclasses.field(default_factory=list)  # that a framework may have something to say of
+    objects: list[object] = dataclasses.field(default_factory=list)  # that the framework is asked about
     holders: list[object] = dataclasses.field(default_factory=list)  # Python's containers and the user's objects
     variables: list[Variable] = dataclasses.field(default_factory=list)
     helpers: list[Variable] = dataclasses.field(default_factory=list)  # globals that name code, and what classes have
-    in_turn: Collection[object] = ()  # of the objects, those that one task at a time can use
-    locks: bool = False  # whether a lock, or the like, is among them
+    in_turn: Collection[object] = ()  # objects that only one task at a time may use
+    locks: bool = False  # whether a lock, or something like it, is among them
     words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
-    for_good: bool = True  # whether this is all that there will ever be, as long as the variables stay
+    for_good: bool = True  # whether nothing can be added later, as long as the variables stay bound
 
 
 class _Walk:
@@ -103,19 +103,19 @@ class _Walk:
     def __init__(self, values: Iterable[object]) -> None:
         self.reached = Reached()
         self.stack = [*values]  # to be looked at
-        self.later: list[object] = []  # what functions and objects lead to, when the arguments are through
+        self.later: list[object] = []  # what functions and objects lead to: examined after the arguments
         self.seen: dict[int, object] = {}
-        self.classes: dict[type, bool] = {}  # the user's, whose methods may be called, and whether they are themselves
+        self.classes: dict[type, bool] = {}  # user classes whose methods may be called; True: the class, too
         self.owners: list[object] = []  # objects of the user's
         self.followed: set[tuple[int, str, bool]] = set()  # attributes of these, wholly or for arrays
-        self.words: set[str] = set()  # that the user's code says
+        self.words: set[str] = set()  # names in the user's code
 
 
 _Kind: TypeAlias = "Callable[[Objects, object, _Walk], None]"
 
 
 class Objects:
-    """What is known of objects: see :class:`manyhands.tasks.scope.parallel`, which gets it from the framework."""
+    """What the framework tells about objects: see :class:`manyhands.tasks.scope.parallel`."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Objects:
         self._kinds: dict[type, _Kind | None] = {}
 
     def look(self, *values: object) -> Reached:
-        """All that these values lead to, down to what is known of results that are there; plain values left out."""
+        """Everything that these values lead to, including results that are known, without plain values."""
         walk = _Walk(values)
         self._through(walk)
         reached = walk.reached
@@ -146,7 +146,7 @@ class Objects:
         return reached
 
     def _has_more(self, walk: _Walk) -> bool:
-        """Whether the code names methods or attributes of the objects; they are to be looked at next."""
+        """Queue the methods and attributes that the code names; returns whether there are more."""
         if not walk.classes:
             return False
         reached, words = walk.reached, walk.words
@@ -304,7 +304,7 @@ class Objects:
                     walk.reached.variables.append(Variable(names, name, value))
 
     def _object(self, value: object, walk: _Walk) -> None:
-        """One of the user's: followed into its attributes."""
+        """A user's object: its attributes are followed."""
         walk.classes.setdefault(type(value), False)
         if not self._known(value, walk):
             walk.reached.for_good = False
@@ -314,10 +314,10 @@ class Objects:
                 walk.later.append(value.data)
 
     def _foreign(self, owner: object, walk: _Walk) -> None:
-        """One of an installed package's: of what it holds only arrays are looked at."""
+        """An object of an installed package: of its attributes only arrays are followed."""
         if self._known(owner, walk):
             return
-        if isinstance(wrapped := getattr(owner, "__wrapped__", None), types.FunctionType):  # compiled, or kept results
+        if isinstance(wrapped := getattr(owner, "__wrapped__", None), types.FunctionType):  # compiled, or an lru_cache
             walk.later.append(wrapped)
         for _, value in attributes(owner):
             if arrays := self._arrays_in(value):
@@ -332,7 +332,7 @@ class Objects:
         return handle is Objects._array or (handle is Objects._foreign and self.parts_of(value) is not None)
 
     def _known(self, value: object, walk: _Walk) -> bool:
-        """Whether the framework says what it consists of, and that is noted."""
+        """Whether the framework knows the parts of a value, which are then followed."""
         walk.reached.memories.add(self.memory_of(value))
         walk.reached.objects.append(value)
         if (parts := self.parts_of(value)) is None:

@@ -186,7 +186,7 @@ def waitall() -> None:
 
 
 def no_threads(threads: int) -> str:
-    """The error where ``threads`` is given for a function."""
+    """The error of ``parallel(fn, threads=...)``."""
     return (
         f"parallel(fn, threads={threads}): how many lanes a function is run on is measured, not given; leave threads "
         f"out. Tasks have threads: with parallel(threads={threads}):"
@@ -211,12 +211,12 @@ def _scope() -> parallel | None:
 
 
 def _wait_for(jobs: Iterable[Job]) -> None:
-    for job in reversed([*jobs]):  # when the last is over the others mostly are, too, and nobody is woken for them
+    for job in reversed([*jobs]):  # when the last is over, most others are: no thread is woken for those
         job.wait(None)
 
 
 def _must_be_threads(threads: object) -> None:
-    """Refuse what is no whole number."""
+    """Refuse anything but a whole number."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, numbers.Integral)):
         raise EngineError(
             f"parallel(threads={threads!r}): give a whole number of tasks that run at once, at least 1; the default is "

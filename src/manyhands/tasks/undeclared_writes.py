@@ -14,11 +14,11 @@ from collections.abc import Hashable, Set
 from manyhands.addresses import Held, Span, content, share, span_of_array, span_of_buffer
 from manyhands.tasks.reachable import BUFFERS, Objects, Reached, attributes
 
-_WHOLE, _BLOCKS = 1 << 20, 256  # bytes of an array that are compared as they are; blocks of a larger one
+_WHOLE, _BLOCKS = 1 << 20, 256  # arrays up to this size are compared whole, larger ones in so many blocks
 
 
 class Watch:
-    """What was found before a task began, except what it has declared to write."""
+    """The state of what a task reaches before it starts, except what it declares to write."""
 
     __slots__ = ("_arrays", "_held", "_variables", "_version_of", "_versions", "_words")
 
@@ -39,7 +39,7 @@ class Watch:
         self._variables = variables
 
     def changed(self) -> object:
-        """The first thing that is not as it was, or None."""
+        """The first object that has changed, or None."""
         if version_of := self._version_of:
             for value, version in self._versions:
                 if version is not None and version_of(value) != version:
@@ -57,7 +57,7 @@ class Watch:
 
 
 def _content_of(array: object) -> object:
-    """Where a NumPy array or a buffer lies and what is in it; None if it cannot be written to."""
+    """The address and content of a NumPy array or a buffer; None if it cannot be written to."""
     span = _span_of(array)
     return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
 

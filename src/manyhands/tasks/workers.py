@@ -28,7 +28,7 @@ from manyhands.tasks.node import TAKES, Job, ask, doom
 
 
 class _Working(threading.local):
-    job: Job | None = None  # that this thread is doing
+    job: Job | None = None  # the job that this thread runs
 
 
 _working = _Working()
@@ -36,7 +36,7 @@ _WAIT = 1.0  # seconds of one wait
 
 
 class Crew:
-    """Threads that do jobs, started when they are needed; without threads, jobs are done when they are submitted."""
+    """Threads that run jobs, started when needed. With a size of 0, a job runs when it is submitted."""
 
     def __init__(self, size: int) -> None:
         self.process = os.getpid()
@@ -47,10 +47,10 @@ class Crew:
         self._ready: list[int] = []  # a heap of the numbers: what was submitted first is done first
         self._threads: list[threading.Thread] = []
         self._resting: list[threading.Lock] = []  # the bells of threads that have nothing to do
-        self._bells: dict[Job | None, list[threading.Lock]] = {}  # of threads that wait for a job; None: they help
+        self._bells: dict[Job | None, list[threading.Lock]] = {}  # of threads that wait for a job; None: that help
         self._closing = False
         self._ledger = Ledger()
-        self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs were to write
+        self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs should have written
 
     # Submitting
 
@@ -66,7 +66,7 @@ class Crew:
             self._do(job)
 
     def _enter(self, job: Job) -> list[Job]:
-        """Enter a job, or give the unfinished jobs of other crews that have to be waited for first."""
+        """Enter a job, or return the unfinished jobs of other crews that it must wait for first."""
         with self._lock:
             touched = job.look()  # with the lock held: no result comes in between
             if strangers := [other for other in touched[2] if other.crew is not self and not other.over]:
@@ -89,7 +89,7 @@ class Crew:
             return []
 
     def _can_begin(self, job: Job) -> int:
-        """All that it needs is done. Gives how many jobs are ready because of that."""
+        """Everything that a job needs is done. Returns how many jobs became ready."""
         if job.error is not None:
             return self._finished(job)
         self._to_do[job.number] = job
@@ -98,7 +98,7 @@ class Crew:
         return 1
 
     def _call(self, count: int) -> None:
-        """Have this many more jobs done by sleeping threads or by new ones."""
+        """Wake or start threads for this many more jobs."""
         for _ in range(count):
             if self._resting:
                 self._resting.pop().release()
@@ -124,7 +124,7 @@ class Crew:
                 self._rest(bell)
 
     def _next(self) -> Job | None:
-        """Begin the job that was submitted first of those that can begin."""
+        """Take the ready job that was submitted first."""
         while self._ready:
             try:
                 number = heapq.heappop(self._ready)
@@ -157,7 +157,7 @@ class Crew:
             self._enter_done()
 
     def _enter_done(self, taken: int = 0) -> None:
-        """Record finished jobs, if nobody holds the lock. ``taken``: jobs that this thread will take by itself."""
+        """Record finished jobs, if nobody holds the lock. ``taken``: jobs that this thread takes itself."""
         while self._done and self._lock.acquire(blocking=False):
             try:
                 ready = 0
@@ -182,7 +182,7 @@ class Crew:
             _working.job = before
 
     def _finished(self, job: Job) -> int:
-        """A job is over, and with it those that will not be run because of it. Gives how many can begin now."""
+        """A job is over, and so are jobs that are cancelled because of it. Returns how many jobs became ready."""
         finished, ready = [job], 0
         while finished:
             over = finished.pop()
@@ -216,7 +216,7 @@ class Crew:
         return ready
 
     def _culprit(self, job: Job) -> Job | None:
-        """The failed job that was to write what this one touches."""
+        """The failed job that should have written what this one touches."""
         touched = job.really_touched()
         failed = (culprit for written, culprit in self._spoiled if culprit.spoils(job) and share(touched, written))
         return min(failed, key=lambda culprit: culprit.number, default=None)
@@ -224,11 +224,11 @@ class Crew:
     # Waiting
 
     def wait(self, job: Job, timeout: float | None) -> None:
-        """Wait until a job is done. One of our own threads does the job it waits for, unless another thread does."""
+        """Wait until a job is done. A worker thread runs the job itself, unless another thread does."""
         if self.process != os.getpid():
             raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
         me = _working.job
-        if me is not None and timeout is None:  # a wait that ends by itself closes no circle
+        if me is not None and timeout is None:  # a wait with a timeout is no deadlock
             ask(me, job)
         try:
             self._wait(job, timeout, me)
@@ -249,7 +249,7 @@ class Crew:
             if needed is not None:
                 assert me is not None
                 if timeout is not None:
-                    me.waits_for = needed  # what it does itself it waits for, however long that takes
+                    me.waits_for = needed  # a timeout does not interrupt a job that this thread runs itself
                 self._do(needed)
                 if timeout is not None:
                     me.waits_for = None
@@ -265,7 +265,7 @@ class Crew:
                     raise TimeoutError(f"{job.name} is not over after {timeout} seconds")
 
     def _can_be_done_for(self, job: Job) -> Job | None:
-        """A job that can begin, and that this one needs, or itself."""
+        """A ready job that this one needs, or this one itself."""
         seen, stack = {job}, [job]
         while stack:
             needed = stack.pop()
@@ -297,9 +297,9 @@ class Crew:
 
 
 def _rings(bell: threading.Lock, end: float | None) -> bool:
-    """Wait for a bell, at most until a moment.
+    """Wait for a bell, at most until ``end``.
 
-    Python looks for interrupts between two waits: one that comes right before a wait does not end it.
+    In short waits: an interrupt that comes right before a wait does not end it, and is handled after it.
     """
     while True:
         left = _WAIT if end is None else min(_WAIT, max(0.0, end - time.monotonic()))
@@ -310,7 +310,7 @@ def _rings(bell: threading.Lock, end: float | None) -> bool:
 
 
 def _bell() -> threading.Lock:
-    """A lock to wait at until it is released, once."""
+    """A locked lock: acquiring it waits until somebody releases it."""
     bell = threading.Lock()
     bell.acquire()
     return bell

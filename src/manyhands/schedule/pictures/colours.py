@@ -22,7 +22,7 @@ _OTHERS = ("#d37295", "#a0568c", "#6b8e23", "#2f6b9a", "#c4763b", "#8a6fa8", "#3
 
 
 def colour_of(operation: str) -> str:
-    """The usual families (products, convolutions, ...) have a colour each; an operation of none has one by its name.
+    """Each family (products, convolutions, ...) has a colour; any other operation gets one by its name.
 
     >>> colour_of("addmm") == colour_of("bmm") != colour_of("convolution")
     True

@@ -22,7 +22,7 @@ from manyhands.schedule.pictures.output_path import to_write
 from manyhands.schedule.task import Task
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 34, 30, 22, 20
-_LONGEST, _LEAST = 12, 3  # tasks of a block at most; times that it comes at least
+_LONGEST, _LEAST = 12, 3  # the longest block, in tasks; the fewest repetitions that are folded
 _IN_LEGEND = 8
 
 
@@ -81,7 +81,7 @@ def svg(schedule: Schedule) -> str:
 
 
 def visible_needs(schedule: Schedule) -> dict[int, set[int]]:
-    """For every task that is no view the others that it needs, without those that follow from other needs."""
+    """For every task that is not a view, the tasks that it needs, without those that follow from other needs."""
     tasks, behind, before = schedule.graph.tasks, dict[int, set[int]](), dict[int, set[int]]()
     for task, needed in enumerate(schedule.graph.needs):
         direct = set[int]().union(*(behind[need] if tasks[need].is_view else {need} for need in needed))
@@ -92,9 +92,9 @@ def visible_needs(schedule: Schedule) -> dict[int, set[int]]:
 
 
 def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
-    """The number of each task's group, the groups' names, and what they are: lanes.
+    """The group of each task, the groups' names, and the word for a group.
 
-    But on one lane that works for several devices it is devices.
+    Groups are lanes, or devices where one lane works for several.
     """
     devices = schedule.devices()
     if schedule.is_mixed() and len(devices) > 1:
@@ -105,7 +105,7 @@ def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
 def _folded(
     schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]
 ) -> tuple[list[_Block], dict[int, int]]:
-    """The blocks that come again and again, and for each task the one that is drawn in its place."""
+    """The repeated blocks, and for each task the task that is drawn in its place."""
     drawn_as = {task: task for task in needs}
     blocks: list[_Block] = []
     position = {task: place for place, task in enumerate(schedule.order)}
@@ -124,7 +124,7 @@ def _folded(
 
 
 def _repeated(words: Sequence[object], tasks: Sequence[int], needs: dict[int, set[int]], start: int) -> tuple[int, int]:
-    """The length of the block that begins here and comes again at once, and how often; 1, 1 for none."""
+    """Length and count of the block that begins here and repeats immediately; (1, 1) if there is none."""
     best = (1, 1)
     for length in range(1, _LONGEST + 1):
         times, end = 1, start + length

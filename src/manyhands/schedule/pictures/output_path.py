@@ -10,7 +10,7 @@ from manyhands.errors import EngineError, ManyhandsError
 
 
 def check_writable(path: Path, error: type[ManyhandsError]) -> None:
-    """Raise that error where a file could not be written."""
+    """Raise ``error`` if a file cannot be written there."""
     folder = path.absolute().parent
     if path.is_dir():
         raise error(f"{str(path)!r} cannot be written: it is a folder")
@@ -21,7 +21,7 @@ def check_writable(path: Path, error: type[ManyhandsError]) -> None:
 
 
 def to_write(path: str | Path, verb: str, suffixes: Sequence[str]) -> Path:
-    """The path, if a file of one of these suffixes can be there; ``verb`` is what was called with it."""
+    """The path, if it has one of these suffixes and its folder exists; ``verb`` is the call that errors name."""
     path = Path(path)
     called = f"{verb}({str(path)!r})"
     if path.is_dir():

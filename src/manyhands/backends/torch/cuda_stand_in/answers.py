@@ -103,8 +103,8 @@ def nothing(*unused: Any, **more: Any) -> None:
     """There is nothing to do on a virtual device."""
 
 
-# Random numbers of virtual devices are the host's, so that one seed and one state serve all. Functions of their own, not
-# the generator's methods: Dynamo wants each name of torch and torch.cuda to be another object.
+# Random numbers of virtual devices are the host's, so that one seed and one state serve all. These are functions, not
+# the generator's methods: Dynamo wants another object behind each name of torch and torch.cuda.
 
 
 def manual_seed(seed: int) -> None:
