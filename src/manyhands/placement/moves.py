@@ -37,7 +37,7 @@ class Placement(Generic[T, D, M]):
         self.backend = backend
 
     def named(self, device: Device | str) -> D:
-        """The framework's device for one of our names."""
+        """The framework's device of a name."""
         if isinstance(device, str):
             device = Device.parse(device)
         if not isinstance(device, Device):
@@ -65,7 +65,7 @@ class Placement(Generic[T, D, M]):
         return f"This process has {have or 'no'} virtual {devices}: {VIRTUAL_DEVICES}={index + 1} makes {index + 1}"
 
     def existing(self, device: D | Device | str) -> D:
-        """The framework's device, which does exist."""
+        """The framework's device; raises if it does not exist."""
         native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[arg-type]
         if not self.backend.exists(native):
             gpus = [self.backend.gpu(index) for index in range(self.backend.num_gpus())]
@@ -133,7 +133,7 @@ class Placement(Generic[T, D, M]):
         return self.verified(self.backend.move(tensor, self.existing(native)), native)
 
     def verified(self, tensor: T, native: D) -> T:
-        """The tensor, if it is where it was put."""
+        """The tensor; raises if it is not on that device."""
         if not self.backend.is_on(tensor, native):
             backend = self.backend
             raise PlacementFailed(
@@ -169,7 +169,7 @@ class Placement(Generic[T, D, M]):
         return Arrival(finish, lambda: all(arrival.ready() for arrival in arrivals))
 
     def placed(self, root: str, x: object) -> list[tuple[str, D]]:
-        """Every tensor of an argument, of the models in it too: its path and its device."""
+        """Path and device of every tensor in an argument, also of the models in it."""
         leaves, structure = tree.flatten(x)
         placed: list[tuple[str, D]] = []
         for path, leaf in zip(tree.paths(structure, root), leaves, strict=True):
@@ -187,7 +187,7 @@ class Placement(Generic[T, D, M]):
             raise SeveralDevices(f"{path}: {error}") from None
 
     def listing(self, placed: list[tuple[str, D]]) -> str:
-        """One line per tensor; of those where most are, only the first ones, so that it can be read."""
+        """One line per tensor; on the device that has most of them only the first ones, to keep it readable."""
         lines: list[str] = []
         by_device: dict[str, list[str]] = {}
         for path, device in placed:
@@ -225,7 +225,7 @@ class Placement(Generic[T, D, M]):
         return self.to_leaf(part, native)
 
     def join(self, path: str, column: Sequence[object], native: D) -> object:
-        """One leaf of all shards, put together: tensors of one kind, or the same value everywhere."""
+        """Join one leaf of all shards: tensors of one kind, or the same value everywhere."""
         tensors = [part for part in column if self.is_tensor(part)]
         if not tensors:
             for i, part in enumerate(column):
@@ -247,7 +247,7 @@ class Placement(Generic[T, D, M]):
 
 
 def once_each(function: Callable[[object], Y]) -> Callable[[object], Y]:
-    """Call it once per object, so that a tensor that stands twice in a tree stays one tensor."""
+    """Call the function once per object, so that a tensor that is in a tree twice stays one tensor."""
     done: dict[int, Y] = {}
 
     def remembering(leaf: object) -> Y:
@@ -293,7 +293,7 @@ def _framework_of(leaf: object) -> str | None:
 
 
 def installed(framework: str) -> bool:
-    """Whether it could be imported; it is not. A mere folder of that name is not it."""
+    """Whether a framework can be imported (it is not imported here); a mere folder of that name does not count."""
     try:
         spec = importlib.util.find_spec(framework)
     except ValueError:  # the name is blocked: sys.modules[framework] is None
@@ -302,7 +302,7 @@ def installed(framework: str) -> bool:
 
 
 def require(framework: str) -> None:
-    """Say what to install where a door's framework is missing."""
+    """Raise with what to install if a door's framework is missing."""
     if not installed(framework):
         raise FrameworkMissing(
             f"manyhands.{framework} needs {framework}, which is not installed: pip install 'manyhands[{framework}]'",

@@ -50,8 +50,8 @@ class Verbs(Generic[T, D, M]):
         return self._backend.cpu()
 
     def gpu(self, i: int = 0) -> D:
-        """GPU number ``i``. One that does not exist is an error when it is used (in JAX at once, as there
-        is no such object to give); :func:`try_gpu` falls back to the CPU."""
+        """GPU number ``i``. One that does not exist is an error when it is used (in JAX already here, because it has
+        no object for it); :func:`try_gpu` falls back to the CPU."""
         return self._backend.gpu(check_index(i))
 
     def num_gpus(self) -> int:
@@ -186,7 +186,7 @@ class Verbs(Generic[T, D, M]):
         if not placed:
             return None
         neutral = [str(self._backend.neutral(device)) for _, device in placed]
-        # Of as many on either side, what is on the CPU is what was forgotten.
+        # At equal numbers, the tensors on the CPU are those that were forgotten.
         most = max(dict.fromkeys(neutral), key=lambda name: (neutral.count(name), name != "cpu"))
         if neutral.count(most) == len(neutral):
             return placed[0][1]

@@ -94,20 +94,20 @@ def describe(device: jax.Device) -> DeviceRecord:
 def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
     global _virtual
     try:
-        # JAX takes a number that it has already at any time, so it is changed twice: one of the two is refused
-        # if the runtime has started.
+        # JAX accepts the number that is set already at any time. So it is set twice: one of the two is a change, which
+        # JAX refuses once its runtime has started.
         jax.config.update("jax_num_cpu_devices", -1)
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise VirtualDevicesError(
-            f"{count} virtual devices cannot be made any more: JAX's runtime has started, it does so with the first "
-            f"array or jax.devices(). Set MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call "
+            f"it is too late to make {count} virtual devices: JAX's runtime has started (the first array or "
+            f"jax.devices() starts it). Set MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call "
             f"mh.virtual_devices({count}) before the first array"
         ) from error
-    # A GPU would stay JAX's default device, and every new array would be born there.
+    # A GPU would stay JAX's default device, and every new array would be created there.
     jax.config.update("jax_platforms", "cpu")
-    # XLA's pool has a thread per core. In an all-reduce each device holds one, also for steps issued ahead; where
-    # they run out, all wait for one another for ever.
+    # XLA's pool has one thread per core. In an all-reduce each device holds one, also for steps issued ahead; when
+    # they run out, all devices wait for each other for ever.
     threads = os.environ.get("NPROC", "")
     have = int(threads) if threads.isdecimal() else machine.usable_cores()
     os.environ["NPROC"] = str(max(have, 4 * count))
@@ -119,11 +119,11 @@ def end_virtual_devices() -> None:
 
 
 def enter_virtual_block() -> None:
-    """They hold for all threads."""
+    """Nothing to do: virtual devices are the same in all threads."""
 
 
 def leave_virtual_block() -> None:
-    """They hold for all threads."""
+    """Nothing to do: virtual devices are the same in all threads."""
 
 
 def virtual_count() -> int:
@@ -131,7 +131,7 @@ def virtual_count() -> int:
 
 
 def virtual_device(index: int) -> jax.Device | None:
-    # Only who has asked for several CPUs has them; to look for them would start JAX, and none could be made any more.
+    # Asking JAX for its CPUs starts its runtime, and no virtual devices can be made then: ask only if there may be any.
     asked = _virtual or jax.config.jax_num_cpu_devices > 1 or "platform_device_count" in os.environ.get("XLA_FLAGS", "")
     cpus = _cpus() if asked else []
     return cpus[index] if (_virtual or len(cpus) > 1) and index < len(cpus) else None
@@ -166,7 +166,7 @@ def is_on(tensor: jax.Array, device: jax.Device) -> bool:
 
 
 def all_on(values: Sequence[object], device: jax.Device) -> bool:
-    # Types are looked at once each: asking isinstance of every value costs as much as all the rest.
+    # Each type is checked once: isinstance of every value costs as much as all the rest.
     kinds = {type(value): value for value in values}.values()
     if not all(isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) for value in kinds):
         return False
@@ -178,7 +178,7 @@ def all_on(values: Sequence[object], device: jax.Device) -> bool:
 
 def move(tensor: jax.Array, device: jax.Device) -> jax.Array:
     _refuse_tracer(tensor)
-    # Not waited for: an array is a promise, and whoever reads or computes with it comes after the copy.
+    # No wait: arrays are asynchronous, and whatever reads or uses one comes after the copy.
     return jax.device_put(tensor, device)
 
 
@@ -199,7 +199,7 @@ def rows(tensor: jax.Array) -> int | None:
 def cut(tensor: jax.Array, start: int, stop: int) -> jax.Array:
     _refuse_tracer(tensor)
     part = tensor[start:stop]
-    # An array that is somewhere only by default follows its partners elsewhere: a shard is put there.
+    # An uncommitted array follows the other operands to their device: device_put commits the shard.
     return jax.device_put(part, device_of(part)) if len(part.sharding.device_set) == 1 else part
 
 
@@ -210,7 +210,7 @@ def join(tensors: Sequence[jax.Array]) -> jax.Array:
 def synchronize(device: jax.Device | None) -> None:
     jax.effects_barrier()
     for target in [*_cpus(), *_devices("gpu")] if device is None else [device]:
-        # Arrays that nobody holds any more may still be computed; a device does what it is given in order.
+        # Arrays without a reference may still be computed: a device works in order, so it is given one more task.
         zero = jax.device_put(0, target)
         _refuse_tracer(zero)
         (zero + zero).block_until_ready()
@@ -236,7 +236,7 @@ def model_tensors(model: Any) -> Iterable[tuple[str, jax.Array]]:
 
 
 def move_model(model: Any, device: jax.Device) -> Any:
-    """Move it in place if it is an NNX object; other pytrees cannot be changed, so a new one is given."""
+    """Move an NNX object in place; other pytrees are immutable, so the result is a new one."""
 
     def moved(leaf: Any) -> Any:
         return move(leaf, device) if is_tensor(leaf) and not is_on(leaf, device) else leaf
@@ -256,7 +256,7 @@ def move_model(model: Any, device: jax.Device) -> Any:
 def random(shape: tuple[int, ...], dtype: str, device: jax.Device) -> jax.Array:
     with jax.default_device(device):
         numbers = jax.random.normal(jax.random.key(0), shape, getattr(jnp, dtype))
-    return jax.device_put(numbers, device)  # what is only there by default would follow its partners elsewhere
+    return jax.device_put(numbers, device)  # committed: it would follow other operands otherwise
 
 
 def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -299,7 +299,7 @@ def _index(device: jax.Device, local: list[jax.Device]) -> int:
 
 
 def _gpu_memory(device: jax.Device, uuid: str | None) -> Memory | None:
-    """What JAX may use of it; where its allocator does not tell, what the driver knows."""
+    """What JAX may use of the memory, or what the driver reports if JAX's allocator does not."""
     stats = device.memory_stats() or {}
     if stats.get("bytes_limit"):
         return Memory(total=stats["bytes_limit"], free=max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
@@ -316,7 +316,7 @@ def _refuse_tracer(tensor: jax.Array) -> None:
 
 
 def without_key(tensor: jax.Array) -> jax.Array:
-    """The numbers behind an array of random keys, which neither tells whether it is ready nor becomes NumPy's."""
+    """The numbers behind an array of random keys: keys have no is_ready() and cannot become a NumPy array."""
     return jax.random.key_data(tensor) if jnp.issubdtype(tensor.dtype, jax.dtypes.prng_key) else tensor
 
 
@@ -331,6 +331,6 @@ def _wait_for(array: jax.Array, device: jax.Device) -> None:
 
 
 def _nnx_of(value: object) -> Any:
-    """Flax's ``nnx`` if the value is one of its objects, else None. Who has not imported Flax has none."""
+    """Flax's ``nnx`` if the value is one of its objects, else None. Without an import of Flax there are none."""
     nnx = sys.modules.get("flax.nnx")
     return nnx if isinstance(value, getattr(nnx, "Pytree", ())) else None

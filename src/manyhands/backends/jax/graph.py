@@ -70,7 +70,7 @@ class Graph:
 
 
 def _place(array: Any) -> str:
-    """Where an array is; one that is only there by default follows the others, so it is where they are."""
+    """The device of an array; the devices, joined by +, of a sharded one."""
     if not isinstance(array, jax.Array):
         return _default()
     return "+".join(sorted(str(adapter.neutral(device)) for device in array.sharding.device_set))
@@ -82,7 +82,7 @@ def _default() -> str:
 
 
 def _target(equation: Any) -> str | None:
-    """The device that an operation puts its result on, where it says so."""
+    """The device that a ``device_put`` names, or None."""
     if equation.primitive.name != "device_put":
         return None
     devices = equation.params.get("devices") or (None,)
@@ -90,7 +90,7 @@ def _target(equation: Any) -> str | None:
 
 
 def _called(equation: Any) -> Any:
-    """The jaxpr that an operation stands for, where it is just a call."""
+    """The jaxpr that an operation calls, or None if it is more than a call."""
     if equation.primitive.name not in _CALLS:
         return None
     inner = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)

@@ -34,7 +34,7 @@ BY_VALUE: tuple[type, ...] = PLAIN_VALUES
 
 
 def version_of(value: Any) -> Any:
-    """A variable of Flax is traced as the value that it has, a module with the attributes that it has."""
+    """A Flax variable is traced as its current value, a module with its current attributes."""
     if tasks.is_nnx(value) and not tasks.is_variable(value):
         return Held([*(tasks.parts_of(value) or ())])
     return tasks.version_of(value)
@@ -45,7 +45,7 @@ def is_tracing(leaves: Sequence[Any]) -> bool:
 
 
 def flatten(value: Any) -> Flat:
-    """Our own trees keep the order of dicts, which JAX's do not; what is registered with JAX only JAX takes apart."""
+    """By our trees, which keep the order of dicts; what is registered with JAX alone is taken apart by JAX."""
     outer, structure = tree.flatten(value)
     if all(isinstance(leaf, (jax.Array, *BY_VALUE)) for leaf in outer):
         return outer, structure.unflatten, structure
@@ -100,7 +100,7 @@ def kind(leaf: Any) -> Any:
 
 
 def lanes(device: str) -> int:
-    """On the CPU XLA's threads take independent operations."""
+    """On the CPU, XLA's threads run independent operations at the same time."""
     return 1 if device.startswith("gpu") else machine.usable_cores()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from manyhands.backends.jax import devices as adapter
 from manyhands.backends.runtime import PLAIN_VALUES, difference
 
-memory_of = id  # an array never changes, so none needs to be known by its memory
+memory_of = id  # arrays are immutable, so it does not matter which share memory
 _ARRAYS = (jax.Array, np.ndarray)
 _REFERENCES: Any = getattr(jax, "Ref", ())
 
@@ -45,7 +45,7 @@ def _attributes(module: Any) -> dict[str, Any]:
 
 
 def version_of(value: Any) -> Any:
-    """A variable of Flax is its value, a module of the user's what it holds; arrays never change, references do."""
+    """A Flax variable by its value, a user's module by its attributes, a reference by its content."""
     if isinstance(value, _REFERENCES):
         return np.asarray(value[...]).tobytes()
     if not is_nnx(value):
@@ -68,7 +68,7 @@ def _content(value: Any, above: tuple[int, ...]) -> Any:
     return type(value), {word: _content(part, (*above, id(value))) for word, part in inside.items()}
 
 
-# What takes the attributes out of the modules that it is given, and puts them back.
+# Transforms of Flax that take the attributes out of modules, and put them back.
 _TRANSFORMS = {
     "jit",
     "pmap",
@@ -86,7 +86,7 @@ _TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval
 
 
 def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
-    """Flax's modules, where a task calls a transform of Flax: it empties them and fills them again."""
+    """Flax modules, if the task calls a Flax transform, which empties them and fills them again."""
     modules = [value for value in objects if isinstance(value, _nnx_classes()[:1])]
     if not modules or not (words & _TRANSFORMS or any(_is_transform(value) for value in objects)):
         return []
@@ -117,7 +117,7 @@ class Value:
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX's settings in ``with`` are a thread's own: the task's thread does as the one that gave it."""
+    """JAX's settings in ``with`` belong to a thread: a task gets those of the thread that submits it."""
     device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
     wide = bool(jax.config.jax_enable_x64)
 

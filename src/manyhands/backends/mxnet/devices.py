@@ -1,10 +1,10 @@
 """The adapter of MXNet 1.9: its contexts, and how arrays and models get to them (:mod:`manyhands.backends.protocol`).
 
-A device is a context. ``mx.cpu(1)`` is a place of its own, with its own workers, so virtual devices are
-``mx.cpu(i)`` and the host is the first of them. Both ``mx.nd`` and ``mx.np`` arrays are tensors.
+A device is a context. ``mx.cpu(1)`` is a separate place with separate workers, so virtual devices are ``mx.cpu(i)``
+and the host is the first of them. Both ``mx.nd`` and ``mx.np`` arrays are tensors.
 
-MXNet's engine does everything later and in the right order: reading an array waits for it, and writing to
-an array waits for its readers. Nothing here has to make that safe.
+MXNet's engine is asynchronous and keeps the order: reading an array waits for it, and writing to an array waits for its
+readers. So nothing here has to synchronise.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def exists(device: mx.Context) -> bool:
 def neutral(device: mx.Context) -> Device:
     if device.device_type == "gpu":
         return Device("gpu", device.device_id)
-    # The number of a pinned or shared context is not one of a place on the host.
+    # The number of a pinned or shared context is not the number of a device.
     index = device.device_id if device.device_type == "cpu" else 0
     return Device("virtual", index) if _virtual_count or index else Device("cpu")
 
@@ -95,11 +95,11 @@ def end_virtual_devices() -> None:
 
 
 def enter_virtual_block() -> None:
-    """They hold for all threads."""
+    """Nothing to do: virtual devices are the same in all threads."""
 
 
 def leave_virtual_block() -> None:
-    """They hold for all threads."""
+    """Nothing to do: virtual devices are the same in all threads."""
 
 
 def virtual_count() -> int:
@@ -160,7 +160,7 @@ def start_move(tensor: mx.nd.NDArray, device: mx.Context) -> Arrival[mx.nd.NDArr
 
 
 def copy(tensor: mx.nd.NDArray, device: mx.Context) -> mx.nd.NDArray:
-    # Elsewhere MXNet takes a length of 0 for "unknown", and no shape at all for "none", unless npx.set_np() was called.
+    # Without np_shape MXNet takes a length of 0 for "unknown", and a shape without lengths for "none".
     with mx.util.np_shape(True):
         return tensor.copyto(device)
 
@@ -196,7 +196,7 @@ def is_model(value: object) -> TypeGuard[mx.gluon.Block]:
 
 
 def model_tensors(model: mx.gluon.Block) -> Iterator[tuple[str, mx.nd.NDArray]]:
-    """Each parameter's array; of one on several contexts each of them. One that is not made yet has none."""
+    """The array of each parameter, or its arrays on several contexts. A parameter without values has none."""
     for path, parameter in model.collect_params().items():
         try:
             arrays = parameter.list_data()
@@ -207,7 +207,7 @@ def model_tensors(model: mx.gluon.Block) -> Iterator[tuple[str, mx.nd.NDArray]]:
 
 
 def move_model(model: mx.gluon.Block, device: mx.Context) -> mx.gluon.Block:
-    """Deferred parameters will be made there; replicas become one, their mean, as MXNet has it."""
+    """Deferred parameters will be created there; replicas become one, their mean, as in MXNet."""
     parameters = model.collect_params()
     try:
         elsewhere = [parameter for parameter in parameters.values() if parameter.list_ctx() != [device]]

@@ -25,12 +25,12 @@ from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Run, taken_a
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Task
 
-# What Python may ask of the library beside operations: it says something of an array that never changes, or waits.
+# Calls of the library that are no operations and do no harm: they read what never changes in an array, or wait.
 _HARMLESS = {"MXImperativeInvokeEx", "MXNDArrayWaitToRead", "MXNDArrayWaitAll", "MXIsNumpyShape"}
 _HARMLESS |= {"MXNDArrayGetContext", "MXNDArrayGetDType", "MXNDArrayGetShapeEx", "MXNDArrayGetShapeEx64"}
 _HARMLESS |= {"MXNDArrayGetStorageType", "MXAutogradIsRecording", "MXAutogradIsTraining"}
-_HARMLESS |= {"MXNDArrayCreateEx", "MXNDArrayCreateEx64"}  # to write into: that is noted then
-# By the first letters of the name, for people.
+_HARMLESS |= {"MXNDArrayCreateEx", "MXNDArrayCreateEx64"}  # the write into it is recorded later
+# Why other calls cannot be recorded, by how their names begin.
 _VIEW = "it reads or writes through a view (x.reshape(...), x[0:2], x[:] = ...)"
 _WORDS = {
     "MXAutograd": "it uses autograd",
@@ -58,16 +58,16 @@ class _Operation:
 
 
 class Recording:
-    """Notes each operation that this thread hands to the engine, and waits for it; arrays are kept until the end.
+    """Records each operation that this thread hands to the engine, and waits for it; arrays are kept until the end.
 
-    One at a time: MXNet's functions are replaced for all threads. A second one notes nothing, and says so.
+    One at a time: MXNet's functions are replaced for all threads. A second one records nothing, and is not complete.
     """
 
     _recording = threading.Lock()
 
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
-        self.beside: str | None = None  # what the library was asked first that is no operation
+        self.beside: str | None = None  # the first call of the library that is no operation
         self.result: Any = None
         self.complete = False
 
@@ -77,8 +77,8 @@ class Recording:
             mx.nd.waitall()
             self._thread = threading.get_ident()
             self._invoke, self._library = _register._imperative_invoke, type(mx.base._LIB)
-            _register._imperative_invoke = self._noting
-            mx.base._LIB.__class__ = self._noting_library()
+            _register._imperative_invoke = self._record
+            mx.base._LIB.__class__ = self._recording_library()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,20 +87,20 @@ class Recording:
             _register._imperative_invoke = self._invoke
             self._recording.release()
 
-    def _noting_library(self) -> type:
+    def _recording_library(self) -> type:
         recording = self
 
         def look_up(library: Any, name: str) -> Any:
-            # Whatever Python's garbage collector frees meanwhile is no concern of the call.
+            # What Python's garbage collector frees meanwhile is not part of the call.
             asked = name.startswith("MX") and "Free" not in name and name not in _HARMLESS
             if asked and threading.get_ident() == recording._thread:
                 recording.beside = recording.beside or name
             return super(kind, library).__getattribute__(name)
 
-        kind: Any = type("NotingLibrary", (self._library,), {"__getattribute__": look_up})
+        kind: Any = type("RecordingLibrary", (self._library,), {"__getattribute__": look_up})
         return kind  # type: ignore[no-any-return]
 
-    def _noting(
+    def _record(
         self, handle: Any, inputs: Any, keys: Any, values: Any, out: Any, is_numpy: bool, gives_list: bool
     ) -> Any:
         if threading.get_ident() != self._thread:
@@ -118,14 +118,14 @@ class Recording:
         return result
 
     def must_be_all(self) -> None:
-        """What was noted has to be all that the call did."""
+        """Raise if the call did more than was recorded."""
         if (name := self.beside) is not None:
             words = [text for start, text in _WORDS.items() if name.startswith(start)]
             raise CannotTrace(f"{words[0] if words else 'it does more than compute'} ({name})")
 
 
 def tasks(recording: Recording) -> list[Task]:
-    """Each array is a memory: without views, which are no operations, no two share one."""
+    """Each array is a memory: views are no operations, so no two arrays share one."""
     return [
         task(
             operation.name,
@@ -140,9 +140,9 @@ def tasks(recording: Recording) -> list[Task]:
 
 
 def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
-    """Why what was noted cannot stand for other calls, or None."""
+    """Why the recording cannot stand for other calls, or None."""
     if modes[0] or modes[1]:
-        return "under autograd.record() MXNet notes operations itself, for backward()"
+        return "under autograd.record() MXNet records operations itself, for backward()"
     contexts = {
         str(array.ctx) for operation in recording.operations for array in [*operation.inputs, *operation.outputs]
     }
@@ -160,7 +160,7 @@ def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
 
 
 def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
-    """What was noted as a CachedOp of the call's arrays and of those from outside, which are read where they are."""
+    """The recording as a CachedOp of the call's arrays and of arrays from outside, which are read in place."""
     symbols: dict[int, Any] = {}
     sources: dict[str, Any] = {}  # by the variable's name: an argument's number, or an array from outside
     for number, tensor in enumerate(call.tensors):
@@ -195,7 +195,7 @@ def _composed(operation: _Operation, inputs: list[Any], name: str) -> Any:
     try:
         return compose(operation.keys, operation.values)
     except mx.MXNetError as error:
-        # An operation on arrays counts its inputs itself; a symbol has to be told.
+        # An operation on arrays counts its inputs itself; a symbol needs the number.
         if "num_args" not in str(error):
             raise
         return compose([*operation.keys, "num_args"], [*operation.values, len(inputs)])

@@ -53,7 +53,7 @@ def modes() -> Hashable:
 
 
 def version_of(value: Any) -> Any:
-    """An array is read where it is; a parameter is traced as its arrays, a block with the attributes that it has."""
+    """An array is read in place; a parameter is traced as its arrays, a block with its current attributes."""
     if isinstance(value, mx.gluon.Parameter):
         return Held([value._data, *(value._data or ())])
     if not isinstance(value, mx.gluon.Block):
@@ -63,7 +63,7 @@ def version_of(value: Any) -> Any:
 
 
 def observe(call: Call) -> tuple[Any, Tracer]:
-    """Operation by operation."""
+    """Run the call and record its operations."""
     with graph.Recording() as recording:
         recording.result = call.plainly()
     return wait(recording.result), functools.partial(trace, call, recording)
@@ -75,7 +75,7 @@ def wait(result: Any) -> Any:
 
 
 def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """What writes to arrays is not tried."""
+    """None: a function that writes to arrays is not tried."""
     return []
 
 

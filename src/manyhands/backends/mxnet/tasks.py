@@ -53,12 +53,12 @@ def _attributes(block: Any) -> list[Any]:
 
 
 def version_of(value: Any) -> Any:
-    """MXNet does not count writes: an array is its content, which is waited for; a large one's is summed up."""
+    """MXNet does not count writes: an array is compared by its content, a large one by a checksum of it."""
     if isinstance(value, mx.nd.NDArray):
         content = value.asnumpy()
         return content.tobytes() if content.nbytes <= _WHOLE else zlib.adler32(np.ascontiguousarray(content).data)
     if isinstance(value, mx.gluon.Parameter):
-        return None if value._data is None else Held([*value._data])  # values that a first call makes are no write
+        return None if value._data is None else Held([*value._data])  # values that a first call creates are no write
     return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
 
 
@@ -84,7 +84,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """MXNet's modes are a thread's own: the task's thread does as the one that gave it."""
+    """MXNet's modes belong to a thread: a task gets those of the thread that submits it."""
     recording, training, shapes, arrays, context = modes()
 
     def run(*arguments: Any, **keywords: Any) -> Any:

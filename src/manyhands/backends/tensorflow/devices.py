@@ -1,7 +1,7 @@
 """TensorFlow's adapter: its devices, and how tensors get to them (:mod:`manyhands.backends.protocol`).
 
-A device is a :class:`TensorFlowDevice`: the name that ``tf.device`` takes, and a scope of its own. Virtual
-devices are TensorFlow's logical CPUs, so the host and the first of them are one place.
+A device is a :class:`TensorFlowDevice`: the name that ``tf.device`` takes, which is also a scope. Virtual devices are
+TensorFlow's logical CPUs, so the host and the first of them are one place.
 
 TensorFlow runs an operation where the scope says, not where its inputs are, and copies them there silently. So
 everything here that computes does so in the scope of its input's device.
@@ -49,7 +49,7 @@ CAPABILITIES = Capabilities(
 _NAME = re.compile(r"/device:(CPU|GPU):(\d+)\Z")
 _COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
 _TENSORS = (tf.Tensor, tf.Variable, *_COMPOSITES)
-_EAGER = tf.__internal__.EagerTensor  # what holds numbers; it is asked first, as most are
+_EAGER = tf.__internal__.EagerTensor  # a tensor with values; checked first, because most are
 _virtual_count = 0
 
 # tf.identity shares memory on one device; DeepCopy never does, but lacks a gradient.
@@ -127,14 +127,14 @@ def describe(device: TensorFlowDevice) -> DeviceRecord:
         device=neutral(device),
         name=details.get("device_name") or (facts.name if facts else str(device)),
         uuid=uuid,
-        # TensorFlow itself tells only what its own tensors use.
+        # TensorFlow itself reports only what its own tensors use.
         memory=facts.memory if facts else None,
         capability="{}.{}".format(*details["compute_capability"]) if "compute_capability" in details else None,
     )
 
 
 def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
-    """Logical CPUs. GPUs are hidden from TensorFlow, which would put new tensors there of its own accord."""
+    """Logical CPUs. GPUs are hidden from TensorFlow, which would put new tensors there by default."""
     global _virtual_count
     host = tf.config.list_physical_devices("CPU")[0]
     if len(tf.config.get_logical_device_configuration(host) or ()) != count:
@@ -143,7 +143,7 @@ def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
             tf.config.set_visible_devices([], "GPU")
         except RuntimeError:
             raise VirtualDevicesError(
-                f"{count} virtual devices cannot be made any more: TensorFlow's runtime has started (the first tensor "
+                f"it is too late to make {count} virtual devices: TensorFlow's runtime has started (the first tensor "
                 f"starts it). Call mh.virtual_devices({count}) before, or set MANYHANDS_VIRTUAL_DEVICES={count}"
             ) from None
     _virtual_count = count
@@ -154,11 +154,11 @@ def end_virtual_devices() -> None:
 
 
 def enter_virtual_block() -> None:
-    """They hold for all threads."""
+    """Nothing to do: virtual devices are the same in all threads."""
 
 
 def leave_virtual_block() -> None:
-    """They hold for all threads."""
+    """Nothing to do: virtual devices are the same in all threads."""
 
 
 def virtual_count() -> int:
@@ -196,7 +196,7 @@ def is_on(tensor: Any, device: TensorFlowDevice) -> bool:
 
 
 def all_on(values: Sequence[Any], device: TensorFlowDevice) -> bool:
-    # Eager tensors all know their device's name as they are; one type check per type, one look per name.
+    # One check for each type, and one for each device name.
     if all(issubclass(kind, _EAGER) for kind in set(map(type, values))):
         return all(_known(full_name) == _known(device) for full_name in {value.device for value in values})
     return all(is_tensor(value) and is_on(value, device) for value in values)
@@ -210,7 +210,7 @@ def move(tensor: Any, device: TensorFlowDevice) -> Any:
 
 
 def start_move(tensor: Any, device: TensorFlowDevice) -> Arrival[Any]:
-    # TensorFlow itself puts every use of a tensor behind the copy that makes it.
+    # TensorFlow itself orders every use of a tensor after the copy that makes it.
     moved = move(tensor, device)
     return Arrival(lambda: moved, lambda: True)
 
@@ -268,7 +268,7 @@ def model_tensors(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def move_model(model: Any, device: TensorFlowDevice) -> Any:
-    # Where Keras has not built it yet nothing is misplaced yet, but it will be.
+    # A model that Keras has not built yet has no misplaced variables, but will have.
     if getattr(model, "built", True) and all(is_on(variable, device) for _, variable in model_tensors(model)):
         return model
     place = "mh.cpu()" if device == cpu() else f"mh.gpu({neutral(device).index})"
@@ -293,14 +293,14 @@ def matmul(left: Any, right: Any) -> Any:
 
 
 def pin(tensor: Any) -> Any:
-    raise DeviceError("TensorFlow has no page-locked memory that one could ask for: it manages its own")
+    raise DeviceError("TensorFlow manages page-locked memory itself: there is none to ask for")
 
 
 # How names, variables and models are read
 
 
 def _logical(kind: str) -> list[Any]:
-    """For each logical device the physical one it is made of. Unlike TensorFlow's list this starts no runtime."""
+    """For each logical device the physical one behind it. Unlike TensorFlow's list this starts no runtime."""
     return [
         physical
         for physical in tf.config.get_visible_devices(kind)
@@ -311,7 +311,7 @@ def _logical(kind: str) -> list[Any]:
 def _kind_and_index(device: str) -> tuple[str, int]:
     match = _NAME.search(device)
     if match is None:
-        raise BadDevice(f"{str(device)!r} is neither a CPU nor a GPU of TensorFlow: those are known here")
+        raise BadDevice(f"{str(device)!r} is neither a CPU nor a GPU of TensorFlow: manyhands knows no other devices")
     return match[1], int(match[2])
 
 
@@ -342,8 +342,8 @@ def _device_of_parts(composite: Any) -> TensorFlowDevice:
 def _refuse_symbolic(tensor: Any) -> None:
     if isinstance(tensor, tf.Tensor) and tf.is_symbolic_tensor(tensor):
         raise NotATensor(
-            "inside tf.function a value has no device yet: it stands for values to come. Place the whole function "
-            "(with mh.gpu(0): step(x)), and move what you give to it and what it gives back"
+            "inside tf.function a value has no device yet: it stands for a value that is computed later. Place the "
+            "whole function (with mh.gpu(0): step(x)), and move its arguments and its results"
         )
 
 

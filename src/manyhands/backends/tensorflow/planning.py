@@ -55,7 +55,7 @@ def modes() -> Hashable:
 
 
 def version_of(value: Any) -> Any:
-    """Variables are read when the graph is run; a module or a layer is traced with the attributes that it has."""
+    """Variables are read when the graph is run; a module or a layer is traced with its current attributes."""
     layers = tasks.layers_of(value)
     parts = [part for layer in layers for name, part in vars(layer).items() if not name.startswith("_")]
     return (

@@ -21,7 +21,7 @@ def memory_of(value: Any) -> int:
 
 
 def variable_of(value: Any) -> Any:
-    """The variable that it is, None if it is none; one that is mirrored on several devices consists of several."""
+    """The value as a ``tf.Variable``, or None; a mirrored variable is several, and counts as none."""
     if adapter._is_keras(value, "Variable"):
         value = value.value
     is_one = isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues)
@@ -60,24 +60,24 @@ def layers_of(value: Any) -> list[Any]:
 
 
 def _attributes(layer: Any) -> list[Any]:
-    """What a layer of the user's holds besides."""
+    """The attributes of a user's layer besides its variables."""
     if type(layer).__module__.partition(".")[0] in ("keras", "tensorflow"):
         return []
     return [value for name, value in vars(layer).items() if not name.startswith("_")]
 
 
 def version_of(value: Any) -> Any:
-    """A variable is the value that it holds, a module or a layer the variables and attributes that it has."""
+    """A variable by its value, a module or a layer by its variables and attributes."""
     if (variable := variable_of(value)) is not None:
         return _Value(variable)
     return Held([*(parts_of(value) or ())]) if layers_of(value) else None
 
 
 class _Value:
-    """The value of a variable. While it is kept nobody overwrites it: an assignment puts the new one elsewhere.
+    """The value of a variable. TensorFlow does not overwrite it while it is kept: a new value goes elsewhere.
 
-    So it is enough to look where the next one lies. Only where TensorFlow has made a copy to read from (after the first
-    sparse update, or on a GPU) contents are compared.
+    So it is enough to compare addresses. Contents are compared only where TensorFlow reads from a copy (after the first
+    sparse update, or on a GPU).
     """
 
     __slots__ = ("_tensor",)
@@ -97,7 +97,7 @@ class _Value:
     def _place(self) -> int | None:
         try:
             return int(np.asarray(memoryview(self._tensor)).__array_interface__["data"][0])
-        except (TypeError, ValueError, BufferError):  # a kind of numbers that Python has no name for
+        except (TypeError, ValueError, BufferError):  # a dtype that Python's buffers do not have
             return None
 
     def _content(self) -> Any:
@@ -111,12 +111,12 @@ def in_turn(objects: list[Any], words: Set[str]) -> Sequence[Any]:
 
 
 def scope() -> str:
-    """The device of ``with tf.device(...)`` around the call, or nothing."""
+    """The device of ``with tf.device(...)`` around the call, or an empty text."""
     return str(_context.context().device_name or "")
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``with tf.device(...)`` is a thread's own: the task's thread does as the one that gave it."""
+    """``with tf.device(...)`` belongs to a thread: a task gets that of the thread that submits it."""
     device = scope()
 
     def run(*arguments: Any, **keywords: Any) -> Any:
