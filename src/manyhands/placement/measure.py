@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 
 from manyhands.backends.protocol import Backend, D, M, T
 
@@ -19,29 +18,17 @@ _LONG_ENOUGH = 0.02  # seconds a trial should take: a clock's noise is then belo
 _DTYPES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Bandwidths in GB/s and product rates in TFLOP/s; None where the framework or machine cannot."""
-
-    host_to_device: float | None = None
-    host_to_device_pinned: float | None = None
-    device_to_host: float | None = None
-    device_to_host_pinned: float | None = None
-    device_to_device: float | None = None
-    matmul_float32: float | None = None
-    matmul_bfloat16: float | None = None
-
-    def as_dict(self) -> dict[str, float | None]:
-        return asdict(self)
-
-
 def steps() -> list[str]:
-    """The names of what is measured, for a progress bar."""
-    return list(Speed().as_dict())
+    """The names of the figures of :func:`speed`, for a progress bar."""
+    copies = ("host_to_device", "host_to_device_pinned", "device_to_host", "device_to_host_pinned", "device_to_device")
+    return [*copies, *(f"matmul_{dtype}" for dtype in _DTYPES)]
 
 
 def speed(backend: Backend[T, D, M], device: D, megabytes: int = 64) -> Iterator[tuple[str, float | None]]:
-    """Measure one device; gives each figure when it is there."""
+    """Measure one device; yields each figure when it is known.
+
+    Bandwidths are in GB/s, product rates in TFLOP/s; None where the framework or the machine cannot do it.
+    """
     kind = backend.neutral(device).kind
     on_host = kind == "cpu"
     apart = not on_host and not backend.is_on(backend.random((1,), "float32", backend.cpu()), device)
