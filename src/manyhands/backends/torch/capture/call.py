@@ -54,7 +54,7 @@ class Call:
     others: list[Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    # The arguments with other tensors in the places of these.
+    # The arguments with other tensors in place of these.
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
     @property
@@ -91,13 +91,13 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
 
 
 def _first_of_each(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each tensor stands among these for the first time: code may ask whether two arguments are one."""
+    """For each tensor the number of its first occurrence: code may ask whether two arguments are the same object."""
     first: dict[int, int] = {}
     return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
 
 
 def _orders(value: Any) -> tuple[Any, ...]:
-    """In which order dicts have their keys: two structures are equal without it, but a loop over one is not."""
+    """The order of the keys of dicts: structures compare equal without it, but a loop over a dict depends on it."""
     if isinstance(value, dict):
         inner = [_orders(part) for part in value.values()]
         return (tuple(value), *inner)
@@ -109,9 +109,9 @@ def _orders(value: Any) -> tuple[Any, ...]:
 def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return (Same(tensor),)
-    # A parameter is read where it is, so another one, elsewhere, is another call.
+    # A parameter is read in place, so one at another address is another call.
     place = tensor.data_ptr() if type(tensor) is nn.Parameter else None
-    # A lazy sign: the same memory stands for other numbers.
+    # Lazy conjugation or negation: the same memory stands for other numbers.
     signs = tensor.is_conj(), tensor.is_neg()
     gradient = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
@@ -125,18 +125,18 @@ def _key(leaf: Any) -> Any:
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two of them share memory: by its addresses, because two ``from_numpy`` of one array do, too."""
+    """Whether two tensors share memory, by address: two ``from_numpy`` of one array do so without sharing a storage."""
     spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
     return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
 
 
 def _capturing() -> bool:
-    """Whether the caller captures a CUDA graph of its own at this moment."""
+    """Whether the caller is capturing a CUDA graph right now."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# PyTorch's settings that change what an operation does, or how it is best run: they are asked before every call. Those
-# of the second group are what users set to choose among kernels: a graph keeps those that it was captured with.
+# PyTorch's settings that change what an operation does, or how it is best run: they are read before every call. With
+# those of the second group users choose among kernels: a CUDA graph keeps the kernels that it was captured with.
 _SETTINGS: dict[str, Callable[[], object]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
@@ -157,7 +157,7 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "mem_efficient_sdp": compat.mem_efficient_sdp_enabled,
     "cudnn_sdp": compat.cudnn_sdp_enabled,
 }
-# The same as expressions, which are written out in the code that recognises a call; and those that are no single call.
+# The same as expressions, for generated code that recognises a call; and settings that take more than one call.
 MODES = (
     *(f"{name}()" for name in _SETTINGS),
     "fp32_precision('cuda', 'matmul')",
@@ -183,7 +183,7 @@ modes = function("modes", f"def modes():\n    return {', '.join(MODES)},", dict(
 
 
 def _why_plain() -> str | None:
-    """Why a call must be seen by PyTorch as it is written, or None: somebody listens, or derives."""
+    """Why PyTorch must see a call as it is written, or None: somebody observes it, or differentiates it."""
     if not only_hooks():
         return "a dispatch mode is active, and it must see every operation"
     if not only_known_functions():
@@ -203,9 +203,10 @@ _COMMON = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def with_varied_numbers(call: Call) -> Call:
-    """The call to compare ways with: where all numbers of an argument are the same, as in a warm-up, others instead.
+    """The call to compare results with: an argument of equal numbers, as in a warm-up, gets random numbers instead.
 
-    With zeros nearly everything is equal. The others are between zero and the number itself: a probability stays one.
+    With zeros, nearly all results are equal. Random numbers lie between zero and the number itself, so that a
+    probability stays one.
     """
     tensors = [_random_like(tensor) if _is_constant(tensor) else tensor for tensor in call.tensors]
     if all(drawn is tensor for drawn, tensor in zip(tensors, call.tensors, strict=True)):
@@ -218,13 +219,13 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.dtype not in _COMMON or tensor.numel() < 2:
         return False
     numbers = tensor.detach()
-    if not has_no_gaps(numbers):  # it may be one number, shown many times
+    if not has_no_gaps(numbers):  # it may be a single number, expanded
         return False
     return bool((numbers == numbers.flatten()[0]).all()) and not (tensor.is_leaf and tensor.grad is not None)
 
 
 def _random_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the same form, with numbers that are drawn from nobody's generator."""
+    """A tensor of the same form with random numbers, which leaves all generators untouched."""
     generator = torch.Generator(tensor.device).manual_seed(0)
     numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=generator)
     with torch.no_grad():
@@ -241,9 +242,9 @@ def _random_like(tensor: torch.Tensor) -> torch.Tensor:
 def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_compile: bool = False) -> Trace:
     """Trace the function for calls of this signature.
 
-    ``guarded``: what the function reaches is watched, so that a later call notices a change. The trainer's step is
-    our own code, and watched by the trainer. ``to_compile``: attention layers are traced in the small operations that
-    they have for compilers, not as the one operation that plain execution has in eval mode.
+    ``guarded``: watch what the function reaches, so that a later call notices a change. (The trainer's step is our own
+    code, and the trainer watches it.) ``to_compile``: trace attention layers as the small operations that they use for
+    compilers, not as the one operation that plain execution uses in eval mode.
     """
     if (reason := _why_plain()) is not None:
         raise MustRunAsWritten(reason)
@@ -294,7 +295,7 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
 
 @contextmanager
 def _same_modes() -> Iterator[None]:
-    """Refuse what changes PyTorch's settings and leaves it at that: a plan would not. They are put back."""
+    """Refuse a function that changes PyTorch's settings for good, which a plan would not do; put them back."""
     before = modes()
     recorded, threads, dtype = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
     try:
@@ -312,7 +313,7 @@ def _same_modes() -> Iterator[None]:
 
 
 def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What is traced instead of the arguments; those on virtual devices are fake tensors that say so."""
+    """The tensors that are traced in place of the arguments; for virtual devices, fake tensors on that device."""
     mode = FakeTensorMode(allow_non_fake_inputs=True) if any(isinstance(t, VirtualTensor) for t in tensors) else None
     stand_ins: list[torch.Tensor] = []
     for tensor in tensors:

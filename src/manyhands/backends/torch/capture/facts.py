@@ -16,7 +16,7 @@ from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.compat import tree_leaves
 
-# What people would write instead of several calls of one operation.
+# What to write instead of several calls of one operation.
 _BATCHED = {
     "mm": "one torch.bmm of stacked matrices",
     "addmm": "one torch.baddbmm of stacked matrices",
@@ -32,7 +32,7 @@ def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
     """The bytes of each memory, the memories of the inputs, and those of the results."""
     sizes: dict[int, int] = {}
     for node in trace.module.graph.nodes:
-        # As trace.py knows them: a tensor from outside, and so a view of it, by a negative number.
+        # As in trace.py: a tensor from outside, and a view of it, has a negative number.
         outside = [memory for memory in trace.storages.get(node, ()) if memory < 0]
         known = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
         for value in tree_leaves(known):
@@ -43,7 +43,7 @@ def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
 
 
 def written_memories(trace: Trace) -> frozenset[int]:
-    """Of what the caller has: arguments and tensors from outside."""
+    """The memories of arguments and of tensors from outside that the function writes to."""
     return trace.callers_memories() & trace.written_memories()
 
 
@@ -57,9 +57,9 @@ def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.
 
 
 def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """Tells of a call's tensors whether one shares memory with a tensor from outside, and either is written to.
+    """A check whether a tensor of a call shares memory with a tensor from outside, and either is written to.
 
-    A trace takes them for two memories. None where that cannot be, or does no harm.
+    The trace takes them for two memories. None: that cannot happen, or does no harm.
     """
     written = written_memories(trace)
     outside = {node: trace.constant(node) for node in trace.constants}
@@ -70,12 +70,12 @@ def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     if not any(asked):
         return None
     return lambda tensors: any(
-        _lies_in(tensor, places) for tensor, places in zip(tensors, asked, strict=True) if places
+        _overlaps_any(tensor, places) for tensor, places in zip(tensors, asked, strict=True) if places
     )
 
 
-def _lies_in(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
-    """Whether a tensor shares memory with one of these, which are in order and apart."""
+def _overlaps_any(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
+    """Whether a tensor shares memory with one of these spans, which are sorted and do not overlap."""
     span = span_of(tensor)
     if span is None:
         return False
@@ -84,19 +84,19 @@ def _lies_in(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
 
 
 def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Of the arguments that a CUDA graph has a copy of: all but parameters, which are read where they are."""
+    """The bytes of arguments that a CUDA graph copies: all but parameters, which are read in place."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if type(tensor) is not torch.nn.Parameter)
 
 
 def device_memory(devices: tuple[torch.device, ...] | None) -> int:
-    """All bytes of the smallest of these GPUs, or of the host."""
+    """The total bytes of the smallest of these GPUs, or of the host."""
     if devices is None:
         return machine.host_memory().total
     return min(int(torch.cuda.get_device_properties(device).total_memory) for device in devices)
 
 
 def batch_hint(trace: Trace, number: int) -> str | None:
-    """What several such operations, side by side, could be written as; None where that is no advice."""
+    """What several such operations could be written as, if they can be batched; else None."""
     step = trace.steps[number]
     name = step.task.name
     values = [value for value in tree_leaves(step.node.meta.get("val")) if isinstance(value, torch.Tensor)]
@@ -116,7 +116,7 @@ def _shapes(node: Node) -> str:
 
 
 def results_share(trace: Trace) -> bool:
-    """Whether results share memory with each other; known without looking at them."""
+    """Whether results share memory with each other, according to the trace."""
     nodes = {value for value in trace.outputs if isinstance(value, Node)}
     memories = [memory for node in nodes for memory in trace.storages[node]]
     return len(set(memories)) < len(memories)

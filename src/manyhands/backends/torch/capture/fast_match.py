@@ -48,17 +48,17 @@ Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
 
 
 class AddressedTensors(list[torch.Tensor]):
-    """The tensors of a call that was recognised, and their addresses, which a run may want to know, too."""
+    """The tensors of a recognised call with their addresses, which a run may need, too."""
 
     __slots__ = ("addresses",)
     addresses: tuple[int, ...]
 
 
-_EXACT = (bool, int, str, bytes)  # equal values of these types are written alike
+_EXACT = (bool, int, str, bytes)  # equal values of these types have the same repr
 
 
 def recogniser(call: Call) -> Fits | None:
-    """The code for calls like this one; None where only a signature can tell calls apart."""
+    """A check for calls like this one; None if only a signature can tell calls apart."""
     writer = _Writer(call)
     try:
         writer.walk(call.arguments, "arguments")
@@ -78,17 +78,15 @@ class _Writer:
         self._lines: list[str] = []
         self._tensors: dict[int, str] = {}
         self._storages: list[str] = []
-        self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
-        self._fixed: list[str] = []  # what parameters are asked: they stay where they are
+        self._gradients: list[str] = []  # checks of tensors that require gradients: the function may look at .grad
+        self._fixed: list[str] = []  # checks of parameters: they must not move
         self._names: dict[str, Any] = {
             **call.MODE_NAMES,
             "AddressedTensors": AddressedTensors,
             "seen": [None],
             "apart": _apart,
         }
-        if any(
-            home(tensor).type == "cuda" for tensor in like.tensors
-        ):  # then it need not be asked whether CUDA is there at all
+        if any(home(tensor).type == "cuda" for tensor in like.tensors):  # CUDA is there: no need to check that first
             self._names["capturing"] = compat.is_current_stream_capturing
         self._count = 0
 
@@ -125,7 +123,7 @@ class _Writer:
             self._refuse_if(f"{name} is not {known} and ({other})")
         elif any(value is leaf for leaf in self._call.others):
             self._refuse_if(f"{name} is not {self._name(value)}")
-        else:  # a branch of the tree that is no plain list, tuple or dict
+        else:  # a node of the tree that is not a plain list, tuple or dict
             raise _Unknown
 
     def _part(self) -> str:
@@ -135,7 +133,7 @@ class _Writer:
     def _tensor(self, tensor: torch.Tensor, name: str) -> None:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise _Unknown
-        if id(tensor) in self._tensors:  # the same one twice: which is which cannot be said
+        if id(tensor) in self._tensors:  # the same tensor twice
             raise _Unknown
         self._tensors[id(tensor)] = name
         if type(tensor) is nn.Parameter:
@@ -144,7 +142,7 @@ class _Writer:
             self._gradients.append(f"{name}.is_leaf is not {tensor.is_leaf}")
             if tensor.is_leaf:
                 self._gradients.append(f"({name}.grad is None) is not {tensor.grad is None}")
-        if tensor.numel():  # an empty one has no memory to share
+        if tensor.numel():  # an empty tensor has no memory to share
             self._storages.append(f"{name}.data_ptr() - {name}.storage_offset() * {tensor.element_size()}")
 
     def build(self) -> Fits:
@@ -155,7 +153,7 @@ class _Writer:
             self._refuse_if(f"not {self._name(tensor_guards(self._call.tensors))}({', '.join(names)})")
             for question in self._gradients:
                 self._refuse_if(question)
-            if self._call.shares_memory:  # then two may also be one
+            if self._call.shares_memory:  # then two arguments may be the same tensor
                 self._refuse_if(f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}")
             self._lines.append(f"addresses = {', '.join(f'{name}.data_ptr()' for name in names)},")
             questions = [*self._fixed, *self._shared()]
@@ -166,19 +164,19 @@ class _Writer:
         else:
             self._lines.append("return []")
         body = "\n".join(f"        {line}" for line in self._lines)
-        # If a tensor raises when it is asked, the signature is built, and deals with it.
+        # If a check raises, the signature is built, and deals with the cause.
         source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
         return function("signature", source, self._names)
 
     def _shared(self) -> list[str]:
-        """Whether tensors share memory as they did."""
+        """Checks that tensors share memory as they did."""
         if len(self._tensors) < 2:
             return []
         shares = self._call.shares_memory
         if shares and len(self._storages) < len(self._tensors):
             return ["True"]
-        # A tensor's address less its offset is its storage's: the same for two of them only if they share it. Of two
-        # storages in one memory (from_numpy) the tensors overlap, or they do no harm.
+        # A tensor's address less its offset is the address of its storage: equal for two tensors only if they share
+        # it. Two storages in one memory (from_numpy) matter only if the tensors overlap, which apart() checks.
         size = f"len({{{', '.join(self._storages)}}})" if self._storages else "0"
         if shares:
             return [f"{size} >= {len(self._storages)}"]
@@ -187,7 +185,7 @@ class _Writer:
 
 
 def _apart(addresses: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether pieces of memory, each with its place and its length, do not overlap."""
+    """Whether pieces of memory, given by address and length, do not overlap."""
     behind = 0
     for place, length in sorted(zip(addresses, lengths, strict=True)):
         if length and place < behind:
@@ -197,7 +195,7 @@ def _apart(addresses: Sequence[int], lengths: Sequence[int]) -> bool:
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Tells of as many tensors whether all are like these: type, shape, strides, dtype, device, requires_grad."""
+    """A check that as many tensors are like these: type, shape, strides, dtype, device, requires_grad."""
     sizes: Any = [list(tensor.shape) for tensor in tensors]
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

@@ -1,8 +1,8 @@
 """Turns a failed trace into a helpful message: what the function does, on which line, and what to write instead.
 
 PyTorch says ``GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq(u0, 1)``. That means that
-the function asks for a tensor's value while none is computed yet, as ``if x.sum() > 0`` does. The traceback shows
-where: in the innermost frame that belongs neither to PyTorch, nor to Python, nor to us.
+the function needs a tensor's value before anything is computed, as ``if x.sum() > 0`` does. The traceback shows where:
+in the innermost frame that belongs neither to PyTorch, nor to Python, nor to manyhands.
 
 Dynamo says ``Unsupported Tensor.item() call with capture_scalar_outputs=False`` where it leaves a function to Python.
 """
@@ -31,7 +31,7 @@ FROM_SHAPE = "what comes after it cannot be planned; for a mask, torch.where(mas
 
 def why(error: BaseException) -> str:
     """The reason in one line."""
-    # Brings SymPy along, which takes a second to import.
+    # Imports SymPy, which takes a second.
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     text = str(error).partition("\n")[0]
@@ -48,7 +48,7 @@ def why(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the user's that was reached, or nothing."""
+    """The user's innermost line in the traceback, or an empty text."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
             continue
@@ -59,7 +59,7 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-# What Dynamo says of a break, and what it means; {0} is the name that its explanation puts into backticks.
+# How Dynamo describes a graph break, and what that means; {0} is the name in backticks in its explanation.
 _BREAKS = (
     ("tensor.item", "a tensor's value is read in Python"),
     ("tensor.tolist", "a tensor's values are read in Python"),
@@ -77,12 +77,12 @@ _BREAKS = (
 
 
 def break_of(error: BaseException) -> Break | None:
-    """Where Dynamo stopped and why, in words; None where that is no line of the user's."""
+    """Where Dynamo stopped, and why; None if that is not in the user's code."""
     lines = [frame for frame in stack_of(error) if is_users(frame.filename)]
     if not lines:
         return None
     frame = lines[-1]
-    # Dynamo goes on in functions of its own: torch_dynamo_resume_in_step_at_14.
+    # Dynamo resumes in generated functions: torch_dynamo_resume_in_step_at_14.
     name = re.sub(r"^(torch_dynamo_resume_in_)+|(_at_\d+)+$", "", frame.name)
     text = linecache.getline(frame.filename, frame.lineno or 0).strip() or (frame.line or "")
     return Break(Path(frame.filename).name, frame.lineno or 0, name, _shortened(text), _words(str(error)))
@@ -100,7 +100,7 @@ def _words(text: str) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether code of this file is neither PyTorch's, nor Python's, nor ours."""
+    """Whether a file is the user's: not PyTorch's, not Python's, not ours."""
     return not filename.startswith(_not_users())
 
 
@@ -115,13 +115,13 @@ def _shortened(text: str) -> str:
 
 
 def lines_of(module: GraphModule, name: str) -> str:
-    """The user's lines that a graph stands for."""
+    """The user's lines that a graph was captured from."""
     lines: dict[str, list[int]] = {}
     for node in module.graph.nodes:
         line = _line_of(node.meta.get("stack_trace") or "")
         if line is not None:
             lines.setdefault(line[0], []).append(line[1])
-    if not lines:  # of PyTorch's own layers alone
+    if not lines:  # only PyTorch's own layers
         return name
     file, numbers = max(lines.items(), key=lambda pair: len(pair[1]))
     first, last = min(numbers), max(numbers)
@@ -129,7 +129,7 @@ def lines_of(module: GraphModule, name: str) -> str:
 
 
 def _line_of(stack: str) -> tuple[str, int] | None:
-    """The innermost line of the user's: PyTorch writes ``File "train.py", line 14, in step``."""
+    """The user's innermost line: PyTorch writes ``File "train.py", line 14, in step``."""
     for line in reversed(stack.splitlines()):
         if not line.strip().startswith('File "'):
             continue

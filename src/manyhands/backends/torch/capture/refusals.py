@@ -25,11 +25,11 @@ _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, rang
 BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _SAME_OBJECT = (nn.Module, torch.optim.Optimizer, *_FUNCTIONS)
-_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is no part of C code
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is written in Python
 
 
 def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
-    """Of the arguments: tensors, and what else there is."""
+    """Refuse arguments that cannot be compared with those of a later call."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
             raise MustRunAsWritten(f"an argument is not an ordinary tensor: {type(tensor).__name__}, {tensor.layout}")
@@ -39,7 +39,7 @@ def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Non
 
 
 def _is_of_the_user(kind: type) -> bool:
-    """Whether all that an object of this class knows can be watched: attributes, whose class is written in Python."""
+    """Whether all state of an object of this class can be watched: the class and its bases are written in Python."""
     base = kind
     while base.__flags__ & _IN_PYTHON and base.__base__ is not None:
         base = base.__base__
@@ -66,7 +66,7 @@ def must_be_done(result: Any) -> None:
 
 
 def must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bool]) -> None:
-    """``recorded`` says which of the arguments require gradients."""
+    """Refuse a function that changes an argument's gradient, or whether it requires one (``recorded``: as it was)."""
     for stand_in, before in zip(stand_ins, recorded, strict=True):
         if stand_in.requires_grad != before:
             raise CannotTrace("it changes requires_grad of an argument")
@@ -78,14 +78,14 @@ def must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bo
 
 
 def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[list[Any], tree.Structure]) -> None:
-    """Of lists and dicts among the arguments: what is in them, before and after the function had them."""
+    """Refuse a function that changes a list or dict among its arguments."""
     same = before[1] == after[1] and all(old is new for old, new in zip(before[0], after[0], strict=True))
     if not same:
         raise CannotTrace("it modifies a list or dict that it was passed: return the items as a result instead")
 
 
 def must_check_first(trace: Trace) -> None:
-    """Of what is checked while it runs: it must be possible to do it again as it is written, where a check fails."""
+    """Refuse checks after which the function could not be called again as it is written, should they fail."""
     checks = [number for number, step in enumerate(trace.steps) if is_check(step.node)]
     if not checks:
         return
@@ -101,7 +101,7 @@ def must_check_first(trace: Trace) -> None:
 
 
 def must_only_read_arguments(trace: Trace) -> None:
-    """Of a call in which two arguments share memory: another such call may share it in another way."""
+    """Refuse writes to arguments that share memory: the next call may share it in another way."""
     if trace.memories_of(trace.inputs) & trace.written_memories():
         raise MustRunAsWritten("two of the arguments share memory, and it writes to an argument")
 

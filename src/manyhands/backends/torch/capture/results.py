@@ -25,7 +25,7 @@ from manyhands.backends.torch.compat import SUPPORTED_NODES, register_pytree_nod
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What an object is put together from."""
+    """What an object is rebuilt from."""
 
     kind: type
     names: tuple[str, ...]
@@ -34,13 +34,13 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class UsedUp:
-    """A tensor through whose graph a backward pass has gone; its value."""
+    """The value of a tensor whose graph a backward pass has freed."""
 
     value: torch.Tensor
 
 
 def opened(result: Any) -> Any:
-    """The result with such objects taken apart; the rest of the tree is a copy."""
+    """A copy of the result in which dataclasses, shapes and used-up losses are replaced by their parts."""
     return tree_map(_taken_apart, result, is_leaf=_can_be_opened)
 
 
@@ -86,7 +86,7 @@ register_pytree_node(Parts, lambda parts: (list(parts.values), (parts.kind, part
 # Graphs that are used up
 
 _FREED = "after they have already been freed"
-# As PyTorch says it where a saved tensor is asked for.
+# PyTorch's words when a freed tensor is accessed.
 _SECOND_TIME = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
     "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
@@ -96,7 +96,7 @@ _SECOND_TIME = (
 
 
 def _is_used_up(node: Any) -> bool:
-    """Whether a backward pass from here would come to an operation whose saved tensors are freed."""
+    """Whether a backward pass from here would reach an operation whose saved tensors are freed."""
     seen, left = {node}, [node]
     while left:
         node = left.pop()
@@ -116,17 +116,17 @@ def _is_freed(node: Any) -> bool:
         except RuntimeError as error:
             if _FREED in str(error):
                 return True
-        except Exception:  # a saved value that Python cannot show says nothing
+        except Exception:  # a saved value that Python cannot read says nothing
             continue
     return False
 
 
 class _Refuses(torch.autograd.Function):
-    """Makes a tensor require gradients that nobody can compute any more."""
+    """Makes a tensor require gradients that can no longer be computed."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(value)  # the value itself gets the graph: it is no view of another tensor
+        ctx.mark_dirty(value)  # the graph is attached to the value itself, not to a view
         return value
 
     @staticmethod
@@ -136,7 +136,7 @@ class _Refuses(torch.autograd.Function):
 
 def used_up(value: torch.Tensor) -> torch.Tensor:
     """The value as a tensor that requires gradients and refuses a backward pass."""
-    # With reuse_outputs the same tensor comes again and again, and must not collect graphs.
+    # With reuse_outputs the same tensor is returned again and again: it must not collect graphs.
     if type(value) is torch.Tensor:
         result = torch.empty(0, dtype=value.dtype, device=value.device)
         result.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

@@ -38,22 +38,22 @@ from manyhands.python_code.generated import function
 from manyhands.schedule.task import Kind, Task
 
 _aten = torch.ops.aten
-# Operations that write to arguments, in training, without their schema saying so: batch normalisation's statistics.
+# Operations that in training write to arguments although their schema does not say so: BatchNorm's statistics.
 _HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
     _aten.native_batch_norm.default: (3, 4),
     _aten.cudnn_batch_norm.default: (3, 4),
     _aten.miopen_batch_norm.default: (3, 4),
 }
-# Views, in fact, whose schema says nothing of it: PyTorch uses them where the base is not used again.
+# Views whose schema does not say so: PyTorch uses them where the base is not used again.
 HIDDEN_VIEWS = (
     _aten._unsafe_view.default,
     _aten.unsafe_split.Tensor,
     _aten.unsafe_split_with_sizes.default,
     _aten.unsafe_chunk.default,
 )
-# Results of attention, by their names, that say which random numbers it drew.
+# Results of attention, by name, that hold the state of its random numbers.
 _RANDOM_STATES = ("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask")
-# Operations that raise where values are not as they should be.
+# Operations that raise if values are not as they should be.
 _CHECKS = (
     _aten._linalg_check_errors,
     _aten._assert_async,
@@ -61,7 +61,7 @@ _CHECKS = (
     _aten._functional_assert_async,
     _aten._functional_assert_scalar,
 )
-# What they check is the same at every call of a signature.
+# Checks with the same outcome in every call of a signature.
 _STATIC_CHECKS = (_aten._assert_tensor_metadata, _aten.sym_constrain_range, _aten.sym_constrain_range_for_size)
 _CHECKED = 1 << 22  # stands for "all checks so far are passed": above a trace's handles, below any address
 
@@ -80,7 +80,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """A traced function: its steps in program order, inputs, outputs, and how results are put together again."""
+    """A traced function: its steps in program order, inputs, outputs, and how results are rebuilt."""
 
     module: GraphModule
     steps: list[Step]
@@ -89,25 +89,26 @@ class Trace:
     outputs: list[Any]
     structure: Any
     storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
-    # The last outputs are gradients: whose they are. False for one that the function takes away.
+    # The last outputs are gradients: of these tensors. False: the function removes the gradient.
     gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     # Whether everything that the function takes from outside is as it was when it was traced.
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
-    changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what of that is not, in words
-    watched: Callable[[], Mapping[int, object]] = field(repr=False, default=dict)  # the objects that it asks, by id
-    # To be told of tensors whose form is guarded by others, so that ``holds`` need not ask it.
+    changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what has changed, in words
+    watched: Callable[[], Mapping[int, object]] = field(
+        repr=False, default=dict
+    )  # the objects that `holds` checks, by id
+    # To be called with tensors whose form others guard, so that ``holds`` need not check it.
     forms_are_guarded: Callable[[Iterable[torch.Tensor]], None] = field(repr=False, default=lambda tensors: None)
-    # How far results may be from plain execution's: another kernel may add in another order.
+    # How far results may differ from plain execution: another kernel may add in another order.
     close: float = 1e-5
     # The trace that this one is of, where parts of it are compiled: it can be run in float64.
     as_written: Trace | None = field(repr=False, default=None)
-    # The trace before its operations were taken apart for lanes, where some were: one lane, or a compiler, is better
-    # off with them.
+    # The trace before operations were split for lanes, if some were: better for a single lane, and for a compiler.
     unsplit: Trace | None = field(repr=False, default=None)
     passes: list[str] = field(default_factory=list)  # what they have done, in words
 
     def constant(self, node: Node) -> Any:
-        """What a constant of the trace stands for: a tensor from outside."""
+        """The tensor from outside that a constant of the trace stands for."""
         return getattr(self.module, str(node.target))
 
     def constant_values(self) -> list[torch.Tensor]:
@@ -119,11 +120,11 @@ class Trace:
         return frozenset[int]().union(*(self.storages[node] for node in nodes if isinstance(node, Node)))
 
     def callers_memories(self) -> frozenset[int]:
-        """Those of arguments and of tensors from outside: they are there before a run and stay after it."""
+        """The memories of arguments and of tensors from outside: they exist before a run and stay after it."""
         return self.memories_of([*self.inputs, *self.constants])
 
     def written_memories(self) -> frozenset[int]:
-        """Those that some step writes to, new ones included."""
+        """The memories that some step writes to, new ones included."""
         return frozenset[int]().union(*(step.task.writes for step in self.steps))
 
     def gpus(self) -> set[str]:
@@ -171,7 +172,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
     except Exception as error:
         raise CannotTrace(why(error)) from error
     _drop_profiling(module)
-    _must_be_static(module)  # also what nobody uses: the function may have caught the error of a value that it needs
+    _must_be_static(module)  # also unused nodes: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
     captured = described(module, structure)
     captured.gradients = gradients
@@ -179,21 +180,21 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
 
 
 def _fake_mode(arguments: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """What the function is traced in; arguments that are fake already (virtual devices) come with their own."""
+    """The fake mode to trace in; arguments that are fake already (virtual devices) bring their own."""
     if any(isinstance(argument, compat.FakeTensor) for argument in arguments):
         return nullcontext()
     return compat.RememberingFakeMode()
 
 
 def _drop_profiling(module: GraphModule) -> None:
-    """Optimizers mark their steps for the profiler."""
+    """Remove the marks that optimizers set for the profiler."""
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_function" and str(node.target).startswith("profiler."):
             module.graph.erase_node(node)
 
 
 def has_effects(node: Node) -> bool:
-    """Whether an operation has to be done although nobody takes its result: it writes, checks, or draws numbers."""
+    """Whether an operation must run although its result is unused: it writes, checks, or draws random numbers."""
     if node.op in ("placeholder", "output"):
         return True
     schema = getattr(node.target, "_schema", None)
@@ -203,12 +204,12 @@ def has_effects(node: Node) -> bool:
 
 
 def is_check(node: Node) -> bool:
-    """Whether it raises where values are not as they should be, and does nothing else."""
+    """Whether an operation only raises if values are not as they should be."""
     return getattr(node.target, "overloadpacket", None) in _CHECKS
 
 
 def _gives_nothing(node: Node) -> bool:
-    """Whether it can only be there for an effect: neither does it write nor has it a result."""
+    """Whether an operation has neither a result nor a declared write: it can only be there for another effect."""
     schema = getattr(node.target, "_schema", None)
     static = getattr(node.target, "overloadpacket", None) in _STATIC_CHECKS
     return schema is not None and not schema.returns and not schema.is_mutable and not static
@@ -231,7 +232,7 @@ def _must_be_static(module: GraphModule) -> None:
 
 
 def _has_known_shape(value: Any) -> bool:
-    """Whether results have a shape that is known: ``x[mask]`` has not, ``x[numbers]`` has that of the numbers."""
+    """Whether the shapes of results are known: not that of ``x[mask]``, but that of ``x[numbers]``."""
     tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
@@ -259,16 +260,14 @@ def described(module: GraphModule, structure: Any) -> Trace:
         if node in storages:
             continue
         shared = _aliased(node, storages)
-        # A view touches no memory of its own; this stands for the handle itself, so that its users come after it. A
-        # part of several views (split, unbind) comes with the handle of the whole.
+        # A view has no memory; this number stands for the view itself, so that its users come after it. One of several
+        # views (split, unbind) has the number of the whole.
         part = node.target is operator.getitem
         handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
         memories = frozenset[int]().union(*(outside.get(storage, {storage}) for storage in _storages(node)))
         known = frozenset(memory for memory in shared if memory < 0)
         if known and _is_view(node):
-            outside.update(
-                dict.fromkeys(memories, known)
-            )  # the fake memory of a tensor from outside, which has a number
+            outside.update(dict.fromkeys(memories, known))  # the fake storage of a tensor from outside
             memories = known
         storages[node] = memories | shared | handles[node]
     steps: list[Step] = []
@@ -288,7 +287,7 @@ def described(module: GraphModule, structure: Any) -> Trace:
 
 
 def _writes_after_checks(steps: Sequence[Step], inputs: frozenset[int]) -> None:
-    """Make tasks that write to what the caller has wait for all checks before them."""
+    """Make tasks that write to the caller's memory wait for all checks before them."""
     if not any(is_check(step.node) for step in steps):
         return
     for step in steps:
@@ -323,7 +322,7 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Whether it draws random numbers for dropout alone, and is asked for none: attention, mostly."""
+    """Whether an operation draws random numbers only for dropout, and dropout is 0: mostly attention."""
     schema = getattr(node.target, "_schema", None)
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
@@ -335,10 +334,9 @@ def _drops_nothing(node: Node) -> bool:
 
 
 def meaningless_outputs(trace: Trace) -> frozenset[int]:
-    """The outputs, by number, whose values are whatever was in their memory: nobody may look at them.
+    """The numbers of outputs whose values are uninitialised memory, so that they must not be compared.
 
-    Attention gives its backward pass the state of the random numbers that it drew, on the CPU or on the GPU as it
-    likes, and without dropout it drew none.
+    Attention passes the state of its random numbers to its backward pass, and without dropout it draws none.
     """
     return frozenset(number for number, value in enumerate(trace.outputs) if _is_unused_state(value))
 
@@ -356,13 +354,13 @@ def _is_unused_state(value: Any) -> bool:
 
 
 def _shape(value: Any) -> str:
-    """As in a picture: 64x128; of several results that of the first."""
+    """The shape of the first result, as pictures show it: 64x128."""
     first = next((leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)), None)
     return "" if first is None else "x".join(map(str, first.shape))
 
 
 def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
-    """The memories of those arguments that the operation's schema says it writes to."""
+    """The memories of the arguments that an operation writes to, according to its schema."""
     schema = getattr(node.target, "_schema", None)
     memories: set[int] = set()
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
@@ -374,7 +372,7 @@ def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
 
 
 def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
-    """The memories of arguments that the result is a view of, or is itself, whether its schema says so or not."""
+    """The memories of arguments that the result is a view of, or is, whether the schema says so or not."""
     if node.target is operator.getitem:
         return frozenset()
     schema = getattr(node.target, "_schema", None)
@@ -390,7 +388,7 @@ def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]
 
 
 def _is_view(node: Node) -> bool:
-    """Whether all that an operation gives is in the memory of its arguments."""
+    """Whether all results of an operation are in the memory of its arguments."""
     schema = getattr(node.target, "_schema", None)
     declared = schema is not None and all(result.alias_info is not None for result in schema.returns)
     return declared or node.target in HIDDEN_VIEWS
@@ -406,7 +404,7 @@ def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozen
 
 
 def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, frozenset[int]]:
-    """The memories of tensors from outside, by their addresses: one for all whose spans overlap."""
+    """The memories of tensors from outside, by address: tensors whose spans overlap share one."""
     values = {node: getattr(module, str(node.target)) for node in constants}
     spans = {node: span for node, value in values.items() if (span := span_of(value)) is not None}
     places = joined(spans.values())
@@ -423,7 +421,7 @@ def _storages(node: Node) -> frozenset[int]:
 
 
 def _place(node: Node) -> tuple[str, Kind]:
-    """Device and kind of lane: a copy between devices goes to the copy lane of the GPU that takes part in it."""
+    """Device and kind of lane: a copy between devices goes to the copy lane of its GPU."""
     results = [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
     sources = [
         argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)
@@ -434,7 +432,7 @@ def _place(node: Node) -> tuple[str, Kind]:
         if source.type != target.type:
             return (_name(source), "copy out") if source.type == "cuda" else (_name(target), "copy in")
         if sources[-1].device.type == target.type and sources[-1].device != target:
-            return _name(target), "copy"  # from one GPU to another: a lane of the one that gets it
+            return _name(target), "copy"  # from one GPU to another: a lane of the target
     return _name(target), "compute"
 
 
@@ -447,7 +445,7 @@ def _name(device: torch.device) -> str:
 
 
 def together(trace: Trace) -> Callable[[Sequence[Any]], Any]:
-    """What makes of a run's values the function's result; gradients go where the function would have put them."""
+    """Makes the function's result of a run's values; gradients go where the function would have put them."""
     build = _builder(trace.structure)
     if not trace.gradients:
         return build
@@ -463,7 +461,7 @@ def together(trace: Trace) -> Callable[[Sequence[Any]], Any]:
 
 
 def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
-    """What puts a result together: one written-out expression where it is plain lists, tuples and dicts."""
+    """Builds a result from its leaves: by one generated expression if it is of plain lists, tuples and dicts."""
     names: dict[str, Any] = {}
 
     def text(value: Any) -> str:
@@ -481,7 +479,7 @@ def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
             return "{" + ", ".join(f"{key}: {text(value[names[key]])}" for key in keys) + "}"
         raise TypeError
 
-    try:  # a tree whose leaves are their own numbers
+    try:  # a tree with the number of each leaf in its place
         source = text(tree_unflatten(list(range(structure.num_leaves)), structure))
     except TypeError:
         return lambda values: tree_unflatten(list(values), structure)

@@ -26,7 +26,7 @@ from manyhands.backends.torch.virtual import VirtualTensor
 from manyhands.errors import CannotTrace, ChangesOutside, NotYet
 
 _aten = torch.ops.aten
-# What turns a tensor into Python values without an operation that a trace would see.
+# Methods that turn a tensor into Python values without an operation that the trace would record.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _grad: Any = torch.Tensor.grad
 _GRADIENT = (_grad.__get__, _grad.__set__, _grad.__delete__)
@@ -38,32 +38,36 @@ _TEXTS = {"__repr__", "__format__"}
 _TEXT = "it formats a tensor's values as text, and they are not known while it is traced"
 _OFFSET = "it reads where a tensor begins in its memory (storage_offset), which may differ in the next call"
 _data: Any = torch.Tensor.data
-_MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
+_MOVES = {
+    _aten.set_,
+    _aten.resize_,
+    _aten.resize_as_,
+}  # give a tensor other memory: a real tensor would get fake memory
 _UNKNOWN = (compat.DataDependentOutputException, compat.DynamicOutputShapeException)
-_LITERALS = {_aten.lift_fresh, _aten.lift_fresh_copy}  # of torch.tensor(1.0), written in the function
+_LITERALS = {_aten.lift_fresh, _aten.lift_fresh_copy}  # of torch.tensor(1.0) in the function
 _MOVING = "it replaces a tensor's memory (w.data = ..., w.set_(...)): write into its memory instead, w.copy_(...)"
 
 
 class Watch:
-    """A scope for tracing; afterwards it knows which gradients the function leaves where."""
+    """A scope for tracing; inside, :meth:`gradients` gives the gradients that the function leaves behind."""
 
     def __init__(self, outside: Outside, *, refuse_gradients: bool = False, to_compile: bool = False) -> None:
-        """``refuse_gradients``: stand-ins of arguments have none, so if one has, none may be looked at."""
+        """``refuse_gradients``: an argument has a gradient, which its stand-in has not, so none may be looked at."""
         self._outside = outside
         self._to_compile = to_compile
         self.refuse_gradients = refuse_gradients
-        self.seeded = False  # it sets the state of random numbers, as checkpointing does around what it does again
+        self.seeded = False  # the function sets the state of a generator, as checkpointing does before it recomputes
         self._fact: Any = None
         self._changed_attribute: str | None = None
         self._filled_cache: str | None = None
         self._refused: CannotTrace | None = None
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
-        self._gradients: set[int] = set()  # the ids of leaves to which a gradient may flow, or whose gradient is asked
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with the gradient that they had
+        self._gradients: set[int] = set()  # ids of leaves that may get a gradient, or whose gradient is read
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
-        torch.clear_autocast_cache()  # of real weights, cast before; and below, of made-up ones
+        torch.clear_autocast_cache()  # drops casts of real weights; in __exit__, of fake ones
         self._remembers_casts = torch.is_autocast_cache_enabled()
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._outside.optimizer(optimizer))
         self._stack.callback(self._hook.remove)
@@ -75,9 +79,9 @@ class Watch:
         return self
 
     def watching(self) -> ExitStack:
-        """The modes, for the traced function alone."""
+        """The modes that are active while the function runs."""
         modes = ExitStack()
-        # Autocast casts a weight once, however often it is used; what traces would have it cast anew at each use.
+        # Autocast casts a weight once, however often it is used; make_fx switches that cache off.
         modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(self._remembers_casts)
         modes.enter_context(_Functions(self))
@@ -85,7 +89,7 @@ class Watch:
         return modes
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The tensors from outside whose ``.grad`` the function sets, and what to; to be asked while tracing."""
+        """The tensors from outside whose ``.grad`` the function sets, with the new gradients; call it while tracing."""
         left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for tensor, before in self._before.values():
             now = tensor.grad
@@ -114,8 +118,8 @@ class Watch:
         spaces.forget()
 
     def must_not_have_changed(self) -> None:
-        """Refuse a function that changes Python state outside itself: replaying would not change it."""
-        if self._refused is not None:  # also where the function itself has caught it
+        """Refuse a function that changes Python state outside itself, which a replay would not do."""
+        if self._refused is not None:  # even if the function has caught the error
             raise self._refused
         if self._fact is not None and self._fact.optimizer:
             raise NotYet(
@@ -132,48 +136,48 @@ class Watch:
         """Leaves from outside whose gradients matter, with the gradient that they had."""
         return [self._before[number] for number in self._before if number in self._gradients]
 
-    # Called by the modes
+    # Called by the modes below
 
-    def sees(self, tensor: torch.Tensor) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, VirtualTensor):
-            self.refuses("a tensor on a virtual device comes from outside: pass it as an argument")
+            self.refuse("a tensor on a virtual device comes from outside: pass it as an argument")
         if isinstance(tensor, FakeTensor) or not tensor.requires_grad:
             return
         recorded, number = torch.is_grad_enabled(), id(tensor)
         if number in self._before and (number in self._gradients or not recorded):
             return
-        if compat.is_functorch_tensor(tensor):  # torch.func's own, of something made up
+        if compat.is_functorch_tensor(tensor):  # a wrapper of torch.func around a fake tensor
             return
         if tensor.is_leaf:
             if recorded and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
-                self.refuses("a tensor from outside has hooks, which a plan would not call")
+                self.refuse("a tensor from outside has hooks, which a plan would not call")
             self._before.setdefault(number, (tensor, tensor.grad))
             if recorded:
                 self._gradients.add(number)
         elif recorded:
             raise CannotTrace("gradients would flow into a tensor that was computed outside")
 
-    def sees_gradient(self, tensor: torch.Tensor) -> None:
-        """Its gradient is asked for, set or taken away; a frozen weight may have one, too."""
-        self.sees(tensor)
+    def see_gradient(self, tensor: torch.Tensor) -> None:
+        """A gradient is read, set or removed; a frozen weight may have one, too."""
+        self.see(tensor)
         if not isinstance(tensor, FakeTensor) and tensor.is_leaf:
             self._before.setdefault(id(tensor), (tensor, tensor.grad))
             self._gradients.add(id(tensor))
 
-    def refuses_reading(self, tensor: object) -> None:
+    def refuse_reading(self, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and _is_from_outside(tensor):
-            self.refuses(_READING)
+            self.refuse(_READING)
 
-    def refuses(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
         self._refused = CannotTrace(reason)
         raise self._refused
 
-    def refused(self, error: Exception) -> None:
-        """A value or a shape is needed that is not known. The function must not go on by an ``except`` of its own."""
+    def remember_error(self, error: Exception) -> None:
+        """Remember that an unknown value or shape was needed: the function may catch the error and go on."""
         self._refused = self._refused or CannotTrace(why(error))
 
-    def keeps(self, tensor: torch.Tensor) -> None:
-        """Tracing is about to write to a real tensor."""
+    def save(self, tensor: torch.Tensor) -> None:
+        """Save a real tensor that tracing is about to write to."""
         if id(tensor) in self._saved:
             return
         with no_dispatch_modes(), torch.no_grad():
@@ -181,7 +185,7 @@ class Watch:
 
 
 class _NoSeeds:
-    """Stands before PyTorch's random numbers while a function is traced: a plan begins where they are, and goes on."""
+    """Replaces PyTorch's generator while a function is traced: a plan continues them, and must not seed."""
 
     def __init__(self, watch: Watch, generator: torch.Generator) -> None:
         self._watch, self._generator, self._thread = watch, generator, threading.get_ident()
@@ -190,13 +194,13 @@ class _NoSeeds:
         if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
             return getattr(self._generator, name)
         if name != "set_state":
-            self._watch.refuses("it seeds a random generator")
+            self._watch.refuse("it seeds a random generator")
         self._watch.seeded = True
         return lambda state: self._generator
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what is called in Python: leaves before a gradient can come to them, numbers that are read."""
+    """Sees calls in Python: leaves before they get a gradient, and values that are read."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -207,26 +211,26 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS and args:
-            self._watch.refuses_reading(args[0])
+            self._watch.refuse_reading(args[0])
         if name in _TEXTS:
-            self._watch.refuses(_TEXT)
+            self._watch.refuse(_TEXT)
         if name == "storage_offset":
-            self._watch.refuses(_OFFSET)
+            self._watch.refuse(_OFFSET)
         if func == _data.__set__:
-            self._watch.refuses(_MOVING)
+            self._watch.refuse(_MOVING)
         if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
             raise CannotTrace("it looks at .grad while an argument has a gradient from before")
         with compat.no_torch_functions():
             if func in _GRADIENT:
-                self._watch.sees_gradient(args[0])
+                self._watch.see_gradient(args[0])
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
-                    self._watch.sees(leaf)
+                    self._watch.see(leaf)
         return func(*args, **(kwargs or {}))
 
 
 class _Operations(TorchDispatchMode):
-    """Sees what is computed: numbers that are read, tensors that tracing may write to."""
+    """Sees operations: values that are read, and tensors that tracing may write to."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -236,24 +240,24 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _aten._local_scalar_dense.default:
-            self._watch.refuses_reading(args[0])
+            self._watch.refuse_reading(args[0])
         if torch.is_anomaly_enabled():
-            self._watch.refuses("torch.autograd.detect_anomaly() must see every derivative")
+            self._watch.refuse("torch.autograd.detect_anomaly() must see every derivative")
         if func.overloadpacket in _MOVES:
-            self._watch.refuses(_MOVING)
+            self._watch.refuse(_MOVING)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for argument in tensors:
-            self._watch.sees(argument)
+            self._watch.see(argument)
         if func._schema.is_mutable:
             real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
             for argument in real:
-                # Beside made-up ones only single numbers: make_fx computes with those that it knows.
+                # With fake operands only single numbers: make_fx computes with numbers that it knows.
                 if len(real) == len(tensors) or argument.numel() <= 1:
-                    self._watch.keeps(argument)
+                    self._watch.save(argument)
         try:
             results = _apart(func(*args, **(kwargs or {})))
         except _UNKNOWN as error:
-            self._watch.refused(error)
+            self._watch.remember_error(error)
             raise
         if func.overloadpacket not in _LITERALS and any(map(_is_from_outside, tensors)):
             for result in tree_leaves(results):
@@ -263,14 +267,14 @@ class _Operations(TorchDispatchMode):
 
 
 def _is_from_outside(tensor: torch.Tensor) -> bool:
-    """Whether it is a real tensor, or computed from one: make_fx knows the numbers of a few, and would read them."""
+    """Whether a tensor is real, or computed from a real one: make_fx may know its values, and would bake them in."""
     return not isinstance(tensor, FakeTensor) or getattr(tensor, "from_outside", False)
 
 
 def _apart(results: Any) -> Any:
-    """Two tensors for two results, where a description gives one of them twice.
+    """The results, with a clone in place of a fake tensor that is there twice.
 
-    The real operation gives two (the gradients of an LSTM's biases), and so would the function.
+    The real operation returns two tensors (the gradients of an LSTM's biases).
     """
     if not isinstance(results, tuple) or len({id(result) for result in results}) == len(results):
         return results

@@ -2,12 +2,12 @@
 
 Our own guards (:mod:`.state`) watch the tensors, modules and settings that a plan was made with. What Python code may
 depend on besides has no end: an attribute of a class, ``os.environ``, a ``UserDict``, a layer's ``ceil_mode``. Dynamo
-follows the code byte by byte and writes down what it looked at. So it captures the function once more, without running
-it, and its check is asked before every replay.
+follows the bytecode and guards what it reads. So it captures the function once more, without running it, and its check
+runs before every replay.
 
 A whole training step is captured with its backward pass. An optimizer's update would break the graph, so Dynamo takes
-it for a call that does nothing: settings and state of optimizers are left to our own guards. So are layers of PyTorch
-of which Dynamo has followed one of the same kind (:mod:`.known_layers`), and the hooks of modules.
+it for a call that does nothing: our own guards watch the settings and state of optimizers. They also watch the hooks of
+modules, and layers of PyTorch if Dynamo has followed another one of the same kind (:mod:`.known_layers`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _CALL = "def call(function, arguments, keywords):\n    return detached(function(
 
 
 class _Captured(Exception):
-    """Raised in place of the captured graph: the function is not to be run."""
+    """Raised instead of running the captured graph."""
 
 
 def guards(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], trace: Trace | None = None
 ) -> Check | None:
-    """Tells of a call's arguments whether Dynamo would capture the same; None where it is not asked.
+    """A check whether Dynamo would capture the same for a call's arguments; None if Dynamo is not used.
 
-    What the guards of ``trace`` watch is not watched twice, so its ``holds`` has to be asked as well. Raises
-    :class:`CannotGuard` where Dynamo cannot follow the function.
+    What the guards of ``trace`` watch is not watched twice, so its ``holds`` must be checked as well. Raises
+    :class:`CannotGuard` if Dynamo cannot follow the function.
     """
-    if compat.count_dispatch_modes():  # as virtual devices have one: there Dynamo captures nothing
+    if compat.count_dispatch_modes():  # virtual devices have one, and Dynamo captures nothing then
         return None
-    call = generated("call", _CALL, {"detached": _detached})  # of its own: Dynamo keeps what it captures with the code
+    call = generated("call", _CALL, {"detached": _detached})  # a new one: Dynamo stores what it captures with the code
 
     def instead(*_: Any) -> Any:
         raise _Captured
@@ -79,7 +79,7 @@ def guards(
 
 
 def _detached(result: Any) -> Any:
-    """Dynamo refuses a result through which the function itself has gone backward: ``loss.backward(); return loss``."""
+    """Dynamo refuses a result after its own backward pass: ``loss.backward(); return loss``."""
     if isinstance(result, torch.Tensor):
         return result.detach()
     if isinstance(result, (list, tuple)):

@@ -22,26 +22,26 @@ import numpy as np
 
 from manyhands.backends.torch.compat.memory_words import reader
 
-_VERSION = 24  # bytes from an object's address: behind its reference count, its type and the number of entries
+_VERSION = 24  # offset in bytes in a dict object: after reference count, type and number of entries
 
 
 def has_version(value: object) -> bool:
-    """Whether the value is a dict that changes by Python's own methods alone, and so gets a new version each time."""
+    """Whether a value is a dict that only Python's own methods change, so that each change gives a new version."""
     return type(value) in (dict, OrderedDict, defaultdict)
 
 
 class DictVersions:
-    """The versions of some dicts, which it keeps alive."""
+    """The versions of some dicts, which are kept alive."""
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self._dicts = dicts
         if not dicts or not _can_be_read():
             self.now: Callable[[], bytes] = bytes
             return
-        self.now = reader([id(content) + _VERSION for content in dicts])  # nothing where they cannot be read
+        self.now = reader([id(content) + _VERSION for content in dicts])  # empty where they cannot be read
 
     def changed(self, before: bytes, now: bytes) -> Sequence[int]:
-        """The numbers of the dicts that changed between two answers of :meth:`now`; all, where it cannot be known."""
+        """The numbers of the dicts that changed between two results of :meth:`now`; all of them if that is unknown."""
         if not before or not now:
             return range(len(self._dicts))
         differs = np.frombuffer(before, np.uint64) != np.frombuffer(now, np.uint64)
@@ -50,8 +50,8 @@ class DictVersions:
 
 @functools.cache
 def _can_be_read() -> bool:
-    """Whether this Python keeps versions where they are looked for: each change, and nothing else, makes a new one."""
-    if sys.implementation.name != "cpython":  # an id is no address there
+    """Whether versions are where this module looks for them: every change, and nothing else, gives a new one."""
+    if sys.implementation.name != "cpython":  # elsewhere an id is not an address
         return False
     kinds: list[dict[Any, Any]] = [{}, OrderedDict(), defaultdict(int)]
     for changing in kinds:

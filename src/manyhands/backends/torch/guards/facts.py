@@ -1,9 +1,9 @@
 """Facts about the state that a function reads from outside, and the check whether they still hold.
 
 Most facts are about entries of dicts: the parameters, hooks and settings of modules, a function's globals. They are
-asked again where the dict has changed (:mod:`.dict_versions`). Where tensors lie is asked of all of them in one call.
-The other facts are one generated function, a line for each, that stops at the first "no": this closure's ``scale`` is
-2.0 and this list has 3 items reads
+checked again when their dict has changed (:mod:`.dict_versions`). The addresses of all tensors are checked in one call.
+The other facts are one generated function with a line for each, which stops at the first that is false. For "this
+closure's ``scale`` is 2.0" and "this list has 3 items" it reads
 
     def holds():
         try:
@@ -28,12 +28,12 @@ from manyhands.python_code.generated import function
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _NOTHING = object()
-_NO = (LookupError, ValueError, RuntimeError, AttributeError)  # that asking may raise where a fact does not hold
+_NO = (LookupError, ValueError, RuntimeError, AttributeError)  # errors that a check may raise if its fact does not hold
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Where to look, what was there, and how to say it."""
+    """Where to look, what was there, and its name in messages."""
 
     name: str
     kind: str  # item, attribute, cell, length, content, whole, hooks, form, address, gradient
@@ -44,7 +44,7 @@ class Fact:
 
 
 class Facts:
-    """Many facts, asked together before every call."""
+    """Many facts, checked together before every call."""
 
     def __init__(self, facts: Iterable[Fact]) -> None:
         others: list[Fact] = []
@@ -64,7 +64,7 @@ class Facts:
         self._others = _compiled(others, where)
         self._of_dict = [facts_of for _, facts_of in of_dict.values()]
         self._versions = DictVersions([holder for holder, _ in of_dict.values()])
-        self._seen = b""  # the versions with which all facts about dicts were true
+        self._seen = b""  # the versions at which all facts about dicts were true
 
     def hold(self) -> bool:
         now = self._versions.now()
@@ -77,7 +77,7 @@ class Facts:
 
 
 def first_false(facts: Iterable[Fact]) -> Fact | None:
-    """The first fact that does not hold any more."""
+    """The first fact that no longer holds."""
     return next((fact for fact in facts if not Facts([fact]).hold()), None)
 
 
@@ -146,14 +146,14 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
 
 
 def _inside(fact: Fact, name: Callable[[Any], str]) -> str:
-    """Where in its holder the value is. An item's key may be a large tensor: it is not written out."""
+    """The expression for the value in its holder. A key is not written out: it may be a large tensor."""
     if fact.kind == "cell":
         return ".cell_contents"
     return f".{fact.key}" if fact.kind == "attribute" else f"[{name(fact.key)}]"
 
 
 def _is_compared(value: Any) -> bool:
-    """Whether another object with the same value is as good."""
+    """Whether an equal value counts as the same."""
     return isinstance(value, PLAIN) and value is not None and not isinstance(value, bool)
 
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from manyhands.errors import CannotTrace
 
-_MANY = 100_000  # numbers of an array that are compared before every call
+_MANY = 100_000  # the largest array that is compared before every call, in numbers
 
 
 def content_of(value: Any) -> Callable[[Any], Any] | None:
-    """How to write down, and compare, what is in a set or in an array of numbers; None for other things."""
+    """A function that copies the content of a set or an array, for comparison; None for other values."""
     if isinstance(value, set):
         return frozenset
     if isinstance(value, bytearray):
@@ -32,7 +32,7 @@ def content_of(value: Any) -> Callable[[Any], Any] | None:
 
 
 def is_foreign(value: Any) -> bool:
-    """Code that is not the user's: it is not looked into."""
+    """Whether a class or function is of PyTorch, NumPy, Python or manyhands: it is not followed."""
     module = str(getattr(value, "__module__", "") or "")
     if module.startswith(("manyhands.schedule", "manyhands.tasks", "manyhands.parallel", "manyhands.backends")):
         return True

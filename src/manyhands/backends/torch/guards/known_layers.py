@@ -2,9 +2,9 @@
 
 A net of 150 convolutions is 150 times the same code. What that code looks at is the layer itself, which our own guards
 watch (:mod:`.state`): that it is the same object with the same settings, parameters and hooks; and things outside the
-layer, which are the same for all layers of one kind. So Dynamo follows the first layer of each kind, and guards what
-lies outside. For the others it takes the form of their results from us, and guards that they are the same object. The
-form of their parameters, of which our own guards know no more than address and size, is compared here.
+layer, which are the same for all layers of one kind. So Dynamo follows the first layer of each kind, and guards what is
+outside. For the others it gets the form of their results from here, and guards that they are the same object. The form
+of their parameters is compared here: our own guards know only address and size.
 
 Only where no gradients are recorded: a backward pass has to know of every parameter.
 """
@@ -35,13 +35,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class KnownLayers:
-    """Says for the layers of one function which of them Dynamo has to follow."""
+    """Decides which layers of a function Dynamo has to follow."""
 
     def __init__(self, watched: Mapping[int, object]) -> None:
         """``watched``: the objects that our own guards watch, by their ids."""
         self._watched = watched
         self._kinds: set[Hashable] = set()
-        self.left_out: dict[int, nn.Module] = {}  # that Dynamo was told not to follow
+        self.left_out: dict[int, nn.Module] = {}  # layers that Dynamo does not follow
 
     def are_hooks_watched(self, module: nn.Module) -> bool:
         return self._watched.get(id(module)) is module
@@ -64,7 +64,7 @@ class KnownLayers:
         return layer
 
     def check(self) -> Callable[[], bool]:
-        """Whether the parameters and buffers of the layers that were left out have the form that they had."""
+        """A check that the parameters and buffers of the layers that were left out still have their form."""
         tensors = self.tensors()
         if not tensors:
             return lambda: True
@@ -77,7 +77,7 @@ class KnownLayers:
 
 
 def _kind(module: nn.Module, fake: torch.Tensor) -> Hashable | None:
-    """Equal for layers whose forward passes are the same code, on the same way through it; None for other modules."""
+    """A key, equal for layers whose forward passes take the same path through the same code; None for other modules."""
     attributes = vars(module)
     if type(module) not in _LAYERS and (type(module) not in _IN_EVAL_MODE or module.training):
         return None

@@ -1,9 +1,9 @@
 """Places where a function may leave new objects: globals, classes, closures, slots, tensors, caches.
 
-What a function finds outside itself is written down as facts (:mod:`.state`). What it makes there is not among
-them: ``global last; last = x.sum()`` where there was no ``last``, ``w.buffer = x * 2`` where the tensor had no such
-attribute, a ``functools.lru_cache`` that keeps a result. While a function is traced all of that would be made-up
-tensors, and stay. So before, a copy of each such place is taken; afterwards they are compared, and put back.
+What a function reads outside itself is recorded as facts (:mod:`.state`). What it creates there is not among them:
+``global last; last = x.sum()`` where there was no ``last``, ``w.buffer = x * 2`` where the tensor had no such
+attribute, a ``functools.lru_cache`` that keeps a result. While a function is traced, all of these would be fake
+tensors, and stay. So each such place is copied before tracing, compared after it, and put back.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Spaces:
         self._caches.append((name, cached, cached.cache_info().misses))
 
     def changed(self) -> str | None:
-        """The name of the first thing that was made, replaced or taken away."""
+        """The name of the first thing that was created, replaced or removed."""
         for name, holder, before in self._spaces.values():
             if differing := _differing(holder, before):
                 return f"{name}.{differing[0]}" if name else differing[0]
         return next((name for name, holder, word in self._empty if _has(holder, word)), None)
 
     def filled(self) -> str | None:
-        """The name of the first cache that has remembered something new."""
+        """The name of the first cache that has stored a new result."""
         return next((name for name, cached, misses in self._caches if cached.cache_info().misses != misses), None)
 
     def put_back(self) -> None:
@@ -68,7 +68,7 @@ class Spaces:
                 cached.cache_clear()
 
     def forget(self) -> None:
-        """Let go of the copies: they would keep alive what users delete."""
+        """Drop the copies: they would keep alive what users delete."""
         for place in (self._spaces, self._empty, self._caches):
             place.clear()
 
@@ -78,7 +78,7 @@ def _content(holder: Any) -> dict[str, Any]:
 
 
 def _differing(holder: Any, before: dict[str, Any]) -> list[str]:
-    """The words that stand for something else now; Python's own notes (``__warningregistry__``) do not count."""
+    """The names whose values have changed, without Python's own (``__warningregistry__``)."""
     now = _content(holder)
     words = [word for word in {**before, **now} if before.get(word, _NOTHING) is not now.get(word, _NOTHING)]
     return [word for word in words if not (isinstance(word, str) and word.startswith("__"))]

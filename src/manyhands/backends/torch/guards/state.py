@@ -1,14 +1,14 @@
 """Watches the state that a function reads outside its arguments: closures, globals, modules, optimizers.
 
-A trace holds for the tensors, numbers and flags that the function found there. Before tracing all of that is written
-down as facts: this closure's ``net`` is that module, it is in training mode, its ``weight`` is that tensor at that
+A trace is valid for the tensors, numbers and flags that the function found there. Before tracing, all of that is
+recorded as facts: this closure's ``net`` is that module, it is in training mode, its ``weight`` is that tensor at that
 address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that no longer holds shows that the function
-changes Python state, and it is put back; before every call, all facts together are the guard of the plan
-(:class:`.facts.Facts`); and what changes at every call is named to the user.
+changes Python state, which is put back; before every call, all facts together are the guard of the plan
+(:class:`.facts.Facts`); and messages name what changes at every call.
 
-Not seen: attributes of installed modules, what is inside of what PyTorch's own layers have besides settings and inside
-the elements of lists and dicts longer than ``_LONG`` (of both it is seen that they are the same), and what is reached
-only through C code.
+Not watched: attributes of installed modules; the inside of attributes of PyTorch's own layers that are no settings, and
+of elements of lists and dicts longer than ``_LONG`` (that they are the same objects is watched); what is reached only
+through C code.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from manyhands.python_code.names import (
 )
 from manyhands.python_code.names import is_foreign as is_installed
 
-# Words of a function that looks values up by other names, which its code does not tell.
+# Names in a function that may look up values by other names, which its code does not show.
 _BY_OTHER_NAMES = ("globals", "environ", "getenv")
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_CONTENT = {"_parameters", "_buffers", "_modules", *_HOOKS}  # dicts that a module may get others in place of
+_CONTENT = {"_parameters", "_buffers", "_modules", *_HOOKS}  # dicts of a module that may be replaced
 _OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
 _CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
-_WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # PyTorch's objects that users keep and change
+_WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # objects of PyTorch that users keep and change
 _LONG = 1000
 _NOTHING = object()
 
@@ -56,19 +56,19 @@ class Outside:
     """The facts about what a function and its arguments reach."""
 
     def __init__(self, function: Callable[..., Any] | None, arguments: Iterable[Any] = ()) -> None:
-        """``function``: None where whoever traces it watches it in another way; then nothing is looked at."""
+        """``function``: None if the caller watches it in another way; then only ``arguments`` are visited."""
         self._looks = function is not None
         self._facts: list[Fact] = []
         self._seen: dict[int, Any] = {}
-        self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
+        self._whole: list[tuple[Any, Any]] = []  # lists and dicts with their copies, to put them back
         self._optimizer = self._in_module = False
-        self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
+        self._recorded = torch.is_grad_enabled()  # otherwise requires_grad does not matter
         self._addresses: set[int] = set()
         self._formed: set[int] = set()  # the ids of tensors whose form others guard
         self.spaces = Spaces()
-        self._words = set(_CALLED)  # and those that the code seen so far looks up
-        self._looked: set[tuple[int, str]] = set()  # what was looked up in which module
-        self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
+        self._words = set(_CALLED)  # and names in the code seen so far
+        self._looked: set[tuple[int, str]] = set()  # names that were looked up, by module
+        self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen
         if function is not None:
             self._visit(function, getattr(function, "__name__", "function"))
         for number, argument in enumerate(arguments):
@@ -83,7 +83,7 @@ class Outside:
     # Looking
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether all facts hold."""
         if self._check is None:
             self._check = Facts(
                 fact for fact in self._facts if fact.kind != "form" or id(fact.holder) not in self._formed
@@ -91,7 +91,7 @@ class Outside:
         return self._check.hold()
 
     def forms_are_guarded(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave it to other guards, which are asked as well, whether these tensors have the form that they had."""
+        """Leave the form of these tensors to other guards, which are checked as well."""
         self._formed.update(map(id, tensors))
         self._check = None
 
@@ -128,9 +128,9 @@ class Outside:
                 setattr(fact.holder, fact.key, fact.value)
 
     def add_address(self, tensor: torch.Tensor, name: str) -> None:
-        """Its memory must stay where it is, and whether gradients are wanted for it as it is.
+        """Guard the address of a tensor, its form, and whether it requires a gradient.
 
-        A parameter or buffer keeps its number of elements, which is asked quickly; others keep their whole form.
+        Of a parameter or buffer only the number of elements is guarded, which is quick; of others the whole form.
         """
         self._seen.setdefault(id(tensor), tensor)
         if id(tensor) in self._addresses:
@@ -145,7 +145,7 @@ class Outside:
             self._add(Fact(name, "address", tensor, value=tensor.data_ptr()))
 
     def add_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, same: bool) -> None:
-        """Its gradient must be None, or there, or the same tensor as it was."""
+        """Guard a gradient: it must stay None, or exist, or be the same tensor."""
         expected = gradient if same or gradient is None else ...
         self._add(
             Fact(
@@ -160,7 +160,7 @@ class Outside:
         self._check = None
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its settings and its state; what is missing in the state is made at its first step."""
+        """Visit an optimizer: its settings, and its state as far as its first step has created it."""
         if self._looks:
             self._visit(optimizer, type(optimizer).__name__)
 
@@ -203,11 +203,11 @@ class Outside:
             self._object(value, name)
         elif str(type(value).__module__).startswith(_WITH_STATE):
             self._dict(vars(value), name, whole=True)
-        elif (inner := getattr(value, "__wrapped__", None)) is not None:  # what parallel made of a function
+        elif (inner := getattr(value, "__wrapped__", None)) is not None:  # a function that parallel has wrapped
             self._visit(inner, name)
 
     def _logger(self, value: logging.Logger, name: str) -> None:
-        """Whether it would write something: that a call does is seen when it is traced."""
+        """Guard whether a logger is silent: a call that does log is noticed when it is traced."""
         self._seen[id(value)] = value
         self._add(Fact(f"{name}.manager.disable", "attribute", value.manager, "disable", value.manager.disable))
         logger: logging.Logger | None = value
@@ -229,7 +229,7 @@ class Outside:
         self._class(cls)
 
     def _class(self, cls: type) -> None:
-        """A class of the user's: what it has under words of the code becomes facts when all code is known."""
+        """Remember a user's class: what the code names of it becomes facts once all code is known."""
         self._classes[cls] = None
         for owner in cls.__mro__:
             if is_foreign(owner):
@@ -240,7 +240,7 @@ class Outside:
                     self._class(content)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        if is_foreign(function):  # it may stand for one that is not: torch.no_grad()(net)
+        if is_foreign(function):  # it may wrap a user's function: torch.no_grad()(net)
             self._visit(vars(function).get("__wrapped__"), name)
             return
         names = words_of(function.__code__)
@@ -265,14 +265,14 @@ class Outside:
             set(names) - function.__globals__.keys(), function.__globals__.get("__package__")
         ):
             self._named(module, word, names)
-        for word in ("__code__", "__defaults__"):  # autoreload puts others in their places
+        for word in ("__code__", "__defaults__"):  # autoreload replaces them
             self._add(Fact(f"{name}.{word}", "attribute", function, word, getattr(function, word)))
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
         self._dict(vars(function), name, whole=True)
 
     def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
-        """What a word stands for among a module's globals; a class of the user's may be written anew, too."""
+        """A global variable; also a user's class, which may be redefined."""
         content = holder.get(word, _NOTHING)
         fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_foreign(content))
         if content is not _NOTHING and not fixed:
@@ -280,7 +280,7 @@ class Outside:
         self._named(content, name, names)
 
     def _named(self, content: Any, name: str, names: Sequence[str]) -> None:
-        """What a name in a function's code stands for; of classes and modules, what other words may take from it."""
+        """The value of a name in a function's code; of a class or module, what other names in the code take from it."""
         if isinstance(content, type):
             self._class(content)
             for owner, word, method in making(content, is_foreign):
@@ -328,7 +328,7 @@ class Outside:
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._optimizer = True
-        for word in ("param_groups", "state"):  # load_state_dict() puts others in their places
+        for word in ("param_groups", "state"):  # load_state_dict() replaces them
             self._add(Fact(f"{name}.{word}", "item", vars(optimizer), word, vars(optimizer)[word], optimizer=True))
         self._sequence(optimizer.param_groups, f"{name}.param_groups")
         self._dict(optimizer.state, f"{name}.state", whole=True)
