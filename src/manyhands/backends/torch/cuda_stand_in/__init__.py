@@ -1,1 +1,1 @@
-"""``torch.cuda`` while virtual devices stand in for GPUs: code written for GPUs runs as it stands."""
+"""``torch.cuda`` while virtual devices stand in for GPUs: code written for GPUs runs unchanged."""

@@ -27,7 +27,7 @@ def current_device() -> int:
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Remembered, and no more: nothing waits here. ``manyhands audit`` finds what would."""
+    """Only remembered: nothing waits on virtual devices. ``manyhands audit`` finds what would wait."""
     global _sync_debug_mode
     if isinstance(debug_mode, str):
         if debug_mode not in _SYNC_DEBUG_MODES:  # PyTorch's own words
@@ -41,12 +41,12 @@ def get_sync_debug_mode() -> int:
 
 
 def get_device_name(device: Any = None) -> str:
-    """The truth, for everybody who asks: which virtual device, and what it is made of."""
+    """The truth, for whoever asks: the number of the virtual device, and the CPU behind it."""
     return f"virtual device {index_of(device)} (CPU: {machine.host_name()})"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """0.0: below what any program asks for to use kernels of its own."""
+    """0.0: too low for any program to use custom CUDA kernels."""
     index_of(device)
     return 0, 0
 
@@ -74,7 +74,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def memory_allocated(device: Any = None) -> int:
-    """The bytes that live tensors of the device hold. It is counted when it is asked for."""
+    """The bytes that live tensors of the device hold, counted at every call."""
     index = index_of(device)
     held: dict[int, int] = {}
     for value in gc.get_objects():
@@ -86,7 +86,7 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The most that :func:`memory_allocated` has found; nobody counts in between."""
+    """The largest result of :func:`memory_allocated` so far; nothing is counted in between."""
     memory_allocated(device)
     return _peaks[index_of(device)]
 

@@ -18,16 +18,16 @@ def cuda(
     non_blocking: bool = False,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
-    """``x.cuda(1)``: x itself where it is there already."""
+    """``x.cuda(1)``: x itself if it is already there."""
     target = virtual.actual("cuda" if device is None else device)
     if not virtual.is_virtual(target):
         raise ValueError(f"Invalid device, must be cuda device, not {target}")
-    with virtual.translating():
+    with virtual.NameTranslation():  # PyTorch switches function modes off while it calls this
         return tensor.to(target, non_blocking=non_blocking, memory_format=memory_format)
 
 
 def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """A copy that says it is page-locked: host and virtual devices have the same memory, so nothing is gained."""
+    """A copy marked as page-locked: host and virtual devices share memory, so there is nothing to gain."""
     if isinstance(tensor, virtual.VirtualTensor):
         raise RuntimeError(f"cannot pin a tensor of {tensor.device}: only dense CPU tensors can be pinned")
     if is_pinned(tensor):
@@ -108,7 +108,7 @@ def refusing_ddp(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class _GeneratorType(type):
-    """So that ``isinstance(g, torch.Generator)`` goes on working."""
+    """Keeps ``isinstance(g, torch.Generator)`` working."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _PlainGenerator)
@@ -126,7 +126,7 @@ class Generator(metaclass=_GeneratorType):
 
 
 def initializing(initialize: Callable[[], None], has_gpu: bool) -> Callable[[], None]:
-    """What PyTorch calls before it first uses CUDA: where our hooks see the operation that follows, they answer it."""
+    """Replaces what PyTorch calls before it first uses CUDA. In a hooked thread the hooks handle what follows."""
 
     def initialize_virtual() -> None:
         if not virtual.hooked():
@@ -135,7 +135,7 @@ def initializing(initialize: Callable[[], None], has_gpu: bool) -> Callable[[], 
                 "that was started before the virtual devices were made, start the thread later; else it is one that "
                 "they cannot do (docs/virtual-devices.md)"
             )
-        if has_gpu:  # PyTorch remembers that it has asked
+        if has_gpu:  # PyTorch initialises CUDA only once
             initialize()
 
     return initialize_virtual

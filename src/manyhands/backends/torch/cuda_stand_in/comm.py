@@ -1,8 +1,8 @@
 """``torch.nn.parallel.comm`` over virtual devices: what ``DataParallel`` sends and sums.
 
-PyTorch's own are written in C++ for CUDA alone. The same is done here with tensors: a copy that is already there is the
-tensor's own memory (so that BatchNorm's statistics of the first replica are those of the model), and sums are in the
-order of the devices.
+PyTorch's own functions are C++ for CUDA alone. These do the same with tensors: a tensor that is already on its device
+is not copied (so the first replica updates BatchNorm's statistics of the model itself), and sums are in the order of
+the devices.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def broadcast(
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Iterable[Any], buffer_size: int = 0
 ) -> list[list[torch.Tensor]]:
-    plain = [
-        torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors
-    ]  # as PyTorch's own does
+    # As PyTorch does it: complex tensors as pairs of real numbers.
+    plain = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return [[_on(real.detach(), device) for real in plain] for device in devices]
 
 
@@ -86,8 +85,8 @@ def _one_of(name: str, value: object, out: object, *, needed: bool = True) -> No
 
 
 def scatter_forward(ctx: Any, target_gpus: Any, chunk_sizes: Any, dim: int, input: torch.Tensor) -> Any:
-    """``Scatter.forward`` of ``DataParallel`` without its copy streams, which need ``torch.device(1)``: PyTorch makes
-    that of the accelerators that it was built for."""
+    """``Scatter.forward`` of ``DataParallel`` without its copy streams: these need ``torch.device(1)``, which PyTorch
+    only has for accelerators that it was built for."""
     target_gpus = [index_of(device) for device in target_gpus]
     ctx.dim = dim
     ctx.input_device = input.get_device() if input.is_cuda else -1

@@ -1,7 +1,7 @@
 """Everything of PyTorch that is replaced while virtual devices stand in for GPUs: one list, each with its reason.
 
-``start`` replaces, ``stop`` puts back the very objects that stood there. Beside these, :mod:`..virtual` replaces what
-its tensors need by any name (``swap_tensors``, lazy parameters, ``Thread.start``).
+``start`` replaces, ``stop`` puts the original objects back. Besides, :mod:`..virtual` replaces what its tensors need
+whatever their devices are called (``swap_tensors``, lazy parameters, ``Thread.start``).
 
 Not replaced: ``torch.version.cuda``, ``torch.cuda.is_initialized`` and ``torch.backends.cuda``, which tell the truth.
 """
@@ -64,9 +64,9 @@ def _list(has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     yield ddp, "__init__", calls.refusing_ddp(ddp.__init__)
     # Marks for NVIDIA's profiler, which raise where PyTorch was built without CUDA.
     yield from _each(dict.fromkeys(("range_push", "range_pop", "mark"), answers.nothing), torch.cuda.nvtx)
-    # Recurrent layers ask it of every GPU tensor, and warn where PyTorch was built without.
+    # Recurrent layers call it for every GPU tensor, and warn if PyTorch was built without cuDNN.
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: False
-    # What all of PyTorch calls before it uses CUDA.
+    # All of PyTorch calls it before using CUDA.
     initialize = getattr(torch.cuda, compat.LAZY_INIT)
     yield torch.cuda, compat.LAZY_INIT, calls.initializing(initialize, has_gpu)
 

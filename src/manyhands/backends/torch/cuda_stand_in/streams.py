@@ -1,4 +1,4 @@
-"""Streams and events of virtual devices. These compute immediately: everything that was issued is already done."""
+"""Streams and events of virtual devices, which compute immediately: everything that was issued is already done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _numbers = itertools.count(1)
 
 
 def index_of(device: Any) -> int:
-    """The number of a device, given as PyTorch takes it: None is the current one; an error where it does not exist."""
+    """The number of a device in any form that PyTorch takes (None: the current one); raises if it does not exist."""
     if isinstance(device, CurrentDevice):
         device = device.idx
     if device is None:
@@ -151,7 +151,7 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make it the current one of its device, and its device the current one, as PyTorch does."""
+    """Make a stream the current one of its device, and its device the current one, as PyTorch does."""
     if stream is not None:
         virtual.of_thread.streams[stream.device_index] = stream
         virtual.of_thread.current = stream.device_index
@@ -163,7 +163,7 @@ def stream(stream: Stream | None) -> AbstractContextManager[Any]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing is under way; a device that does not exist is an error."""
+    """Nothing to wait for; raises if the device does not exist."""
     index_of(device)
 
 

@@ -21,17 +21,17 @@ _GET_DEVICE = torch.Tensor.device.__get__
 
 
 def replaced() -> Iterator[tuple[Any, str, Any]]:
-    """What PyTorch's lazy parameters do otherwise while there are virtual devices."""
+    """The methods of PyTorch's lazy parameters that are replaced while there are virtual devices."""
     yield UninitializedTensorMixin, "materialize", materialize  # a lazy layer's first call
     for lazy in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
         yield lazy, "__new__", _made_on_virtual(lazy.__new__)  # LazyLinear(..., device="cuda:1")
-    # A buffer has none of its own: torch.Tensor's makes an error of it.
+    # A buffer does not define it: torch.Tensor's raises.
     parameter = torch.nn.UninitializedParameter
     yield parameter, "__deepcopy__", _copied(parameter.__deepcopy__)
 
 
 def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What may be done with a parameter that has no shape yet: a move is remembered."""
+    """Handle a call with a parameter that has no shape yet: remember a move."""
     tensor = args[0]
     if func == _GET_DEVICE and "_future_home" in tensor.__dict__:
         return shown(tensor._future_home)
@@ -93,5 +93,5 @@ def _copied(deepcopy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def default_device() -> torch.device | None:
-    """The default device, where one is set: PyTorch adds it to a call only below our hook."""
+    """The default device, if one is set: PyTorch adds it to a call only after our hook."""
     return next((mode.device for mode in function_mode_stack() if isinstance(mode, DeviceContext)), None)

@@ -26,7 +26,7 @@ from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtu
 from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, move, place, swap_tensors
 
 _changes = Replacements()
-# Calls that something else answers while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
+# Functions that replace calls while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
 instead: dict[Any, Callable[..., Any]] = {}
 _TO = torch.ops.aten.to
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -45,44 +45,37 @@ def start(number: int, *, as_cuda: bool) -> None:
 
 
 def stop() -> None:
-    """Undo it. Tensors that are still there stay usable; hooks of other threads do nothing any more."""
+    """Undo :func:`start`. Tensors that still exist stay usable; hooks of other threads no longer do anything."""
     _changes.undo()
     set_devices(0, as_cuda=False)
     leave_thread()
 
 
 def enter_thread() -> None:
-    """Let tensors come into being on virtual devices in this thread, until :func:`leave_thread`."""
+    """Let this thread create tensors on virtual devices, until :func:`leave_thread`."""
     if not hooked():
-        of_thread.hooks = (_Births(), _Names())  # type: ignore[no-untyped-call]
+        of_thread.hooks = (_Factories(), NameTranslation())  # type: ignore[no-untyped-call]
         for hook in of_thread.hooks:
             hook.__enter__()  # type: ignore[no-untyped-call]
 
 
 def leave_thread() -> None:
-    """Undo it; what another block has put on top of it stays, and does nothing once the devices are gone."""
+    """Undo :func:`enter_thread`, unless other modes are on top: then the hooks stay, and do nothing without devices."""
     if of_thread.hooks:
-        births, names = of_thread.hooks
+        factories, names = of_thread.hooks
         of_thread.hooks = ()
-        if dispatch_mode_stack()[-1:] == [births] and function_mode_stack()[-1:] == [names]:
+        if dispatch_mode_stack()[-1:] == [factories] and function_mode_stack()[-1:] == [names]:
             names.__exit__(None, None, None)
-            births.__exit__(None, None, None)
+            factories.__exit__(None, None, None)
 
 
 @contextmanager
 def hooks() -> Iterator[None]:
-    """Let tensors come into being on virtual devices in this thread too; nothing where there are none."""
+    """Let this thread create tensors on virtual devices, if there are any."""
     if not count():
         yield
         return
-    with _Births(), _Names():  # type: ignore[no-untyped-call]
-        yield
-
-
-@contextmanager
-def translating() -> Iterator[None]:
-    """Go on translating names within what answers a call instead of PyTorch."""
-    with _Names():
+    with _Factories(), NameTranslation():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -107,7 +100,7 @@ def _start_thread(thread: threading.Thread) -> None:
 
 @contextmanager
 def no_hooks() -> Iterator[None]:
-    """Leave the hooks out, so that operations see plain tensors; nothing where there are no virtual devices."""
+    """Switch the hooks off, if there are virtual devices, so that operations see plain tensors."""
     if not count():
         yield
         return
@@ -117,45 +110,45 @@ def no_hooks() -> Iterator[None]:
 
 def hooked() -> bool:
     """Whether this thread has our hooks."""
-    return any(isinstance(mode, _Births) for mode in dispatch_mode_stack())
+    return any(isinstance(mode, _Factories) for mode in dispatch_mode_stack())
 
 
 def only_hooks() -> bool:
     """Whether no dispatch mode but ours is active in this thread."""
-    return all(isinstance(mode, _Births) for mode in dispatch_mode_stack())
+    return all(isinstance(mode, _Factories) for mode in dispatch_mode_stack())
 
 
 def only_known_functions() -> bool:
     """Whether no function mode is active in this thread but ours and PyTorch's own for the default device."""
-    return all(isinstance(mode, (_Names, DeviceContext)) for mode in function_mode_stack())
+    return all(isinstance(mode, (NameTranslation, DeviceContext)) for mode in function_mode_stack())
 
 
-class _Births(DispatchModeWithoutDynamo):
-    """Sees operations without a virtual operand that shall give a tensor on a virtual device."""
+class _Factories(DispatchModeWithoutDynamo):
+    """Sees operations without a virtual operand whose result is to be on a virtual device."""
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not count():
             return func(*args, **kwargs)
-        if func.overloadpacket is _TO:  # in inference mode it comes here whole
+        if func.overloadpacket is _TO:  # in inference mode it is not decomposed
             return move(func, args, kwargs)
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
-        # PyTorch leaves a function mode out where its own functions are written in Python: names come here too.
+        # PyTorch skips function modes inside its own Python functions, so that names of devices arrive here, too.
         device = actual(device)
         return compute(func, args, {**kwargs, "device": device}) if is_virtual(device) else func(*args, **kwargs)
 
 
 def _compiling(compile: Callable[..., Any]) -> Callable[..., Any]:
     def compile_without_hooks(*args: Any, **kwargs: Any) -> Any:
-        _Births.leave_to_dynamo()
+        _Factories.leave_to_dynamo()
         return compile(*args, **kwargs)
 
     return functools.wraps(compile)(compile_without_hooks)
 
 
-class _Names(TorchFunctionMode):
-    """Sees the calls that name a device, before PyTorch asks whether it exists; and ``x.data = y`` of a host's x."""
+class NameTranslation(TorchFunctionMode):
+    """Translates names of devices before PyTorch looks for them; and sees ``x.data = y`` of an x on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -180,7 +173,7 @@ class _Names(TorchFunctionMode):
 
 
 def _translated(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.device | None]:
-    """The arguments of a call, and its ``device=``, by the names that the dispatcher knows."""
+    """The arguments of a call, and its ``device=``, with the dispatcher's names of devices."""
     named = kwargs.get("device")
     if named is not None:
         return args, actual(named)
@@ -193,7 +186,7 @@ def _translated(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torc
 
 
 def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Let a tensor of the host say that it is page-locked, where virtual devices stand in for GPUs."""
+    """Mark a tensor of the host as page-locked, for ``x.is_pinned()``."""
     tensor.__dict__["_manyhands_pinned"] = True
     return tensor
 

@@ -13,7 +13,7 @@ _as_cuda = False  # whether Python sees cuda:1 where the dispatcher sees cpu:1
 
 
 class _OfThread(threading.local):
-    """What each thread has for itself."""
+    """The state of each thread."""
 
     def __init__(self) -> None:
         self.current = 0  # the device that "cuda" without a number means
@@ -58,7 +58,7 @@ def shown(device: torch.device) -> torch.device:
 
 
 def is_virtual(device: torch.device) -> bool:
-    """Whether it is one, by the name that the dispatcher knows."""
+    """Whether a device, by the dispatcher's name, is virtual."""
     return device.type == "cpu" and device.index is not None
 
 

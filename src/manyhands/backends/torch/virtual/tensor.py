@@ -16,9 +16,9 @@ from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, i
 observers: list[Callable[[Any, Any, Any, Any], None]] = []
 
 _aten = torch.ops.aten
-# Operations that take tensors of two devices on GPUs too.
+# Operations that take tensors of two devices, as on GPUs.
 _ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
-# Operations that take indices or lengths from the host on GPUs too.
+# Operations that take indices or lengths from the host, as on GPUs.
 _INDEXED = {
     _aten.index.Tensor,
     _aten.index_put.default,
@@ -48,9 +48,9 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor's content on another device, with gradients that flow back; works in every thread."""
+    """The tensor on another device, with gradients that flow back; works in every thread."""
     device = actual(device)
-    if isinstance(tensor, compat.FakeTensor):  # traced: a copy between devices, as any other operation
+    if isinstance(tensor, compat.FakeTensor):  # while tracing, a copy between devices is an operation like any other
         return tensor.to(device)
     if device.type == "cpu" and (is_virtual(device) or home(tensor).type == "cpu"):
         return tensor if home(tensor) == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class VirtualTensor(torch.Tensor):
     """A tensor on a virtual device: its metadata here, its numbers in ``_inner`` on the host."""
 
-    # With PyTorch's default, functions that are written in Python would run their body without our function mode.
+    # With PyTorch's default, functions written in Python would run their bodies without our function mode.
     __torch_function__ = compat.no_torch_function_of_its_own
 
     _inner: torch.Tensor
@@ -102,7 +102,7 @@ class VirtualTensor(torch.Tensor):
         return self._home.index
 
     def record_stream(self, stream: object) -> None:
-        """There is no second stream that could use the memory later."""
+        """Nothing to do: no other stream could use the memory later."""
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         return ["_inner"], self._home
@@ -176,7 +176,7 @@ class VirtualTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as a tensor of the host: the file can be read where there are no virtual devices."""
+        """Saved as a tensor of the host, so that the file can be read without virtual devices."""
         inner = self._inner.detach()
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(inner, self.requires_grad).__reduce_ex__(protocol)
@@ -189,14 +189,14 @@ _swap_plain_tensors = torch.utils.swap_tensors
 def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     """``torch.utils.swap_tensors`` that also swaps virtual tensors with weak references to them or views of them.
 
-    PyTorch refuses those. But ``Module.to`` swaps parameters on their way to a virtual device, and on their way to a
-    GPU, where it sets ``parameter.data``, it takes them: after ``torch.compile`` or with ``weight_norm``, for example.
+    PyTorch refuses to swap those. ``Module.to`` swaps parameters that go to a virtual device; for a GPU it sets
+    ``parameter.data`` instead, which works with them: after ``torch.compile`` or with ``weight_norm``, for example.
     """
     if not isinstance(t1, VirtualTensor) and not isinstance(t2, VirtualTensor):
         _swap_plain_tensors(t1, t2)  # type: ignore[no-untyped-call]
         return
     hooks, after_hooks = t1._backward_hooks, t1._post_accumulate_grad_hooks
-    compat.swap_tensor_impl(t1, t2)  # first: where it refuses, nothing has changed
+    compat.swap_tensor_impl(t1, t2)  # first: if it refuses, nothing has changed
     t1.__class__, t2.__class__ = t2.__class__, t1.__class__
     t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
     _end_graph(t2, t1.device)
@@ -207,7 +207,7 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
 
 
 def _end_graph(leaf: torch.Tensor, device: torch.device) -> None:
-    """Let a backward pass through what was computed from this parameter fail: its gradient would reach nobody."""
+    """Make a backward pass through results of this parameter fail: its gradient would be lost."""
     if not (leaf.requires_grad and leaf.is_leaf) or isinstance(leaf, UninitializedTensorMixin):
         return
     source, shape = leaf.device, tuple(leaf.shape)
@@ -222,7 +222,7 @@ def _end_graph(leaf: torch.Tensor, device: torch.device) -> None:
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a tensor other contents, perhaps on another device; its gradient goes with it where that is possible."""
+    """Give a tensor new content, perhaps on another device; its gradient moves along."""
     gradient, requires_grad = tensor.grad, tensor.requires_grad
     if gradient is not None and gradient.shape != value.shape:
         raise RuntimeError(
@@ -268,7 +268,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         observe(func, inner_args, inner_kwargs, result)
     if func in _HOST_RESULTS:
         return _wrapped(result[0], target), result[1]
-    # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
+    # If an operation returns one of its arguments (in-place, out=), the result is that argument, not a new tensor.
     arguments = {id(value): value for value in tensors}
     _keep_shapes(func, arguments.values())
     arguments |= {id(value._inner): value for value in tensors if isinstance(value, VirtualTensor)}
@@ -276,7 +276,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def move(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``aten.to``: the tensor itself where nothing has to happen."""
+    """``aten.to``: the tensor itself if there is nothing to do."""
     arguments = {**compat.named_arguments(func, args), **kwargs}
     tensor, other = arguments["self"], arguments.get("other")
     dtype = other.dtype if other is not None else arguments.get("dtype")
@@ -297,8 +297,8 @@ def move(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _aten._to_copy.default(tensor, **how)
 
 
-# Operations have tensors and lists of tensors as arguments and results: PyTorch's pytrees, which know more, take longer
-# here than the operations themselves.
+# Operations take and return tensors and lists of tensors. PyTorch's pytrees handle more, and would take longer than the
+# operations themselves.
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -318,7 +318,7 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 
 
 def _keep_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
-    """What an operation has changed in place inside (``x.t_()``, ``x.squeeze_()``) is changed outside too."""
+    """Give virtual tensors the shapes that an operation has changed in place (``x.t_()``, ``x.squeeze_()``)."""
     for tensor in tensors:
         if not isinstance(tensor, VirtualTensor) or _form(tensor._inner) == _form(tensor):
             continue
@@ -326,7 +326,7 @@ def _keep_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> N
             tensor.as_strided_(*_form(tensor._inner))
             continue
         shape = tuple(tensor._inner.shape)
-        with suppress(RuntimeError):  # back to what is outside, so that it can still be used
+        with suppress(RuntimeError):  # undo it inside, so that the tensor stays usable
             tensor._inner = tensor._inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         raise RuntimeError(
             f"{func} changes a shape in place ({tuple(tensor.shape)} to {shape}) and needs more memory for it, which "
@@ -344,19 +344,19 @@ _NO_FORM = (torch.Size(), (), 0)
 def _wrapped(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or device.index is None or isinstance(tensor, VirtualTensor):
         return tensor
-    if torch.is_inference_mode_enabled():  # PyTorch wants views of ordinary tensors to be ordinary tensors there too
+    if torch.is_inference_mode_enabled():  # PyTorch wants views of ordinary tensors to stay ordinary
         with torch.inference_mode(False):
             return VirtualTensor(tensor, device)
     return VirtualTensor(tensor, device)
 
 
 def _operands(args: Sequence[Any]) -> list[torch.Tensor]:
-    """What of an indexing has to be together: indices may be on the host, they are copied, as with GPUs."""
+    """The operands of an indexing that must be on one device: indices may be on the host, as with GPUs."""
     return [args[0], *(value for value in args[2:] if isinstance(value, torch.Tensor))]
 
 
 def _common_device(func: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device that the result is on; operands on several are refused as with GPUs."""
+    """The device of the result; operands on several devices are refused, as with GPUs."""
     virtual = dict.fromkeys(tensor._home for tensor in tensors if isinstance(tensor, VirtualTensor))
     if func in _ACROSS_DEVICES:
         return home(tensors[0])
