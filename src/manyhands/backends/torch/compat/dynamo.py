@@ -1,4 +1,4 @@
-"""Dynamo, aot_autograd and Inductor: the parts that have no public name, or that would do more than is wanted.
+"""Dynamo, aot_autograd and Inductor: parts that have no public name, or whose public form does too much.
 
 Importing them takes seconds, so each function imports them when it is called.
 """
@@ -22,7 +22,7 @@ from manyhands.backends.torch.replacements import Replacements
 
 
 def skip_code(code: CodeType) -> None:
-    """Let Dynamo run a function, and what it calls, as it is; where a caller is traced it still inlines the function.
+    """Let Dynamo leave a function, and what it calls, to Python; it still inlines the function in a traced caller.
 
     As ``torch._dynamo.eval_frame.skip_code``, without the seconds that importing it takes.
     """
@@ -57,23 +57,23 @@ def make_boxed_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """What aot_autograd knows of the forward graph that it compiles."""
+    """What aot_autograd knows about the forward graph that it compiles."""
 
-    fixed: frozenset[int]  # arguments that are parameters and buffers: they lie where they lay
-    written_back: int  # the first results, which PyTorch copies into arguments; not those that the graph writes itself
-    results: int  # these and the caller's; the ones behind them are kept for the backward pass
+    fixed: frozenset[int]  # arguments that are parameters and buffers: their addresses stay
+    written_back: int  # the first results, which PyTorch copies into arguments (others the graph writes itself)
+    results: int  # these and the caller's; results after them are saved for the backward pass
     written: frozenset[int]  # arguments that the function writes to
 
 
 def forward_graph() -> ForwardGraph | None:
-    """Of the graph that is being compiled; None where PyTorch does not tell."""
+    """The facts about the graph that is being compiled; None if PyTorch does not know them."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     known = None if context is None else context.fw_metadata
     if known is None:
         return None
-    known.bw_donated_idxs = []  # the backward graph takes nothing: a graph may be retained (see aot_autograd)
+    known.bw_donated_idxs = []  # no donated buffers: a graph may be retained (see aot_autograd)
     changed = [known.input_info[number] for number in known.mutated_inp_runtime_indices]
     copied = all(
         argument.mutates_data and not argument.mutates_metadata and not argument.mutates_storage_metadata
@@ -86,9 +86,9 @@ def forward_graph() -> ForwardGraph | None:
 
 @contextmanager
 def replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
-    """Have others in the places of Dynamo's own attributes; a name that this PyTorch does not have is left out.
+    """Replace attributes of Dynamo for a while; a name that this PyTorch does not have is skipped.
 
-    Whoever does this holds Dynamo's ``compile_lock``.
+    The caller holds Dynamo's ``compile_lock``.
     """
     replacements = Replacements()
     try:
@@ -101,10 +101,10 @@ def replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def constants_without_source() -> AbstractContextManager[None]:
-    """Keep Dynamo from marking the None (True, False) that all its captures share with the place where one was read.
+    """Keep Dynamo from attaching a source to the constants None, True and False that all its captures share.
 
     PyTorch 2.12 and 2.13 do so for ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any
-    function, may then read its own None from that place, and fail (https://github.com/pytorch/pytorch/pull/194749).
+    function, may then read its None from there, and fail (https://github.com/pytorch/pytorch/pull/194749).
     """
     from torch._dynamo.variables import TensorVariable, constant
 
@@ -122,12 +122,12 @@ def constants_without_source() -> AbstractContextManager[None]:
         return result
 
     for constant_variable in shared:
-        constant_variable.source = None  # somebody else's capture may have left it
+        constant_variable.source = None  # an earlier capture may have left one
     return replaced((kind, "var_getattr", var_getattr))
 
 
-# How Dynamo captures a function in pieces. Numbers and shapes are fixed: a plan is for these. What it would do in
-# another way than Python does (NumPy's functions by PyTorch's, a failed ``assert`` as another error) is left to Python.
+# How Dynamo captures a function in pieces. Numbers and shapes are fixed: a plan is made for them. What Dynamo would do
+# differently (NumPy's functions by PyTorch's, a failed ``assert`` as another error) is left to Python.
 _IN_PIECES = {
     "disable": False,
     "suppress_errors": True,
@@ -140,17 +140,17 @@ _IN_PIECES = {
     "trace_autograd_ops": False,
 }
 
-# Loggers of what users of torch.compile want to know.
+# Loggers for users of torch.compile.
 _TALKATIVE = ("torch", "torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor", "torch._logging")
 
 
 class _Frames:
-    """Stands before Dynamo: is asked for every function that is called for the first time, and is ready for errors."""
+    """Wraps Dynamo's callback for functions that are called for the first time: filters them, and catches errors."""
 
     def __init__(
         self, convert: Any, as_it_is: Callable[[CodeType], str | None], broken: Callable[[BaseException], None]
     ) -> None:
-        self._torchdynamo_orig_backend = self._convert = convert  # by that name Dynamo finds the backend
+        self._torchdynamo_orig_backend = self._convert = convert  # Dynamo looks for the backend by this name
         self._as_it_is, self._broken = as_it_is, broken
         self._left: dict[CodeType, str] = {}  # to Python
 
@@ -173,7 +173,7 @@ class _Frames:
                 self._broken(error)
                 left = "alone"
         self._left[code] = left
-        # Not for the code: somebody else may compile it in another way.
+        # Not for the code in general: another backend may compile it.
         result = ConvertFrameReturn(apply_to_code=False)
         if left == "all":
             skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
@@ -181,7 +181,7 @@ class _Frames:
         return result
 
     def _listening(self) -> AbstractContextManager[None]:
-        """Hear of each place where Dynamo leaves a function to Python."""
+        """Report each place where Dynamo leaves a function to Python."""
         from torch._dynamo import symbolic_convert
 
         owner: Any = symbolic_convert.InstructionTranslatorBase
@@ -197,7 +197,7 @@ class _Frames:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What PyTorch warns of here is for users of torch.compile; who set TORCH_LOGS gets it all."""
+    """Silence warnings that are meant for users of torch.compile, except what TORCH_LOGS asks for."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger, level in zip(loggers, levels, strict=True):
@@ -220,8 +220,8 @@ def compile_in_pieces(
 ) -> Callable[..., Any]:
     """Let Dynamo capture a function; where it cannot follow, Python goes on. No error of Dynamo's gets out.
 
-    ``as_it_is`` says of code that is run for the first time whether to leave it to Python ("alone", or "all" that it
-    calls too). ``broken`` hears why a graph ends; ``stack_of`` says where.
+    ``as_it_is`` is called with code that runs for the first time: "alone" leaves it to Python, "all" also what it
+    calls. ``broken`` is called with the reason why a graph ends; ``stack_of`` gives the place.
     """
     import torch._dynamo
 
@@ -232,7 +232,7 @@ def compile_in_pieces(
 
 
 def stack_of(error: BaseException) -> list[FrameSummary]:
-    """Where in the captured code Dynamo stopped, the innermost call last."""
+    """Where Dynamo stopped in the captured code, the innermost call last."""
     return list(getattr(error, "real_stack", None) or ())
 
 
@@ -249,7 +249,7 @@ def is_dynamo_loaded() -> bool:
 
 
 class DispatchModeWithoutDynamo(TorchDispatchMode):
-    """A dispatch mode that Dynamo leaves alone, without loading Dynamo, as PyTorch's own does at the first operation.
+    """A dispatch mode that Dynamo leaves alone. PyTorch's own modes load Dynamo for that at the first operation.
 
     Loading it takes seconds. A subclass defines ``dispatch``.
     """
@@ -278,9 +278,9 @@ class DispatchModeWithoutDynamo(TorchDispatchMode):
 
 
 def register_dynamo_backend(name: str, backend: Any) -> None:
-    """Let torch.compile know a backend, once; the public register_backend fails at the second time.
+    """Register a backend of torch.compile, unless it is registered; the public register_backend fails the second time.
 
-    What PyTorch knows by an entry point it registers itself when it has loaded it, as it may be doing just now.
+    A backend of an entry point PyTorch registers itself after loading it, which may be happening right now.
     """
     from torch._dynamo.backends import registry
 

@@ -16,35 +16,35 @@ from torch.utils._pytree import tree_map
 from manyhands.backends.torch.compat.dynamo import replaced
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
-_quick = threading.RLock()  # of the trace whose constants are described quickly
+_quick = threading.RLock()  # held by the trace that describes its constants quickly
 
 
 class RememberingFakeMode(FakeTensorMode):
-    """Fake tensors for a trace whose function takes real tensors from outside, as a model its weights.
+    """Fake tensors for a trace whose function uses real tensors from outside, as a model uses its weights.
 
-    PyTorch remembers what an operation gives for fake tensors of certain forms, but does not look there when one of
-    them is real, and works it out again for every layer. So real ones are made fake before it looks: a moment later
-    they would be anyway.
+    PyTorch caches the results of operations on fake tensors by their forms, but not if one of the tensors is real: then
+    it computes them again for every layer. So real tensors are made fake first, which PyTorch does a moment later
+    anyway.
 
-    Nor does it remember operations that write to their first argument and give that back, as an optimizer calls them
-    for every weight. Here they are, once PyTorch has accepted one for arguments of the same forms. And batch
-    normalisation, which PyTorch takes apart into thirty operations, is known by the form of its input.
+    Nor does it cache operations that write to their first argument and return it, which an optimizer calls for every
+    weight. Here they are cached once PyTorch has accepted one for arguments of the same forms. And the result of batch
+    normalisation, which PyTorch decomposes into thirty operations, follows from the form of its input.
     """
 
     def __init__(self) -> None:
         from torch._functorch import config
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        # As make_fx(tracing_mode="fake") makes its own.
+        # The settings of make_fx(tracing_mode="fake").
         with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             super().__init__(
                 allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
             )
-        self._accepted: set[Hashable] = set()  # writes to the first argument that PyTorch has worked out once
+        self._accepted: set[Hashable] = set()  # writes to the first argument that PyTorch has accepted once
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kinds = _kinds((*args, *(kwargs or {}).values()))
-        # Of real ones alone PyTorch may know the numbers; and what changes a form is not for real ones.
+        # With real tensors alone PyTorch may know the numbers; and an operation that changes a form must not see fakes.
         if FakeTensor in kinds and kinds & _REAL and torch.Tag.inplace_view not in func.tags:
             args, kwargs = tree_map(self._as_fake, (args, kwargs))
         if func is _BATCH_NORM and not kwargs and _is_simple_norm(args):
@@ -63,7 +63,7 @@ class RememberingFakeMode(FakeTensorMode):
         return self.fake_tensor_converter.from_real_tensor(self, value) if type(value) in _REAL else value
 
     def _write_key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
-        """What a write to the first argument depends on; None for other operations, and where numbers are known."""
+        """What a write to the first argument depends on; None for other operations, and if numbers are known."""
         if not args or type(args[0]) is not FakeTensor or not _gives_first_argument_back(func):
             return None
         key: list[Hashable] = [func, *kwargs]
@@ -72,7 +72,7 @@ class RememberingFakeMode(FakeTensorMode):
             if type(value) is FakeTensor and value.fake_mode is self and value.constant is None:
                 key.append((value.shape, value.stride(), value.dtype, value.fake_device))
                 memory = value.untyped_storage()._cdata
-                if memory in memories:  # PyTorch refuses some of those
+                if memory in memories:  # PyTorch refuses some overlaps
                     return None
                 memories.add(memory)
             elif type(value) in (int, float, bool, str, type(None)):
@@ -93,7 +93,7 @@ class RememberingFakeMode(FakeTensorMode):
     def fake(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():  # no operation of the trace
+        with torch._C._DisableTorchDispatch():  # not an operation of the trace
             return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
@@ -102,7 +102,7 @@ _REAL = {torch.Tensor, torch.nn.Parameter}
 
 @functools.cache
 def _gives_first_argument_back(func: Any) -> bool:
-    """Whether an operation writes to its first argument and to nothing else, leaves its form, and gives it back."""
+    """Whether an operation writes to its first argument alone, keeps its form, and returns it."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable or len(schema.returns) != 1 or torch.Tag.inplace_view in func.tags:
         return False
@@ -116,12 +116,12 @@ def _is_simple_norm(args: Sequence[Any]) -> bool:
     given, *parameters = args[:5]
     if type(given) is not FakeTensor or given.dim() < 2 or not given.numel():
         return False
-    # is_contiguous() does not look at the strides of sizes of 1, which the results need not have.
+    # is_contiguous() ignores the strides of dimensions of size 1, which may differ in the results.
     if any(stride != math.prod(given.shape[number + 1 :]) for number, stride in enumerate(given.stride())):
         return False
     if given.dtype not in (torch.float32, torch.float64) or (not args[5] and None in parameters[2:]):
         return False
-    if args[5] and given.numel() == given.shape[1]:  # a variance of single numbers
+    if args[5] and given.numel() == given.shape[1]:  # the variance of a single number
         return False
     form = (given.dtype, given.fake_device, given.shape[1:2])
     return all(
@@ -137,7 +137,7 @@ def _kinds(values: Sequence[Any]) -> set[type]:
 
 @contextmanager
 def lazy_graph_modules() -> Iterator[None]:
-    """Modules of graphs that make_fx makes here have no code before somebody asks for it: that takes half a second."""
+    """make_fx generates the code of its graph modules only when it is needed: that takes half a second."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with _use_lazy_graph_module(True):
@@ -146,9 +146,9 @@ def lazy_graph_modules() -> Iterator[None]:
 
 @contextmanager
 def quick_constants(mode: Any) -> Iterator[None]:
-    """Have make_fx describe each use of a real tensor by a fake one that is made at once.
+    """Make make_fx describe each use of a real tensor by a fake tensor that is created directly.
 
-    It looks for the fake mode, enters it and goes through it for every one: a tenth of a trace.
+    By default it finds the fake mode, enters it and goes through it every time: a tenth of a trace.
     """
     from torch.fx.experimental import proxy_tensor
 
@@ -159,7 +159,9 @@ def quick_constants(mode: Any) -> Iterator[None]:
             return mode.fake(value.shape, value.stride(), value.dtype, value.device)
         return describing(value, *more, **named)
 
-    if type(mode) is not RememberingFakeMode or not _quick.acquire(blocking=False):  # a second trace takes longer
+    if type(mode) is not RememberingFakeMode or not _quick.acquire(
+        blocking=False
+    ):  # a second trace at the same time is slower
         yield
         return
     try:
@@ -170,7 +172,7 @@ def quick_constants(mode: Any) -> Iterator[None]:
 
 
 def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module of a graph that writes its code when it is first called, not at once."""
+    """A module of a graph that generates its code when it is first called."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)

@@ -1,4 +1,4 @@
-"""How Dynamo captures a function for its guards alone: without what it would do to run the graph, or to describe it.
+"""Lets Dynamo capture a function for its guards alone, without the work of running or describing the graph.
 
 Importing Dynamo takes seconds, so each function imports it when it is called.
 """
@@ -17,17 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from manyhands.backends.torch.compat.dynamo import constants_without_source, replaced
 
-# How Dynamo captures a function for the sake of its guards: with the backward pass inside, and recurrent layers.
+# Settings for capturing a function for its guards: with the backward pass inside, and with recurrent layers.
 _FOR_GUARDS = {
     "disable": False,
     "suppress_errors": False,
     "trace_autograd_ops": True,
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,
-    "side_effect_replay_policy": "silent",  # otherwise every gradient that is left behind is described with its stack
+    "side_effect_replay_policy": "silent",  # otherwise every gradient that is left behind is logged with its stack
     "use_graph_deduplication": False,
     "track_nodes_for_deduplication": False,
-    "invalidate_compile_context_weakrefs": False,  # None asks all backends that there are, and imports them for that
+    "invalidate_compile_context_weakrefs": False,  # None asks all backends, and imports them for that
 }
 
 _UPDATES = ("step", "zero_grad")
@@ -42,20 +42,20 @@ _EMPTY_HOOKS = (
 
 
 class Layers(Protocol):
-    """Modules that need not be looked at by Dynamo, or not as closely."""
+    """Says which modules Dynamo need not follow, or not completely."""
 
     def are_hooks_watched(self, module: torch.nn.Module) -> bool:
-        """Whether somebody else notices when a module gets a hook."""
+        """Whether other guards notice when a module gets a hook."""
 
     def stand_in(self, module: torch.nn.Module, fake: torch.Tensor) -> Callable[..., Any] | None:
-        """What gives a fake result of the module, called with a fake tensor; None where Dynamo has to follow it."""
+        """A function that computes a fake result of the module; None if Dynamo has to follow the module."""
 
 
 @contextmanager
 def dynamo_enabled(layers: Layers) -> Iterator[None]:
-    """Dynamo captures here, also where the user has switched it off: a function is not to be run instead.
+    """Let Dynamo capture, even if the user has switched it off: otherwise it would run the function.
 
-    What it warns of is for users of torch.compile. Nor does it write down for people what it guards.
+    Its warnings are for users of torch.compile, and are silenced. It does not describe its guards in words either.
     """
     import torch._dynamo
     from torch._dynamo.convert_frame import compile_lock
@@ -70,9 +70,9 @@ def dynamo_enabled(layers: Layers) -> Iterator[None]:
 
 
 def _opaque_optimizers() -> AbstractContextManager[None]:
-    """Dynamo takes an optimizer's update for a call that does nothing, and goes on behind it.
+    """Let Dynamo take an optimizer's update for a call that does nothing.
 
-    Where it follows an update it breaks the graph, and sets ``capturable`` of the user's optimizer.
+    If it followed an update it would break the graph, and set ``capturable`` of the user's optimizer.
     """
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.misc import LambdaVariable
@@ -95,7 +95,7 @@ def _opaque_optimizers() -> AbstractContextManager[None]:
 
 
 def _known_layers(layers: Layers) -> AbstractContextManager[None]:
-    """Dynamo does not follow a layer that has a stand-in, nor guard hooks that are watched."""
+    """Let Dynamo use stand-ins for layers that have one, and not guard hooks that are watched."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables import ConstDictVariable, TensorVariable
     from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -125,7 +125,7 @@ def _known_layers(layers: Layers) -> AbstractContextManager[None]:
 
 
 def _is_as_it_was(layer: Any, translator: Any) -> bool:
-    """Whether the captured code has neither changed a module nor looked into it so far."""
+    """Whether the captured code has neither changed a module nor read its parts so far."""
     effects, module = translator.output.side_effects, layer.value
     looked_into = any(vars(module)[name] in effects for name in ("_parameters", "_buffers", "_modules"))
     return not looked_into and not effects.has_pending_mutation(layer)
@@ -171,8 +171,8 @@ def _without_imports() -> AbstractContextManager[None]:
     return replaced(
         (eval_frame, "get_compiler_fn", get_compiler_fn),
         (local_maps, "should_wrap_in_hop", staticmethod(should_wrap_in_hop)),
-        (output_graph, "GraphRegionTracker", object),  # of equal parts of a graph: nobody asks for them
-        # It looks for a backend by its name; functions are not planned inside a transform of torch.func.
+        (output_graph, "GraphRegionTracker", object),  # finds equal parts of a graph, which are not needed
+        # It looks up a backend by name; functions are not planned inside a transform of torch.func anyway.
         (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", lambda translator: None),
         # Stacks and side effects in words
         (output_graph, "uninteresting_files", _AllFiles),
@@ -185,19 +185,19 @@ _LOCAL_MAP = "torch.distributed.tensor.experimental._func_map"
 
 
 class _AllFiles:
-    """No line of a stack is shown to anybody."""
+    """Contains every file: no line of a stack is shown."""
 
     def __contains__(self, name: str) -> bool:
         return True
 
 
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo capture a function as one graph, for these shapes; an error where it cannot."""
+    """Let Dynamo capture a function as one graph, for fixed shapes; raises if it cannot."""
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
 def dynamo_check(function: Any) -> Callable[[dict[str, Any]], bool] | None:
-    """What Dynamo asks of a captured function's variables before it uses what it has captured."""
+    """The check that Dynamo makes of a function's variables before it uses what it has captured."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     entries = _debug_get_cache_entry_list(function.__code__)

@@ -1,4 +1,4 @@
-"""Words of memory that are read at once, as one array of NumPy: the fields of thousands of objects in microseconds."""
+"""Reads many words of memory as one NumPy array: the fields of thousands of objects in microseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORD = 8
 
 
 def reader(addresses: Sequence[int]) -> Callable[[], bytes]:
-    """Reads the words at these addresses, multiples of eight. The caller has to know that there is memory."""
+    """A function that reads the words at these addresses, multiples of eight. The caller keeps that memory alive."""
     first = min(addresses)
 
     class Memory:

@@ -1,7 +1,8 @@
-"""Whether many tensors lie where they did, asked before every replay of a plan.
+"""Checks whether many tensors are still at their addresses, before every replay of a plan.
 
-PyTorch has a function for it, which Inductor asks before it replays a CUDA graph. It turns lists into vectors at each
-call, and a net of 150 convolutions has 500 tensors. So the words that say where a tensor lies are read from memory:
+PyTorch has a function for it, which Inductor calls before it replays a CUDA graph. It converts lists to vectors at
+each call, and a net of 150 convolutions has 500 tensors. So the words that hold the address of a tensor are read from
+memory:
 
     Python object  ->  TensorImpl  ->  StorageImpl  ->  data
                        storage_offset
@@ -9,8 +10,8 @@ call, and a net of 150 convolutions has 500 tensors. So the words that say where
 ``p.data = ...`` changes the second arrow, ``swap_tensors`` the first, resizing the last. An arrow is followed only if
 all arrows before it are as they were: then the object that it leads to is alive.
 
-Where in an object each word is differs between releases, so it is found out with a few tensors, and tried: each of
-these changes has to be noticed. Where that fails, PyTorch's function is asked.
+The position of a word in its object differs between releases. So it is found with a few tensors, and tested: each of
+these changes must be noticed. If that fails, PyTorch's function is called.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from manyhands.backends.torch.compat.memory_words import reader
 _WORD = 8
 _IMPL_WORDS = 24  # a TensorImpl has 192 bytes, which PyTorch asserts when it is built
 _STORAGE_WORDS = 8  # a StorageImpl has more
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may compute where they lie
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # other classes may compute their address
 
-# As Inductor asks before it replays a CUDA graph. None in a build without CUDA.
+# PyTorch's function. None in a build without CUDA.
 equal_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def addresses_are(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Callable[[], bool]:
-    """What tells whether tensors lie at these addresses."""
+    """A check that tensors are at these addresses."""
     tensors, addresses = list(tensors), list(addresses)
     slowly = _asked_one_by_one(tensors, addresses)
     layout = _layout()
@@ -51,7 +52,7 @@ def _asked_one_by_one(tensors: list[torch.Tensor], addresses: list[int]) -> Call
 
 
 class _Layout(NamedTuple):
-    """At which byte of an object each word is."""
+    """The offset of each word in its object, in bytes."""
 
     impl: int  # in the Python object
     storage: int  # in the TensorImpl
@@ -60,10 +61,10 @@ class _Layout(NamedTuple):
 
 
 class _Words:
-    """The words that say where tensors lie, as they were when this was made."""
+    """The words that hold the addresses of tensors, as they were at first."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout) -> None:
-        self._tensors = tensors  # keeps the Python objects, and they keep what they point to
+        self._tensors = tensors  # keeps the Python objects alive, and they keep what they point to
         impls = [tensor._cdata for tensor in tensors]
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         self._impls = reader([id(tensor) + layout.impl for tensor in tensors])
@@ -78,8 +79,8 @@ class _Words:
 
 @functools.cache
 def _layout() -> _Layout | None:
-    """Where the words are; None where they cannot be found, or do not tell of every change."""
-    with torch.inference_mode(False), no_dispatch_modes():  # which would have other tensors made than are asked for
+    """The layout; None if the words cannot be found, or do not show every change."""
+    with torch.inference_mode(False), no_dispatch_modes():  # modes would change the tensors that are made here
         try:
             layout = _found_layout()
             is_reliable = layout is not None and all(_is_noticed(change, layout) for change in _CHANGES)
@@ -103,13 +104,13 @@ def _found_layout() -> _Layout | None:
 
 
 def _probes() -> list[torch.Tensor]:
-    """Tensors with odd offsets, and one whose memory is another object's: there the data are not what is freed."""
+    """Tensors with odd offsets, and one in the memory of another object: there data and allocation differ."""
     borrowed = torch.frombuffer(bytearray(2000), dtype=torch.uint8)
     return [torch.empty(20000, device="cpu")[12345:], torch.empty(30000, device="cpu")[23457:23460], borrowed[1234:]]
 
 
 def _place_of(words: Sequence[int], objects: Sequence[int], count: int) -> int | None:
-    """At which byte all of these objects have their word; None where that is not one place."""
+    """The offset at which all of these objects have their word; None if there is not exactly one."""
     places = [
         number * _WORD
         for number in range(count)
@@ -125,7 +126,7 @@ def _is_noticed(change: Callable[[torch.Tensor], object], layout: _Layout) -> bo
     tensor = _eight_zeros()
     words = _Words([tensor], layout)
     before = words.are_unchanged()
-    held = change(tensor)  # what it returns lives on: its memory is not given again
+    held = change(tensor)  # keeps what it returns alive, so that its memory is not reused
     noticed = before and not words.are_unchanged()
     del held
     return noticed

@@ -1,17 +1,17 @@
-"""Backward passes through a planned piece that PyTorch's compiled backward pass refuses, or does in another way.
+"""Backward passes through a planned piece that PyTorch's compiled backward pass refuses, or does differently.
 
-What works without us has to work with us, and to give the same. Three cases differ:
+What works without manyhands must work with it, with the same results. Three cases differ:
 
-- A pass is to be derived again (``create_graph=True``). Compiled ones refuse that.
-- A pass is asked for a second time without ``retain_graph=True``. Plain execution refuses that only where an operation
-  on the way had saved a tensor: ``(x + w).sum()`` can be gone through any number of times.
-- A pass begins at some of the results. Weights that only the others depend on have no gradient then; a compiled pass
+- A pass is differentiated again (``create_graph=True``). Compiled passes refuse that.
+- A pass runs a second time without ``retain_graph=True``. Plain execution refuses that only if an operation on the way
+  has saved a tensor: through ``(x + w).sum()`` any number of passes can go.
+- A pass begins at some of the results. Weights that only other results depend on get no gradient then; a compiled pass
   gives them zeros, and an optimizer would move them.
 
-In these cases the piece's forward pass is done again as Dynamo captured it, operation by operation, and PyTorch derives
-that. Random numbers are those that were drawn; running averages are written to in a copy. For a second pass the earlier
-passes are repeated first, so that PyTorch itself says whether a saved tensor is missing. Which weights some results do
-not reach is learned once, and counts for later passes of the piece.
+In these cases the forward pass of the piece runs again as Dynamo captured it, operation by operation, and PyTorch
+differentiates that. It uses the same random numbers, and writes running averages to a copy. Before a second pass the
+earlier passes are repeated, so that PyTorch itself says whether a saved tensor is missing. Which weights some results
+do not reach is found out once, and used in later passes of the piece.
 
 A piece's results are the outputs of one node of PyTorch's graph, whose class is made for that piece. Its ``backward``
 is replaced, and what it needs is kept with each node.
@@ -38,24 +38,24 @@ _SECOND_TIME = "backward through the graph a second time"  # in PyTorch's error
 
 @dataclass
 class _Forward:
-    """What it takes to do a forward pass again."""
+    """What is needed to run a forward pass again."""
 
     function: Callable[..., Sequence[Any]]
     arguments: tuple[Any, ...]
     outputs: dict[int, int]  # the node's outputs, by number, among the results
     places: tuple[int | None, ...]  # for each of the node's inputs the argument that it is
-    redraw: Callable[[], None] | None  # begins with the random numbers that were drawn
+    redraw: Callable[[], None] | None  # restores the random numbers of the first run
     watched: list[tuple[torch.Tensor, int]]  # arguments that the results depend on, and how often they were written to
     # Which of the node's outputs had gradients, in each backward pass since the last one that kept the graph.
     passes: list[frozenset[int]] = field(default_factory=list)
 
-    def notes_pass(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Before a backward pass: PyTorch has not yet put zeros in the places of gradients that are missing."""
+    def note_pass(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called before a backward pass, when PyTorch has not yet replaced missing gradients by zeros."""
         self.passes.append(frozenset(number for number, gradient in enumerate(gradients) if gradient is not None))
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the arguments are what they were in the forward pass."""
+        """Whether the arguments were not written to since the forward pass."""
         return all(write_count(argument) == count for argument, count in self.watched)
 
 
@@ -66,7 +66,7 @@ def allow_more_backward_passes(
     redraw: Callable[[], None] | None,
     statistics: frozenset[int] = frozenset(),
 ) -> None:
-    """Let backward passes through these results be derived and repeated; they came from ``forward`` in another way.
+    """Let backward passes through results be differentiated and repeated; ``forward`` is their function as written.
 
     ``statistics`` are the numbers of arguments that only running averages are written to.
     """
@@ -96,16 +96,16 @@ def allow_more_backward_passes(
             if getattr(tensor, "grad_fn", None) is node
         }
         known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, redraw, watched)
-        node.register_prehook(known.notes_pass)
+        node.register_prehook(known.note_pass)
         if not hasattr(kind, "_allows_more_backward_passes"):
             kind._allows_more_backward_passes = True
             kind.backward = staticmethod(_either(kind.backward, {}))
 
 
 def _either(backward: Callable[..., Any], missing: dict[frozenset[int], list[bool]]) -> Callable[..., Any]:
-    """The compiled backward pass, or the one as written where it refuses.
+    """The compiled backward pass, or the pass as written if that one refuses.
 
-    ``missing`` knows of passes that begin at some of the results which of the gradients are not there.
+    ``missing`` says for passes that begin at some of the results which gradients they do not have.
     """
 
     def either(node: Any, *gradients: Any) -> Any:
@@ -117,11 +117,13 @@ def _either(backward: Callable[..., Any], missing: dict[frozenset[int], list[boo
         if torch.is_grad_enabled():
             if not known.is_unchanged:
                 raise RuntimeError(_WRITTEN)
-            return _derived(known, [(dict(enumerate(incoming)), True)])
+            return _differentiated(known, [(dict(enumerate(incoming)), True)])
         reached = known.passes[-1]
         if reached not in missing and not known.outputs.keys() <= reached and known.is_unchanged and _has_saved(node):
             with torch.enable_grad():
-                gradients_as_written = _derived(known, [({number: incoming[number] for number in reached}, False)])
+                gradients_as_written = _differentiated(
+                    known, [({number: incoming[number] for number in reached}, False)]
+                )
             missing[reached] = [gradient is None for gradient in gradients_as_written]
             return gradients_as_written
         try:
@@ -130,7 +132,7 @@ def _either(backward: Callable[..., Any], missing: dict[frozenset[int], list[boo
             if _SECOND_TIME not in str(error):
                 raise
             return _repeated(known, incoming, error)
-        del known.passes[:-1]  # those before have kept the graph
+        del known.passes[:-1]  # earlier passes have kept the graph
         if reached in missing:
             return tuple(None if gone else gradient for gradient, gone in zip(outgoing, missing[reached], strict=True))
         return outgoing
@@ -139,7 +141,7 @@ def _either(backward: Callable[..., Any], missing: dict[frozenset[int], list[boo
 
 
 def _has_saved(node: Any) -> bool:
-    """Whether what was saved for the backward pass is still there."""
+    """Whether the tensors saved for the backward pass still exist."""
     try:
         node.saved_tensors  # noqa: B018 - it raises
     except RuntimeError:
@@ -148,18 +150,18 @@ def _has_saved(node: Any) -> bool:
 
 
 def _repeated(known: _Forward, gradients: Sequence[Any], error: RuntimeError) -> tuple[Any, ...]:
-    """One more pass through a graph that was let go of; the error where plain execution raises it, too."""
+    """One more pass through a graph that was freed; raises the error if plain execution does, too."""
     *earlier, reached = known.passes
     passes = [(dict.fromkeys(outputs), False) for outputs in earlier]
     try:
         with torch.enable_grad():
-            return _derived(known, [*passes, ({number: gradients[number] for number in reached}, False)])
+            return _differentiated(known, [*passes, ({number: gradients[number] for number in reached}, False)])
     except Exception:
         raise error from None
 
 
-def _derived(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> tuple[Any, ...]:
-    """What the last of these passes gives: for each the gradients by output (None: any), and whether it is recorded."""
+def _differentiated(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> tuple[Any, ...]:
+    """The gradients of the last pass. A pass is its gradients by output (None: any), and whether it is recorded."""
     wanted = [number for number in known.places if number is not None]
     inputs = [
         argument if not isinstance(argument, torch.Tensor) or argument.requires_grad else argument.clone()

@@ -5,16 +5,16 @@
         print(y.mean().item()) # a break: Python reads the value and prints it
         return (y @ w).sum()   # piece 2
 
-Dynamo guards each piece, and captures another one where the guards do not hold. A piece changes nothing but by its
-results: what Python is to see of it (an attribute that is set, a list that grows, an argument that is written to)
-happens when its graph is over. Two rules keep errors what they are in plain execution:
+Dynamo guards each piece, and captures another one if the guards do not hold. A piece has no effects but its results:
+what Python sees of it (an attribute that is set, a list that grows, an argument that is written to) happens after its
+graph. Two rules keep errors the same as in plain execution:
 
-- A function that handles errors (``try``, a ``with`` of one's own) is left to Python, and what it calls is captured. In
-  a graph an error would pass by its handlers.
-- If the graph with which a call begins fails, nothing has happened yet: the whole call is made plainly.
+- A function that handles errors (``try``, a ``with`` of a user's class) is left to Python, and what it calls is
+  captured. In a graph, an error would bypass its handlers.
+- If the first graph of a call fails, nothing has happened yet: the whole call is repeated plainly.
 
-Code that asks whether it is compiled is left to Python, because it does something else then (a TransformerEncoder does
-not leave out padded places). So are optimizers of PyTorch with all that they call: captured, they round differently.
+Code that asks whether it is compiled is left to Python, because it behaves differently then (a TransformerEncoder does
+not skip padding). So are PyTorch's optimizers with all that they call: captured, they round differently.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _RESUMED = "torch_dynamo_resume_in"  # Dynamo's name of what comes after a break
 
 
 class _LeftToPython(Exception):
-    """Raised in place of a graph: the code that it stands for is left to Python."""
+    """Raised instead of planning a graph: its code is left to Python."""
 
 
 class InPieces:
-    """A function of the user's, captured in pieces when it is called."""
+    """A user's function, captured in pieces when it is called."""
 
     def __init__(self, function: Callable[..., Any], make: MakePlanner) -> None:
         self.function = function
@@ -64,7 +64,7 @@ class InPieces:
         self.captured = 0
         self._make, self._name = make, getattr(function, "__name__", type(function).__name__)
         self._local = threading.local()
-        call = generated("call", _CALL, {})  # of its own: Dynamo keeps what it captures with the code
+        call = generated("call", _CALL, {})  # a new one: Dynamo stores what it captures with the code
         self._first = {call.__code__, getattr(_behind(function), "__code__", None)}
         self._compiled = compat.compile_in_pieces(call, self._capture, self._as_it_is, self._broken)
 
@@ -86,7 +86,7 @@ class InPieces:
     # Called by Dynamo
 
     def _as_it_is(self, code: CodeType) -> str | None:
-        """Whether code is left to Python alone, with all that it calls, or not."""
+        """Whether code is left to Python: "alone", with "all" that it calls, or not (None)."""
         if code.co_filename.startswith(_OPTIMIZERS):
             return "all"
         if code.co_filename.startswith(_OURS):
@@ -108,7 +108,7 @@ class InPieces:
             self.notes.append(text)
 
     def _capture(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What Dynamo shall call instead of a graph."""
+        """The function that Dynamo calls in place of a graph."""
         self.captured += 1
         code = compat.captured_code()
         left = next((why for why in map(_why_left_to_python, code) if why is not None), None)
@@ -119,7 +119,7 @@ class InPieces:
         captured.statistics = _statistics(module)
         _keep_effects(module)
         captured.count = _keep_unused(module)
-        # A backward pass may do it again amid the user's code, where Dynamo would capture it once more, and that again.
+        # A backward pass may run it amid the user's code, where Dynamo would capture it again and again.
         captured.forward = torch.compiler.disable(module.forward)
         try:
             captured.run = compile_with(
@@ -127,7 +127,7 @@ class InPieces:
                 inputs,
                 functools.partial(self._planner, captured, is_backward=False),
                 functools.partial(self._planner, captured, is_backward=True),
-                captured.notes_writes,
+                captured.note_writes,
             )
             if torch.is_grad_enabled() and any(_needs_gradient(value) for value in inputs):
                 why = "it writes to an argument, and has gradients" if captured.writes else _why_cast_once(module)
@@ -147,7 +147,7 @@ class InPieces:
 
 
 def _statistics(module: GraphModule) -> frozenset[int]:
-    """The arguments that are running averages, or counters: results do not depend on what is written there."""
+    """The arguments that are running averages or counters: results do not depend on what is written to them."""
     inputs = enumerate(module.graph.find_nodes(op="placeholder"))
     return frozenset(number for number, node in inputs if all(_is_statistic(node, user) for user in node.users))
 
@@ -164,8 +164,8 @@ def _is_statistic(node: Node, user: Node) -> bool:
 
 
 def _why_cast_once(module: GraphModule) -> str | None:
-    """Autocast casts a weight once, however often it is used; compiled, each use casts it, and its gradient is rounded
-    in another way.
+    """Autocast casts a weight once, however often it is used. Compiled, each use casts it, and its gradient is rounded
+    differently.
     """
     enters = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in module.graph.nodes)
     if not enters and not compat.is_any_autocast_enabled():
@@ -180,7 +180,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _keep_effects(module: GraphModule) -> None:
-    """Tell PyTorch of operations without results that they have an effect: it would take them for dead code."""
+    """Mark operations without results as having an effect: PyTorch would remove them as dead code."""
     for node in module.graph.nodes:
         operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
         if isinstance(operation, compat.OpOverload) and not operation._schema.returns:
@@ -188,8 +188,8 @@ def _keep_effects(module: GraphModule) -> None:
 
 
 def _keep_unused(module: GraphModule) -> int:
-    """Make results of what nobody uses, so that it is done: it draws random numbers, or fails. Gives how many others
-    there are.
+    """Return unused values as results, so that they are computed: that may draw random numbers, or raise. Gives the
+    number of the other results.
     """
     output = next(node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
@@ -199,7 +199,7 @@ def _keep_unused(module: GraphModule) -> int:
         if node.op.startswith("call_") and not node.users and isinstance(node.meta.get("example_value"), torch.Tensor)
     ]
     if unused:
-        # Without gradients: otherwise what they are computed from would get gradients of zeros.
+        # Detached: otherwise what they are computed from would get gradients of zeros.
         with module.graph.inserting_before(output):
             output.args = ((*results, *(module.graph.call_method("detach", (node,)) for node in unused)),)
         module.recompile()
@@ -240,14 +240,14 @@ class _Captured:
                 raise
             if self._is_first and ran is not None and len(ran) == 1:
                 raise  # the whole function is called plainly
-        # Behind other pieces: an error of the function's own comes again, one of ours does not.
+        # After other pieces: an error of the function itself is raised again, an error of the plan is not.
         return self.forward(*arguments)[: self.count]
 
-    def notes_writes(self, known: compat.ForwardGraph | None) -> None:
+    def note_writes(self, known: compat.ForwardGraph | None) -> None:
         self.writes = known is None or not known.written <= self.statistics
 
     def failed_at_start(self, error: BaseException) -> bool:
-        """Whether this is the error of a graph before which nothing had happened, and which has changed nothing."""
+        """Whether this is the error of the first graph of a call, and the graph has not written to an argument."""
         failed, self._local.failed = getattr(self._local, "failed", None), None
         return self._is_first and failed is error and not getattr(error, "has_written", False)
 
@@ -259,7 +259,7 @@ def _behind(function: Any) -> Any:
 
 
 def _why_left_to_python(code: CodeType) -> str | None:
-    """Why captured code would do something else in a graph, or None."""
+    """Why captured code would behave differently in a graph, or None."""
     if code.co_filename.startswith(_OURS):
         return "uses manyhands"
     if _QUESTIONS & set(code.co_names) and not code.co_filename.endswith(_MODULES):
@@ -283,7 +283,7 @@ def _named(code: CodeType) -> str:
 
 
 def _versions(arguments: Sequence[Any]) -> list[int]:
-    """How often each tensor was written to; one of inference mode does not tell."""
+    """How often each tensor was written to; tensors of inference mode do not count writes."""
     return [
         compat.write_count(tensor)
         for tensor in arguments
@@ -306,7 +306,7 @@ def in_pieces(function: Callable[..., Any], make: MakePlanner) -> InPieces:
 
 
 def has_pieces() -> bool:
-    """Not beside dispatch modes, as virtual devices have one: there Dynamo captures nothing."""
+    """Not with active dispatch modes, which virtual devices have: Dynamo captures nothing then."""
     return not compat.count_dispatch_modes()
 
 
@@ -314,9 +314,9 @@ def has_pieces() -> bool:
 
 
 def timed_call(call: Callable[[], Any]) -> tuple[Any, Times]:
-    """What a call gives, and what it takes: the devices are waited for.
+    """The result of a call and its time, including work on devices.
 
-    A backward pass through its results is timed from where it comes to them to its end.
+    A backward pass through its results is timed from the moment it reaches them to its end.
     """
     times = Times()
     _finish()

@@ -159,9 +159,6 @@ class VirtualTensor(torch.Tensor):
             "memory first."
         )
 
-    def __array__(self, dtype: object = None) -> Any:
-        return self.numpy()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
