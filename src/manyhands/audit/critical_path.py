@@ -47,14 +47,14 @@ class Length:
     waited: dict[int, float] = field(default_factory=dict)
 
 
-_PIECES = 8  # in which the work of a starved device is drawn
+_PIECES = 8  # of a starved device's work, as it is drawn
 Drawn = tuple[str, float, float, int | None]  # lane (host or device), begin, end, finding
 
 
 def simulate(
     timeline: Iterable[Work | Wait], without: Collection[int] = (), drawn: list[Drawn] | None = None
 ) -> Length:
-    """Run a timeline, leaving out the waits of some findings; ``drawn`` is given what happens when.
+    """Run a timeline, leaving out the waits of some findings; ``drawn`` collects what happens when.
 
     >>> steps = [Work(2.0, 5.0), Wait(1), Work(1.0, 1.0), Wait(2)]
     >>> simulate(steps).total, simulate(steps, {1}).total, simulate(steps, {2}).waited

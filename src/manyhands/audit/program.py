@@ -62,7 +62,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
-    """Run a program to its end, write the record, and give its exit code."""
+    """Run a program to its end and write the record; returns its exit code."""
     target = profile.Profile(**settings["profile"]) if settings["profile"] else None
     limit = settings["warmup"] + settings["steps"] if settings["steps"] else None
 
@@ -144,9 +144,9 @@ def run_as_main(
     compiled: Callable[[bytes, str], types.CodeType] = _compiled,
     failed: Callable[[BaseException], None] = lambda error: None,
 ) -> tuple[int, str]:
-    """Do what ``python [-m] arguments`` does; gives its exit code, and how it ended.
+    """Do what ``python [-m] arguments`` does; returns its exit code, and how it ended.
 
-    ``compiled`` makes code of a script's source; ``failed`` is called with an exception that ends the program.
+    ``compiled`` compiles a script's source; ``failed`` is called with an exception that ends the program.
     """
     loaded = False
     try:
@@ -186,7 +186,7 @@ def _load_script(
 
 
 def _search_first(folder: str) -> None:
-    """Let modules be found in a folder, as Python does for its script, unless it was told not to (``-P``)."""
+    """Look for modules in a folder first, as Python does for its script, unless ``-P`` forbids it."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

@@ -27,7 +27,7 @@ class Entry:
     step: int
     work: Work
     key: Stall | None
-    wait: Wait | None  # with the number of its finding still open (-1)
+    wait: Wait | None  # its finding has no number yet (-1)
     seconds: float = 0.0
     times: int = 1
 
@@ -96,7 +96,7 @@ class Recorder:
     # What hooks report besides waits
 
     def launch(self, seconds: float, line: tuple[int, Line] | None = None, *, kernel: bool = True) -> None:
-        """An operation was launched on what stands in for a device; ``line``: a run of a user's function, its line."""
+        """An operation was launched on what stands in for a device, by this line in this run of its function."""
         profile = self.profile
         self.used_device = self.launched = True
         if profile is None or threading.get_ident() != self._thread:
@@ -108,9 +108,9 @@ class Recorder:
                 self._launches[line] = self._launches.get(line, 0) + 1
 
     def step(self, who: object, *, loop: bool = False) -> None:
-        """An optimizer has made its step: a step ends when one does so that has already made one in it.
+        """An optimizer has made its step. With several optimizers, a step ends when the first comes round again.
 
-        Where a ``loop`` (the trainer's) reports its steps, only these count.
+        If a ``loop`` (the trainer's) reports its steps, only these count.
         """
         with self._lock:
             if loop:
@@ -153,9 +153,9 @@ class Recorder:
 
 
 def measured_wait(event: Event) -> Wait:
-    """What of a measured wait is the call itself, beside waiting for the work that was launched before.
+    """Which part of a measured wait is the call itself; the rest is waiting for work that was launched before.
 
-    It cannot be measured apart and is taken from an H200's profile; a wait is never longer than measured.
+    The call cannot be measured separately: its time is that of an H200's profile, at most the measured one.
     """
     kind, size = event.stall.kind, event.nbytes
     if kind in _HOST_ONLY:

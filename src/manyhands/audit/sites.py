@@ -187,7 +187,7 @@ def _owner_of_file(file: str, function: str = "") -> _Owner:
 
 
 def _of_manyhands(path: str, function: str) -> _Owner:
-    """Who answers for a wait in our own package.
+    """Who is responsible for a wait in manyhands itself.
 
     >>> _of_manyhands("placement/verbs.py", "to").name, _of_manyhands("training/loop.py", "_train_epoch").name
     ('ASKED_FOR', 'LIBRARY')

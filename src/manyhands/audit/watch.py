@@ -31,7 +31,7 @@ class Event:
 
 
 class Sink(Protocol):
-    """Whoever wants to hear of waits."""
+    """A listener for waits."""
 
     def before(self, stall: Stall) -> None:
         """The host is about to wait; may raise to forbid it."""

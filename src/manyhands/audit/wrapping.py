@@ -1,4 +1,4 @@
-"""Wrap calls that wait: what the hooks of JAX, TensorFlow and MXNet share."""
+"""Wrap calls that wait: what the hooks of the frameworks share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRINTS = ("__repr__", "__str__", "__format__")
 
 
 class Steps:
-    """Who hears of the steps of a framework: of its optimizers and of the trainer's loop."""
+    """The steps of a framework, of its optimizers and of the trainer's loop: who listens to them."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[object, bool], None]] = []
@@ -113,7 +113,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 class Counted:
-    """A function that the framework calls later: each call is charged to the line that asked for it."""
+    """A function that the framework calls later: each call is a wait of the line that passed the function."""
 
     def __init__(
         self, function: Callable[..., Any], call: str, kind: Kind, site: sites.Site | None, framework: str

@@ -1,7 +1,7 @@
-"""The cure in one line of code, made from the user's own line where that is possible.
+"""The cure of a wait in one line of code, made from the user's own line if possible.
 
-A line that is given here is right Python of its framework, computes the same numbers and does not wait. Where no such
-line can be made (a decision, a function that wants a number), the cure is said in words.
+Such a line is valid Python of its framework, computes the same numbers and does not wait. If there is none (a decision,
+a function that needs a number), the cure is a sentence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DISTRIBUTION = (
     "make the distribution with validate_args=False, or call "
     "torch.distributions.Distribution.set_default_validate_args(False) once"
 )
-# What follows a value that stays on its device, and what int() of it is there.
+# The suffix of a value that stays on its device, and int() of such a value.
 _KEPT = {"torch": ".detach()", "jax": "", "tensorflow": "", "mxnet": ".detach()"}
 _INTEGER = {
     "torch": "{}.detach().long()",
@@ -171,7 +171,7 @@ def _rarely(wait: _Wait, line: Statement) -> str | None:
 
 
 def _needed_by(line: Statement, reads: list[ast.Call]) -> str | None:
-    """The cure of a number that another function takes."""
+    """The cure where another function takes the number."""
     around = next((node for node in line.above(reads[0]) if isinstance(node, (ast.Call, ast.JoinedStr))), None)
     if not isinstance(around, ast.Call) or not name_of(around):
         return None
@@ -211,7 +211,7 @@ def _wanted_on_host(line: Statement, copy: ast.Call) -> str | None:
 
 
 def _after(line: Statement, call: ast.Call, *names: str) -> ast.Call | None:
-    """The call of a method of a call's result."""
+    """The call of one of these methods on the result of a call, or None."""
     outer = line.parent(line.parent(call) or call)
     is_one = isinstance(outer, ast.Call) and isinstance(outer.func, ast.Attribute) and outer.func.value is call
     return outer if is_one and isinstance(outer, ast.Call) and outer in line.calls(*names) else None
@@ -235,7 +235,7 @@ def _to_device(wait: _Wait, line: Statement) -> str | None:
     source = inner.value
     while isinstance(source, ast.Subscript) and any(isinstance(part, ast.Slice) for part in ast.walk(source.slice)):
         source = source.value
-    is_name = isinstance(source, (ast.Name, ast.Attribute, ast.Subscript)) and name_is_source(copies[0])
+    is_name = isinstance(source, (ast.Name, ast.Attribute, ast.Subscript)) and _copies_its_owner(copies[0])
     if not is_name:
         return f"{changed}, from pinned memory (DataLoader(pin_memory=True), or .pin_memory() before the copy)"
     text = ast.unparse(source)
@@ -247,8 +247,8 @@ def _to_device(wait: _Wait, line: Statement) -> str | None:
     return f"{changed}, and pin_memory=True where {text} comes from (DataLoader, or {text}.pin_memory())"
 
 
-def name_is_source(call: ast.Call) -> bool:
-    """Whether a copy is of what stands before the dot: not ``target.copy_(source)``."""
+def _copies_its_owner(call: ast.Call) -> bool:
+    """Whether a call copies its owner: not so ``target.copy_(source)``."""
     return isinstance(call.func, ast.Attribute) and call.func.attr != "copy_"
 
 

@@ -8,7 +8,7 @@ import linecache
 from collections.abc import Iterator
 from enum import IntEnum
 
-# Calls that keep what they are given as it is.
+# Calls that store their arguments unchanged.
 _KEEPERS = {"append", "appendleft", "extend", "insert", "update", "setdefault", "put", "put_nowait"}
 _KEEPERS |= {"dict", "list", "tuple", "sum"}
 _DECIDERS = {"max", "min", "sorted", "any", "all", "range", "bool"}
@@ -45,7 +45,7 @@ def _file(source: str) -> _File | None:
 
 
 class Statement:
-    """One line of a file and what stands around it; code that cannot be parsed has no nodes."""
+    """One line of a file, with the syntax tree around it; code that cannot be parsed has no nodes."""
 
     def __init__(self, source: str, number: int) -> None:
         file = _file(source)
@@ -59,7 +59,7 @@ class Statement:
 
     @classmethod
     def at(cls, file: str, number: int, code: str) -> Statement:
-        """A line of a file; if the file cannot be read, the line on its own."""
+        """A line of a file; if the file cannot be read, the line alone."""
         statement = cls("".join(linecache.getlines(file)), number)
         return statement if statement.code == code and statement._root is not None else cls.alone(code)
 
@@ -96,7 +96,7 @@ class Statement:
             parent = self._parents.get(parent)
 
     def whole(self) -> ast.stmt | None:
-        """The statement, where the line is that one and nothing else."""
+        """The statement, if the line consists of exactly one."""
         try:
             body = ast.parse(self.code).body
         except SyntaxError:
@@ -131,7 +131,7 @@ class Statement:
     # Meaning
 
     def fate(self, node: ast.expr) -> Fate:
-        """What becomes of a value."""
+        """What the line does with a value."""
         child: ast.AST = node
         for parent in self.above(node):
             if isinstance(parent, _STATEMENTS):
@@ -143,7 +143,7 @@ class Statement:
         return Fate.NEEDED
 
     def _decides_later(self, statement: ast.stmt) -> bool:
-        """Whether what is assigned is asked for in a condition of the same loop, or function."""
+        """Whether an assigned variable is used in a condition of the same loop or function."""
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         names = {target.id for target in targets if isinstance(target, ast.Name)}
         around = next((node for node in self.above(statement) if isinstance(node, (*_LOOPS, *_SCOPES))), None)
@@ -176,7 +176,7 @@ class Statement:
 
 
 def name_of(call: ast.Call) -> str:
-    """The name of what is called, without what it belongs to."""
+    """The name of what is called, without its owner."""
     function = call.func
     return (
         function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""

@@ -27,7 +27,7 @@ _NOT_MEASURED_ON_CPU = {
     "tensorflow": "the gain is not measured: TensorFlow computes synchronously on a CPU, so nothing waits",
 }
 _MOST_FAILURES = 4  # of the cured program, each with other lines kept as they are
-# Runs one pass with these settings; gives the last line that it wrote to stderr.
+# Runs one pass with these settings; returns the last line that it wrote to stderr.
 Start = Callable[[dict[str, Any]], str]
 
 
@@ -146,7 +146,7 @@ class _Passes:
         return True
 
     def keep_culprits(self) -> bool:
-        """Leave the lines as they are that made the cured program fail, if they are known."""
+        """Leave the lines that made the cured program fail unchanged, if they are known."""
         fresh = [number for number in self._culprits if number not in self.fails_without]
         self._failures += 1
         if self.results[_CURED] or self._failures > _MOST_FAILURES or not fresh:
@@ -155,7 +155,7 @@ class _Passes:
         return len(self.fails_without) < len(self._changes)
 
     def run(self, mode: str) -> str | None:
-        """Run one pass; gives the reason why it failed."""
+        """Run one pass; returns why it failed, or None."""
         result = self._folder / f"{mode}-{len(self.results[mode])}.json"
         changes = [
             {

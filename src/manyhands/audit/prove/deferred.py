@@ -76,7 +76,7 @@ class Deferred:
         self.is_known, self._arguments = True, ()
 
     def _later(self, function: Callable[..., Any], *parts: Any) -> Any:
-        """An operation, left for later where all its operands are immutable."""
+        """An operation, deferred if all its operands are immutable."""
         if all(_can_wait(part) for part in parts) and any(_is_unknown(part) for part in parts):
             return Deferred(function, parts)
         return function(*(known(part) for part in parts))
@@ -150,7 +150,7 @@ class Deferred:
 
 
 def known(part: Any) -> Any:
-    """A value as it is, read if it was not yet."""
+    """The value itself, read if it was deferred."""
     return part.value() if isinstance(part, Deferred) else part
 
 

@@ -33,7 +33,7 @@ _PRINTS = {print: "print", str: "str", repr: "repr", format: "format"}
 
 
 class SecondPass:
-    """What rewritten lines ask: does what they say, now or late, and keeps the numbers that they read.
+    """What rewritten lines call: it does what they say, now or late, and keeps the numbers that they read.
 
     A ``place`` is the number of a line, and whether it is the line's first call.
     """
@@ -53,11 +53,11 @@ class SecondPass:
         self._counting = False
         self._needed: list[Counter[str]] = [Counter() for _ in changes]
         self._asked = [0] * len(changes)
-        self.culprits: list[int] = []  # lines without whose cures the program may not fail
+        self.culprits: list[int] = []  # lines whose cures may have made the program fail
         self.is_written = False
 
     def failed(self, error: BaseException) -> None:
-        """The program ended with an exception: which cured lines have to do with it?"""
+        """The program ended with an exception: find the cured lines behind it."""
         self.culprits = _culprits(error, self._changes)
 
     def imported(self, framework: str) -> None:
@@ -280,7 +280,7 @@ def _culprits(error: BaseException, changes: Sequence[Change]) -> list[int]:
 
 
 def _let_json_read() -> None:
-    """``json`` takes numbers only: give it the value."""
+    """Let ``json``, which takes only numbers, read a deferred value."""
     encoder: Any = json.JSONEncoder
     original = encoder.default
 

@@ -135,12 +135,14 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
             continue  # a loop between some steps, as an evaluation: no fault of the step
         listed.add(number)
         report.findings.append(_finding(key, sum(entry.times for entry in mine), waited, alone[number], report))
-    _fill_times(report, recorder, first, length, length.total - simulate(timeline, listed).total)
+    total = _fill_times(report, recorder, first, length, length.total - simulate(timeline, listed).total)
     for key in dict.fromkeys(key for key, _ in others if key.site.allowed is None):
         waits = [seconds for other, seconds in others if other == key]
         if _is_loop(len(waits), recorder):
             report.findings.append(_finding(key, len(waits), sum(waits), None, report))
     report.findings.sort(key=lambda finding: (finding.gained or 0.0, finding.waited), reverse=True)
+    if total:
+        report.cost = min(1.0, sum(finding.waited for finding in report.findings if finding.gained is not None) / total)
     _summarise(report, recorder)
     if record is not None:
         record.update(_record(report, timeline, keys))
@@ -206,10 +208,10 @@ def _open_keys(entries: list[Entry]) -> tuple[dict[Stall, int], int]:
 
 
 def _timeline(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Work | Wait]:
-    """The record as the simulation wants it.
+    """The record in the form of the simulation.
 
-    On a real device what it did between two waits is not known, but how long it was busy in a step is (or is taken to
-    be all of it): it works while the host waits for it, and for the rest of that time while the host works.
+    What a real device did between two waits is not known, only how long it was busy in a step (if not measured: all the
+    time). It works while the host waits for it, and for the rest of its busy time while the host works.
     """
     busy_part, waited_part = _busy_parts(entries, recorder)
     timeline: list[Work | Wait] = []
@@ -249,12 +251,13 @@ def _drained(entry: Entry) -> float:
     return max(0.0, entry.seconds - entry.wait.after - entry.wait.device)
 
 
-def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, together: float) -> None:
+def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, together: float) -> float | None:
+    """Fill in the times of a step; returns the seconds of all counted steps, None if they are not known."""
     total = length.total
     if not report.predicted and recorder.steps:
         total = recorder.step_times[recorder.steps] - recorder.step_times[first]
     if total <= 0 or not recorder.used_device or (report.predicted and not recorder.launched):
-        return  # without the operations between the waits there is no step to compare them with
+        return None  # without the operations between the waits there is no step to compare them with
     steps = report.counted_steps or 1
     report.step_seconds = total / steps if report.counted_steps else None
     if report.predicted:
@@ -262,7 +265,7 @@ def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, 
     elif recorder.busy_seconds is not None and report.step_seconds:
         report.busy = min(1.0, recorder.busy_seconds / report.step_seconds)
     report.gain = min(1.0, max(0.0, together / total))
-    report.cost = total  # the findings' part of it is known when they are
+    return total
 
 
 def _finding(key: Stall, count: int, waited: float, gained: float | None, report: Report) -> Finding:
@@ -286,9 +289,6 @@ def _finding(key: Stall, count: int, waited: float, gained: float | None, report
 
 
 def _summarise(report: Report, recorder: Recorder) -> None:
-    total, report.cost = report.cost, None
-    if total:
-        report.cost = min(1.0, sum(finding.waited for finding in report.findings if finding.gained is not None) / total)
     if recorder.forks:
         processes = "process" if recorder.forks == 1 else "processes"
         report.notes.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import time
 from typing import Any
 
@@ -20,15 +19,14 @@ from manyhands.audit import sites, watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.stall import Stall
 from manyhands.audit.torch import calls
-from manyhands.audit.wrapping import Steps
+from manyhands.audit.wrapping import Installation, Steps
 from manyhands.backends.torch import compat, devices, virtual
 from manyhands.backends.torch.cuda_stand_in import streams
 from manyhands.backends.torch.virtual import VirtualTensor
 
-_installed = False
-_lock = threading.Lock()
 _is_compiling = torch.compiler.is_compiling
 steps = Steps()
+installation = Installation("torch", calls.on_device, virtual.count)
 
 
 def stand_in() -> None:
@@ -44,11 +42,8 @@ def used_device() -> bool:
 
 def install() -> None:
     """Wrap everything, once; the wrappers stay, and do nothing without a sink."""
-    global _installed
-    with _lock:
-        if _installed:
-            return
-        _installed = True
+    if not installation.begins():
+        return
     compat.device_constructors()  # it remembers functions as they are now
     for name, rule in calls.METHODS.items():
         for owner in (torch.Tensor, VirtualTensor):  # a virtual tensor has some of them of its own
