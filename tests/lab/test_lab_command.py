@@ -56,6 +56,22 @@ def test_bad_input_is_one_line_before_anything_runs(capsys: pytest.CaptureFixtur
     assert "cannot be made" in _refusal(capsys, "two-devices", "--out", str(tmp_path / "file"))
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("hidden-wait", "manyhands lab run hidden-wait"),
+        ("hidden_wait", "manyhands lab run hidden-wait"),
+        ("all", "manyhands lab run all"),
+        ("list", "manyhands lab"),
+        ("rum", "run"),
+    ],
+)
+def test_who_leaves_out_run_is_shown_the_command(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["lab", word])
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_no_permission(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

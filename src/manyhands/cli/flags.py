@@ -57,20 +57,28 @@ def _with_value(name: str, value: Any) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the choice that was probably meant."""
+    """Names the choice that was probably meant.
+
+    ``likely``: what a refused word may be instead, where a command knows more than its choices.
+    """
+
+    likely: Callable[[str], str | None] | None = None
 
     def error(self, message: str) -> NoReturn:
-        super().error(f"{message}{_nearest_choice(message)}")
+        super().error(f"{message}{_nearest_choice(message, self.likely)}")
 
 
-def _nearest_choice(message: str) -> str:
+def _nearest_choice(message: str, likely: Callable[[str], str | None] | None = None) -> str:
     """
     >>> _nearest_choice("argument COMMAND: invalid choice: 'trian' (choose from 'train', 'parity')")
     '; did you mean train?'
     """
     refused = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-    near = difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), 1) if refused is not None else []
-    return f"; did you mean {near[0]}?" if near else ""
+    if refused is None:
+        return ""
+    near = likely(refused[1]) if likely is not None else None
+    near = near or next(iter(difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), 1)), None)
+    return f"; did you mean {near}?" if near else ""
 
 
 def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:

@@ -31,6 +31,7 @@ def add(commands: Any) -> None:
         description="Without arguments, lists the experiments. docs/lab.md explains the reports.",
     )
     parser.set_defaults(run_command=_list)
+    parser.likely = _likely
     actions = parser.add_subparsers(dest="action", metavar="run", help="without it, the experiments are listed")
     running = actions.add_parser(
         "run",
@@ -58,6 +59,16 @@ def add(commands: Any) -> None:
         "--json says where",
     )
     running.set_defaults(run_command=run)
+
+
+def _likely(word: str) -> str | None:
+    """The command for who left out ``run``."""
+    from manyhands.lab import experiments
+
+    if word == "list":
+        return "manyhands lab"
+    near = word if word == "all" else experiments.nearest(word)
+    return None if near is None else f"manyhands lab run {near}"
 
 
 def _list(options: argparse.Namespace) -> int:

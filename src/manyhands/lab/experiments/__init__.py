@@ -30,8 +30,17 @@ NAMES = (
 def load(name: str) -> Experiment:
     """The experiment of that name."""
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, 1)
-        guess = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(NAMES)}"
+        near = nearest(name)
+        guess = f"; there are {', '.join(NAMES)}" if near is None else f"; did you mean {near}?"
         raise BadSettings(f"there is no experiment {name!r}{guess}")
     experiment: Experiment = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").run
     return experiment
+
+
+def nearest(name: str) -> str | None:
+    """The experiment that a name was probably meant for.
+
+    >>> nearest("hidden_wait"), nearest("list")
+    ('hidden-wait', None)
+    """
+    return next(iter(difflib.get_close_matches(name, NAMES, 1)), None)
