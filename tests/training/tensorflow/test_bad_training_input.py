@@ -76,6 +76,14 @@ def test_labels_of_any_width_and_of_keras_own_losses() -> None:
     assert column[-1]["train_loss"] == pytest.approx(plain[-1]["train_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_targets_of_another_width_than_the_answers(columns: int) -> None:
+    """TensorFlow compares one column with all three answers, and Keras lets it."""
+    X, _ = vectors()
+    with pytest.raises(BadBatch, match=rf"answer to a sample has shape \(3,\), and its target \({columns},"):
+        fit(mlp(), (X, X[:, :columns]), loss="mse")
+
+
 def test_several_short_jobs_in_one_program_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     X, y = vectors()
     log = tf.get_logger()

@@ -338,3 +338,21 @@ def test_a_rare_class_is_found_in_many_samples() -> None:
 
     with pytest.raises(BadSettings, match="not a mean over the samples"):
         fit(mlp(), (X, y), 2, loss=weighted)
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"), [(None, "float64"), (None, "mixed_bfloat16"), ("cross_entropy", "mixed_bfloat16")]
+)
+@pytest.mark.filterwarnings("ignore:.*produced by a Softmax activation")
+def test_a_model_that_ends_with_a_softmax_is_trained_by_the_scores_before_it(loss: Any, dtype: str) -> None:
+    """As Keras does it by its own losses. A second softmax would train, too, but slowly."""
+
+    def with_softmax() -> Any:
+        return keras.Sequential([layers.Input((6,)), *mlp(dtype=dtype).layers, layers.Softmax(dtype=dtype)])
+
+    plain, ending = mlp(dtype=dtype), with_softmax()
+    expected = fit(plain, vectors(FEW), 2, loss=loss).rows[0]
+    row = fit(ending, vectors(FEW), 2, loss=loss).rows[0]
+    assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-9)
+    assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
+    assert parity.largest_difference(tensors(ending), tensors(plain)) < 1e-9

@@ -13,7 +13,7 @@ from keras.src.models.functional import Functional
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.data.sources import Batch
-from manyhands.training.tensorflow.book.module import Module, cross_entropy
+from manyhands.training.tensorflow.book.module import Module, before_softmax, cross_entropy
 from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_answer, parts_of
 from manyhands.training.tensorflow.loss.keras_losses import (
     KerasLoss,
@@ -138,15 +138,20 @@ def _check_scores(answer: Any, parts: Parts) -> None:
 
 
 def widened(answer: Any) -> Any:
-    """Half-precision outputs as float32: a loss in half precision loses accuracy."""
+    """Half-precision outputs as float32: a loss in half precision loses accuracy. The mask and the scores that Keras
+    keeps with an output for its losses stay with it.
+    """
 
     def wide(leaf: Any) -> Any:
         if leaf.dtype.size >= 4:
             return leaf
-        mask, leaf = keras.src.backend.get_keras_mask(leaf), tf.cast(leaf, tf.float32)
+        mask, scores = keras.src.backend.get_keras_mask(leaf), before_softmax(leaf)
+        wider = tf.cast(leaf, tf.float32)
         if mask is not None:
-            keras.src.backend.set_keras_mask(leaf, mask)
-        return leaf
+            keras.src.backend.set_keras_mask(wider, mask)
+        if scores is not leaf:
+            wider._keras_logits = tf.cast(scores, tf.float32)
+        return wider
 
     return tf.nest.map_structure(wide, answer)
 

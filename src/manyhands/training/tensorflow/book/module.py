@@ -50,7 +50,12 @@ class DataModule(data_module.DataModule):
 
 
 def cross_entropy(y_hat: Any, y: Any) -> Any:
-    """The cross-entropy of class scores (before softmax), one number per sample."""
+    """The cross-entropy of class scores, one number per sample; also of a model that ends with a softmax."""
     # TensorFlow takes two kinds alone, and labels are often bytes (Keras's own data sets have such).
     known = y if not tf.is_tensor(y) or not y.dtype.is_integer else tf.cast(y, tf.int64)
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(known, y_hat)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(known, before_softmax(y_hat))
+
+
+def before_softmax(answer: Any) -> Any:
+    """The scores that Keras's softmax was given, where an answer comes from one: Keras keeps them for its losses."""
+    return getattr(answer, "_keras_logits", answer)

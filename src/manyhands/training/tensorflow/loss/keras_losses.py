@@ -230,13 +230,18 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
 
 
 def _check_shapes(loss: Any, y_true: Any, y_pred: Any) -> None:
-    """Refuse to compare every answer with every target, as TensorFlow does with shapes (4,) and (4, 4)."""
+    """Refuse to compare every answer with every target, as TensorFlow does with shapes (4,) and (4, 4).
+
+    As in Keras an axis of size 1 at the end may be missing.
+    """
     if getattr(getattr(loss, "fn", None), "__name__", "") not in _PAIRING:
         return
     if not (tf.is_tensor(y_true) and tf.is_tensor(y_pred)) or None in (y_true.shape.rank, y_pred.shape.rank):
         return
-    more, fewer = sorted((y_true.shape, y_pred.shape), key=lambda shape: -shape.rank)
-    if more.rank > fewer.rank and (more.rank > fewer.rank + 1 or more[-1] != 1):
+    fewer, more = sorted((y_true.shape, y_pred.shape), key=lambda shape: shape.rank)
+    rest = more[fewer.rank :].as_list()
+    differ = any(None not in sizes and sizes[0] != sizes[1] for sizes in zip(fewer[1:], more[1:], strict=False))
+    if differ or rest not in ([], [1]):
         raise refusals.unlike_target(y_pred.shape, y_true.shape)
 
 
