@@ -43,8 +43,16 @@ class Steps:
 class Installation:
     """The hooks of a framework: installed once, and whether the CPU stands in for a GPU."""
 
-    def __init__(self, framework: str, on_device: IsOnDevice, virtual_count: Callable[[], int]) -> None:
-        self._framework, self._on_device, self._virtual_count = framework, on_device, virtual_count
+    def __init__(
+        self,
+        framework: str,
+        on_device: IsOnDevice,
+        virtual_count: Callable[[], int],
+        gpu_count: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``gpu_count`` is asked only for calls that name no array, as ``waitall()``."""
+        self._framework, self._on_device = framework, on_device
+        self._virtual_count, self._gpu_count = virtual_count, gpu_count
         self.stands_in = False
         self._installed = False
         self._lock = threading.Lock()
@@ -67,14 +75,15 @@ class Installation:
     def wrap(self, owner: Any, name: str, call: str, kind: Kind, *, whole: bool = False) -> None:
         """Replace a function of a class or module by one that announces its wait.
 
-        It waits if its first argument is on a device; ``whole``: if any argument, or a part of one, is.
+        It waits if its first argument is on a device; ``whole``: if any argument, or a part of one, is, or if it has
+        none and there is a device.
         """
         original = getattr(owner, name, None)
         if original is None or hasattr(original, "manyhands_audit"):
             return
 
         def waits(*args: Any, **kwargs: Any) -> Any:
-            if not watch.listening or not _concerns(args, self._on_device, whole):
+            if not watch.listening or not self._concerns(args, kwargs, whole):
                 return original(*args, **kwargs)
             nbytes = getattr(args[0], "nbytes", 0) if args else 0
             with watch.Waiting(kind, call, nbytes if isinstance(nbytes, int) else 0, framework=self._framework):
@@ -84,6 +93,13 @@ class Installation:
         functools.update_wrapper(waits, original, names)
         waits.manyhands_audit = True  # type: ignore[attr-defined]
         setattr(owner, name, waits)
+
+    def _concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool) -> bool:
+        if not whole:
+            return bool(args) and self._on_device(args[0])
+        if not args and not kwargs:
+            return self.on_cpu or self._gpu_count() > 0
+        return any(map(self._on_device, _leaves([args, kwargs])))
 
     def wrap_numpy(self) -> None:
         """``np.asarray`` reads memory of the CPU without asking the array: only where that stands in for a device."""
@@ -96,12 +112,6 @@ class Installation:
             for method in methods:
                 if method in vars(owner):
                     self.wrap(owner, method, f"{name}.{method}", kind)
-
-
-def _concerns(args: tuple[Any, ...], on_device: IsOnDevice, whole: bool) -> bool:
-    if not whole:
-        return bool(args) and on_device(args[0])
-    return not args or any(on_device(leaf) for leaf in _leaves(args))
 
 
 def _leaves(value: Any) -> list[Any]:

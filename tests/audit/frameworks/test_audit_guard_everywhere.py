@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support import run_python
 
@@ -46,10 +48,30 @@ print("good")
 """
 
 
-def test_a_guard_sees_waits(framework: str, tmp_path: object) -> None:
+def test_a_guard_sees_waits(framework: str, tmp_path: Path) -> None:
     code = f"from manyhands import {framework} as mh\nmh.virtual_devices(2)\n{MAKE[framework]}\n{CHECKS}"
     script = f"{tmp_path}/program.py"  # a file: its lines, and a comment in one of them, can be read
     with open(script, "w") as file:
         file.write(code)
     done = run_python(f"import runpy; runpy.run_path({script!r}, run_name='__main__')", MANYHANDS_VIRTUAL_DEVICES="")
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+ON_THE_CPU = {
+    "torch": "import torch\nloss = torch.ones(())\nfloat(loss)",
+    "jax": "import jax\nloss = jax.numpy.ones(())\nfloat(loss)\njax.block_until_ready(loss)\njax.device_get(loss)",
+    "tensorflow": "import tensorflow as tf\nloss = tf.ones(())\nfloat(loss)\nloss.numpy()",
+    "mxnet": "import mxnet as mx\nloss = mx.nd.ones(1)\nloss.asscalar()\nloss.wait_to_read()\nmx.nd.waitall()",
+}
+
+
+def test_on_a_cpu_nothing_is_a_hidden_wait(framework: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    lines = "".join(f"    {line}\n" for line in ON_THE_CPU[framework].splitlines())
+    program.write_text(f"for step in range(9):\n{lines}")
+    done = run_python(
+        f"from manyhands.cli import main; raise SystemExit(main(['audit', {str(program)!r}]))",
+        MANYHANDS_VIRTUAL_DEVICES="",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no tensor was on a GPU: there was nothing to audit" in done.stderr, done.stderr

@@ -21,7 +21,7 @@ def on_device(value: Any) -> bool:
     return installation.on_cpu or value.context.device_type == "gpu"
 
 
-installation = Installation("mxnet", on_device, devices.virtual_count)
+installation = Installation("mxnet", on_device, devices.virtual_count, mx.context.num_gpus)
 stand_in = installation.stand_in
 
 
