@@ -97,6 +97,18 @@ def test_an_unknown_option_is_told_what_it_may_be(
     assert meant in said
 
 
+@pytest.mark.parametrize("command", ["parallel", "parity", "predict", "train"])
+def test_the_first_framework_that_is_installed_is_used(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not always PyTorch, which somebody with JAX alone would be told to install."""
+    script = tmp_path / "script.py"
+    script.write_text("def make(): ...")
+    monkeypatch.setattr(probe, "installed", lambda: ["mxnet"])  # not here: the error names it
+    assert main([command, *(() if command == "train" else [f"{script}:make"])]) == 1
+    assert "manyhands.mxnet needs mxnet" in capsys.readouterr().err
+
+
 def test_no_framework_is_a_useful_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("manyhands.cli.probe.FRAMEWORKS", ())
     assert main(["devices"]) == 0

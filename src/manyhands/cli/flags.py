@@ -123,9 +123,15 @@ def in_command_words(text: str) -> str:
 
 
 def add_framework(option: Callable[..., Any], words: str = "") -> None:
-    """``--framework``, by default the first of all; ``words`` say what it is of."""
-    first = FRAMEWORKS[0]
-    option("--framework", choices=FRAMEWORKS, default=first, help=f"{words}{'; ' * bool(words)}default: {first}")
+    """``--framework``, read by :func:`framework`; ``words`` say what it is of."""
+    option("--framework", choices=FRAMEWORKS, help=f"{words}{'; ' * bool(words)}default: the first that is installed")
+
+
+def framework(options: argparse.Namespace) -> str:
+    """The one that was chosen, or the first that is installed."""
+    from manyhands.cli import probe
+
+    return str(options.framework or next(iter(probe.installed()), FRAMEWORKS[0]))
 
 
 def whole_number(least: int) -> Callable[[str], int]:

@@ -44,11 +44,12 @@ def run(options: argparse.Namespace) -> int:
     for path, check in ((options.draw, graph_svg.checked_path), (options.timeline, timeline.checked_path)):
         if path is not None:
             check(path)
-    mh: Any = importlib.import_module(f"manyhands.{options.framework}")
-    backend: Any = importlib.import_module(f"manyhands.backends.{options.framework}.devices")
+    framework = flags.framework(options)
+    mh: Any = importlib.import_module(f"manyhands.{framework}")
+    backend: Any = importlib.import_module(f"manyhands.backends.{framework}.devices")
     if options.devices is not None and not backend.CAPABILITIES.plans_lanes:
         raise BadSettings(
-            f"--devices {options.devices}: {options.framework}'s own runtime runs the function, so other devices "
+            f"--devices {options.devices}: {framework}'s own runtime runs the function, so other devices "
             "cannot be simulated. Leave --devices out, or write the function in torch"
         )
     module, function = script.load(options.function)

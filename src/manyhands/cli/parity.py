@@ -43,8 +43,9 @@ def run(options: argparse.Namespace) -> int:
     from manyhands.training.commands import parity
     from manyhands.training.commands import recipes as _recipes
 
-    recipes = _recipes.of(options.framework)
-    mh: Any = importlib.import_module(f"manyhands.{options.framework}")
+    framework = flags.framework(options)
+    recipes = _recipes.of(framework)
+    mh: Any = importlib.import_module(f"manyhands.{framework}")
     mh.Trainer(1, devices=f"cpu:{options.devices}")  # makes the devices, before anything else is computed
     model, data, loss = _what(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")

@@ -114,12 +114,12 @@ def _stored(options: argparse.Namespace, between: Link | None) -> Prediction:
             raise BadSettings(f"--profile {options.profile} and {getattr(options, name)}: a profile has its own model")
     profile = Profile.load(options.profile)
     if between is None:
-        between = _framework(options.framework).measured_link(profile.kind, max(options.devices))
+        between = _framework(flags.framework(options)).measured_link(profile.kind, max(options.devices))
     return predict(profile, between, options.devices, options.batch_size, per_device=options.per_device)
 
 
 def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
-    entry = _framework(options.framework)
+    entry = _framework(flags.framework(options))
     name, model, batch, loss = _what(options, entry)
     prediction: Prediction = entry.predict(
         model,

@@ -175,13 +175,12 @@ def _add_checkpoints(group: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.cli import probe
     from manyhands.training import launcher
     from manyhands.training.commands import recipes as _recipes
 
     _find_run(options)
     begun = _begun(options)
-    framework = options.framework or begun.get("framework") or next(iter(probe.installed()), FRAMEWORKS[0])
+    framework = options.framework or begun.get("framework") or flags.framework(options)
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     chosen = {**_ALWAYS, **begun, **_asked(options, begun)}

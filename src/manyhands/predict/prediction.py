@@ -92,11 +92,13 @@ class Prediction:
     def __str__(self) -> str:
         profile, step = self.profile, self.profile.step(self.profile.batch_size, 1)
         sizes = "each device's batch" if self.per_device else "batch size"
-        parts = f"forward {_time(step.forward)}, backward {_time(step.backward)}, optimizer {_time(step.optimizer)}"
+        parts = f" (forward {_time(step.forward)}, backward {_time(step.backward)}, optimizer {_time(step.optimizer)})"
+        if not step.optimizer:  # a step that was timed as a whole: its parts are assumed
+            parts = ""
         lines = [
             self.headline,
             "",
-            f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(step.total)} a step ({parts})",
+            f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(step.total)} a step{parts}",
             f"gradients: {megabytes(profile.gradient_bytes)} in {len(profile.buckets)} "
             f"bucket{'s' if len(profile.buckets) != 1 else ''}; link {self.link}",
             "",
