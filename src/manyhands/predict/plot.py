@@ -12,6 +12,7 @@ from manyhands.schedule.pictures.output_path import to_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from manyhands.predict.prediction import Prediction
 
@@ -20,22 +21,28 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 
 
 def place(path: str | Path) -> Path:
-    """The path, if a picture can be written to it; asked before anything is measured."""
-    return to_write(path, "plot", (".png", ".svg"))
+    """The path, if a picture can be drawn and written to it; asked before anything is measured."""
+    path = to_write(path, "plot", (".png", ".svg"))
+    _figure_class()
+    return path
 
 
-def draw(prediction: Prediction, path: str | Path) -> Path:
-    path = place(path)
+def _figure_class() -> type[Figure]:
+    """Not pyplot: its current figure and its backend belong to the user's program."""
     try:
-        # Not pyplot: its current figure and its backend belong to the user's program.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PackageMissing(
             "the plot cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
         ) from error
+    return Figure
+
+
+def draw(prediction: Prediction, path: str | Path) -> Path:
+    path = place(path)
     has_memory = any(row.memory is not None for row in prediction.rows)
     count = 3 if has_memory else 2
-    figure = Figure(figsize=(4.6 * count, 4.6), layout="constrained")
+    figure = _figure_class()(figsize=(4.6 * count, 4.6), layout="constrained")
     axes: Any = figure.subplots(1, count)
     _speed_up(axes[0], prediction)
     shares = [{name: row.terms.get(name, 0) / row.seconds for name in ("computing", *TERMS)} for row in prediction.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    script = tmp_path / "script.py"
+    script.write_text("def make(): raise AssertionError('called')")
+    assert main(["predict", f"{script}:make", "--plot", str(tmp_path / "p.svg")]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert (
+        shown.err == "manyhands: the plot cannot be drawn: matplotlib is not installed. Run: pip install matplotlib\n"
+    )
 
 
 def test_the_examples_of_the_page_run() -> None:
