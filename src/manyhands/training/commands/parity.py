@@ -1,16 +1,16 @@
-"""Does training on N devices give what one device gives? Trained and compared, with numbers.
+"""Does training on N devices give the same weights as on one? Trains both ways and compares.
 
-In float64 after 50 steps the two agree to about 1e-15; in float32 only the first steps can be compared, because small
-differences of rounding grow without bound. A short last batch and uneven shards are always among the steps, and samples
-from the whole of the data: in sorted ones the first may all be equally long, and a mean over tokens then looks like one
-over samples. Such a loss is refused by the trainer on N devices, which ends the comparison with its message.
+In float64 the two agree to about 1e-15 after 50 steps; in float32 only the first steps can be compared, because small
+rounding differences grow without bound. The steps always include a short last batch and uneven shards. Samples are
+taken from all of the data: in sorted data the first ones may all have the same length, and a mean over tokens would
+look like a mean over samples. The trainer refuses such a loss on N devices, and the comparison ends with its message.
 
-Where a net has kinks, float32 may not even keep the first steps: one value in a million is so close to zero that the
-last bit decides on which side of a ReLU it is, and then its whole gradient is there or is not. N devices add in another
-order, so their last bits differ. Whether that explains a difference is measured, not assumed: both are held against the
-same steps in float64. One device is trained again, up to sixteen times, from weights that differ in their last bit
-alone (:func:`nudged`), to see how far float32 takes it. N devices may be that far from float64, and not much further:
-never half of what there is, where float32 itself has lost its way and would excuse anything.
+With ReLUs even the first steps may differ in float32: one value in a million is so close to zero that its last bit
+decides on which side of a ReLU it is, and so whether it has a gradient. N devices add in another order, so their last
+bits differ. Whether that explains a difference is measured, not assumed: both are compared to the same steps in
+float64. One device is trained again, up to sixteen times, from weights that differ only in their last bit
+(:func:`nudged`), to measure the error of float32. N devices may be about that far from float64, but never further than
+half of the norm of a tensor: an error that large would excuse anything.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Linen modules as NNX modules, made by ``nnx.bridge.ToNNX``, and back.
 
-A Linen module holds no weights. ``trainer.fit(module, data)`` draws them by the job's seed, or begins with those of a
-bound module, ``module.bind(variables)``; ``trainer.model`` is then the module bound to what was learned.
+A Linen module holds no weights. ``trainer.fit(module, data)`` draws them from the job's seed, or begins with those of a
+bound module, ``module.bind(variables)``; afterwards ``trainer.model`` is the module bound to the trained weights.
 
-A Linen module does not know whether it is trained: every call says so, by an argument that its author has chosen, and
-its statistics change only where the caller allows it. NNX's ``train()`` and ``eval()`` do not reach it. So the modules
-of a model that lives for one trace become ones of a class that adds both to each call.
+A Linen module does not know whether it is trained: every call says so, by an argument that its author has named, and
+its statistics change only if the caller allows it. NNX's ``train()`` and ``eval()`` do not reach it. So, in a model
+that lives for one trace, these modules get a class that adds both to each call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MXNet's two kinds of arrays: ``mx.np`` after ``npx.set_np()``, ``mx.nd`` otherwise.
 
-manyhands sets neither: a model works in the mode in which its parameters were made, and with arrays of that kind. So
-training puts itself into the model's mode, whatever the program is in at the moment, and leaves it again.
+manyhands sets neither: a model needs the mode in which its parameters were created, and arrays of that kind. So
+training switches to the model's mode, whatever the program's mode is, and back again.
 """
 
 from __future__ import annotations

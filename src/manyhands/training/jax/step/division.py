@@ -1,10 +1,9 @@
 """Divides a batch over the devices, evenly or by shares, with padding rows.
 
-A step is one program over all devices, and each of them holds the same number of rows. Where samples are divided
-evenly the compiler cuts the batch itself, and counts nothing twice where it does not come out even: ten samples on
-three devices are rows of four, and the last two rows are padding. With shares, each device has its own number of
-samples, and every device as many rows as the largest share; the rows left over repeat a sample of the batch, with
-weight zero::
+A step is one program over all devices, and each device holds the same number of rows. If samples are divided evenly,
+the compiler cuts the batch itself, and pads it if it does not divide: ten samples on three devices are rows of four,
+and the last two rows are padding. With shares, each device has its own number of samples, and every device as many rows
+as the largest share; the rows left over repeat a sample of the batch, with weight zero::
 
     division(10, 2, [7, 3]).places    [0 1 2 3 4 5 6 | 7 8 9 0 0 0 0]
                            .weights   [1 1 1 1 1 1 1 | 1 1 1 0 0 0 0]

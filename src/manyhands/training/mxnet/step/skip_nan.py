@@ -1,9 +1,9 @@
 """``on_nan="continue"``: a batch whose loss is NaN leaves no trace in weights, statistics or optimizer state.
 
-Only a device knows whether the loss is NaN, and the host must not wait for it. So the step is made in any
-case, with copies kept of all that it may change, and afterwards each device chooses, array by array: what the step made
-of it, or the copy. How often a parameter was updated is counted in Python, and is not taken back: optimizers that use
-it (Adam's first steps) count the batch that was left out.
+Only a device knows whether the loss is NaN, and the host must not wait for it. So everything that the step may change
+is copied, the step is made in any case, and then each device chooses for each array: the new value, or the copy. The
+number of updates of a parameter is counted in Python, and is not restored: optimizers that use it (Adam, in its first
+steps) count the skipped batch.
 """
 
 from __future__ import annotations

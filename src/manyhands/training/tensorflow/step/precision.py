@@ -1,7 +1,7 @@
 """A model in another precision. In Keras that is a property of its layers, so the model is rebuilt.
 
-Layers get it from their configuration, and those that a layer makes for itself by Keras's setting for the whole
-program, which is put back. The weights of the new model are those of the old one.
+Layers get their precision from their configuration; layers that are created inside other layers get Keras's global
+setting, which is set and put back. The new model has the weights of the old one.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ samples takes part with a count of zero. Works on CPUs and GPUs (PyTorch's SyncB
 Means and sums of squared deviations of the shards are merged exactly (Chan, Golub and LeVeque 1979): with counts n_i,
 means m_i and squared deviations s_i the whole has m = sum(n_i m_i) / n and s = sum(s_i + n_i (m_i - m)^2).
 
-The layers have a process group of their own. Sums of gradients start while the backward pass runs, at a moment that
-depends on which parameters a rank used: in one group, one rank's sum could meet another's statistics.
+The layers have a separate process group. Sums of gradients start while the backward pass runs, at a moment that depends
+on which parameters a rank used: in one group, the sum of one rank could be matched with the statistics of another.
 """
 
 from __future__ import annotations

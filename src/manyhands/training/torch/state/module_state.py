@@ -1,15 +1,16 @@
-"""What a model holds in Python beside parameters and buffers: counters, lists, moving averages.
+"""Python attributes of a model besides parameters and buffers: counters, lists, moving averages.
 
-On one device the training happens in the caller's own objects. On several it happens in worker processes, so what has
-changed there comes home with the weights: that of the first rank is put into the caller's modules, in place where it
-can be, since others may hold the same list. A checkpoint takes it along, too, as JSON and safetensors (nothing is
-unpickled from a file); what is neither numbers, texts, tensors nor collections of them stays out, and a note says so.
-For example a model with ``self.calls = 0`` and ``self.losses = []``, both changed in every forward pass::
+On one device the training happens in the caller's own objects. On several devices it happens in worker processes, so
+changed attributes are sent back with the weights: those of the first rank are written into the caller's modules, in
+place if possible, because other objects may hold the same list. A checkpoint saves them too, as JSON and safetensors
+(nothing is unpickled from a file); values other than numbers, texts, tensors and collections of them are not saved, and
+a note says so. For example a model with ``self.calls = 0`` and ``self.losses = []``, both changed in every forward
+pass::
 
     worker    {("", "calls"): 12, ("", "losses"): [0.7, ...]}   changed since the job began
     caller    model.calls = 12; model.losses[:] = [0.7, ...]
 
-Attributes that are only read cost one look at the beginning and none later on.
+Attributes that are only read are looked at once, at the beginning.
 """
 
 from __future__ import annotations

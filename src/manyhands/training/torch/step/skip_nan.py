@@ -1,16 +1,16 @@
 """``on_nan="continue"``: a batch whose loss is NaN leaves no trace in weights, statistics or optimizer.
 
-Only the device knows whether the loss is finite, and the host must not wait for it. So the step is made in any case,
-after all that it may change was copied, and then the device chooses, tensor by tensor: the new value, or the copy. For
-example weights w = 2 and a loss of nan::
+Only the device knows whether the loss is finite, and the host must not wait for it. So everything that the step may
+change is copied, the step is made in any case, and then the device chooses for each tensor: the new value, or the copy.
+For example weights w = 2 and a loss of nan::
 
     keep()                     copies: 2
     forward, backward, update  w = nan
     put_back(good=False)       w = where(good, nan, 2) = 2
 
-It costs memory for one more copy of weights, statistics and optimizer state, and the time of copying them twice in
-every step. The host waits in the steps in which the optimizer creates its state, the first ones: what did not exist
-cannot be kept. Numbers that an optimizer counts in Python (none of PyTorch's own does) are not taken back.
+It costs memory for one more copy of weights, statistics and optimizer state, and the time to copy them twice in every
+step. The host waits in the first steps, in which the optimizer creates its state: state that did not exist could not be
+copied. Numbers that an optimizer counts in Python (none of PyTorch's own does) are not restored.
 """
 
 from __future__ import annotations

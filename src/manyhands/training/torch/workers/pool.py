@@ -1,10 +1,10 @@
 """Worker processes, one per rank, that stay for the next job; and what happens when one of them fails.
 
-A worker that dies or raises ends the job within a second: the others are stopped, and the error names the rank and
-carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its silence, asked
-where it is (a signal makes it write its stack), and named. A signal that asks the caller to stop is handed on to the
-first rank. When the caller is interrupted at once (the second Ctrl-C), the weights of that moment are brought home
-before the workers are stopped.
+If a worker dies or raises, the job ends within a second: the others are stopped, and the error names the rank and has
+its traceback. A worker that hangs makes no step while the others wait for it: it is recognised by its silence, a signal
+makes it write its stack, and the error names it. A signal that asks the caller to stop is passed on to the first rank.
+When the caller is interrupted at once (the second Ctrl-C), the current weights are fetched before the workers are
+stopped.
 """
 
 from __future__ import annotations
