@@ -348,8 +348,8 @@ class Loop:
         self._commit()
         self._owes_evaluation = False
         if self.cursor.step > self.last_row:
-            epoch, every = self.cursor.epoch, self.settings.limits.evaluation_epoch()
-            due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
+            epoch, (every, unit) = self.cursor.epoch, self.settings.limits.evaluation
+            due = (epoch + 1) % every == 0 if unit == "epochs" else self._evaluation_is_due()
             is_last = self.is_over or self.report.stop is not None
             is_last = is_last or (over and epoch + 1 >= self.settings.max_epochs)
             self._row_is_epoch = self._row_is_epoch and over
@@ -389,8 +389,8 @@ class Loop:
 
     def _evaluation_is_due(self) -> bool:
         """Whether ``evaluate_every`` asks for an evaluation after the step that was made last."""
-        every = self.settings.limits.evaluation_step()
-        return every is not None and self.cursor.step % every == 0 and self.cursor.step > self.last_row
+        every, unit = self.settings.limits.evaluation
+        return unit == "steps" and self.cursor.step % every == 0 and self.cursor.step > self.last_row
 
     def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, counts: bool = True) -> None:
         """Add a row with the figures since the row before; ``counts``: schedulers see it."""

@@ -268,15 +268,10 @@ class Limits(_Topic):
             return self.overfit_batches
         return self.limit_batches if isinstance(self.limit_batches, int) else None
 
-    def evaluation_step(self) -> int | None:
-        """Steps between two evaluations; None where they come with epochs."""
-        count, unit = units.every(self.evaluate_every or "1 epoch") or (1, "epochs")
-        return count if unit == "steps" else None
-
-    def evaluation_epoch(self) -> int | None:
-        """Epochs between two evaluations; None where they come with steps."""
-        count, unit = units.every(self.evaluate_every or "1 epoch") or (1, "epochs")
-        return count if unit == "epochs" else None
+    @property
+    def evaluation(self) -> tuple[int, str]:
+        """How often to evaluate: a number, and what it counts, ``"steps"`` or ``"epochs"``."""
+        return units.every(self.evaluate_every or "1 epoch") or (1, "epochs")
 
 
 TOPICS: dict[str, type[Step | Checkpoints | Workers | Limits]] = {

@@ -18,9 +18,9 @@ from manyhands.training.options import Limits
 def test_durations_and_intervals() -> None:
     assert doctest.testmod(units).failed == doctest.testmod(stop_signals).failed == 0
     assert Limits(max_time="1h30m") == Limits(max_time=5400) == Limits(max_time=datetime.timedelta(hours=1.5))
-    assert Limits(evaluate_every="2 epochs").evaluation_epoch() == 2
-    assert Limits(evaluate_every="10 steps").evaluation_step() == 10
-    assert (Limits().evaluation_step(), Limits().evaluation_epoch()) == (None, 1)
+    assert Limits(evaluate_every="2 epochs").evaluation == (2, "epochs")
+    assert Limits(evaluate_every="10 steps").evaluation == (10, "steps")
+    assert Limits().evaluation == (1, "epochs")
 
 
 @pytest.mark.parametrize(
