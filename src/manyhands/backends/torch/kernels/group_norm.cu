@@ -8,8 +8,8 @@
 //     sample 1   rows 0-15  (0,1)     16-31  (1,1)     ...
 //
 // Sums are kept for each channel, so that any number of channels can be a group: each thread's own, then the block's
-// ("partial": sample x block x 2 x channel), then a block for each sample adds them up over blocks and over groups. The
-// order of the additions is always the same: so the results are, to the bit.
+// ("partial": sample x block x 2 x channel), then a block for each sample adds them up over blocks, and a warp of it over
+// each group. The order of the additions is always the same: so the results are, to the bit.
 //
 // NUMBER is given by who compiles this: Half or BFloat.
 
@@ -20,6 +20,8 @@ constexpr int V = T::count;
 constexpr int THREADS = 256;         // of a block
 constexpr int MOST_CHANNELS = 4096;  // of a sample
 constexpr int AHEAD = 4;             // rows of a thread that are read at once
+
+constexpr int WARP = 32;
 
 enum Activation { NONE, RELU, SILU };
 
@@ -92,6 +94,13 @@ __device__ void write_partial(const float* sums, float* partial, int column, int
     }
 }
 
+// The sum of a number over the threads of a warp; each of them gets it.
+__device__ float over_warp(float value) {
+#pragma unroll
+    for (int apart = WARP / 2; apart; apart /= 2) value += __shfl_xor_sync(0xffffffffu, value, apart);
+    return value;
+}
+
 // Sums of x and of its square for each channel, both less the first row: numbers far from zero keep their digits.
 extern "C" __global__ void sums(const uint4* x, float* partial, int rows, int vectors) {
     const uint4* sample = x + (size_t)blockIdx.y * rows * vectors;
@@ -127,28 +136,30 @@ extern "C" __global__ void statistics(const uint4* x, const float* partial, floa
     __shared__ float means[MOST_CHANNELS], squares[MOST_CHANNELS];
     int channels = vectors * V, size = channels / groups;
     const uint4* sample = x + (size_t)blockIdx.y * rows * vectors;
-    const float* own = partial + (size_t)blockIdx.y * parts * 2 * channels;
+    const float* of_parts = partial + (size_t)blockIdx.y * parts * 2 * channels;
     for (int channel = threadIdx.x; channel < channels; channel += blockDim.x) {
         float sum = 0.0f, square = 0.0f;
         for (int part = 0; part < parts; part++) {
-            sum += own[part * 2 * channels + channel];
-            square += own[(part * 2 + 1) * channels + channel];
+            sum += of_parts[part * 2 * channels + channel];
+            square += of_parts[(part * 2 + 1) * channels + channel];
         }
         means[channel] = T::load(sample, channel) + sum / rows;
         squares[channel] = square - sum * sum / rows;
     }
     __syncthreads();
-    for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+    for (int group = threadIdx.x / WARP; group < groups; group += blockDim.x / WARP) {
         float middle = 0.0f, square = 0.0f;
-        for (int i = 0; i < size; i++) middle += means[group * size + i];
-        middle /= size;
-        for (int i = 0; i < size; i++) {
+        for (int i = threadIdx.x % WARP; i < size; i += WARP) middle += means[group * size + i];
+        middle = over_warp(middle) / size;
+        for (int i = threadIdx.x % WARP; i < size; i += WARP) {
             float apart = means[group * size + i] - middle;
             square += squares[group * size + i] + rows * apart * apart;
         }
-        float variance = square / ((float)rows * size);
-        mean[blockIdx.y * groups + group] = middle;
-        deviation[blockIdx.y * groups + group] = rsqrtf((variance > 0.0f ? variance : 0.0f) + epsilon);
+        float variance = over_warp(square) / ((float)rows * size);
+        if (threadIdx.x % WARP == 0) {
+            mean[blockIdx.y * groups + group] = middle;
+            deviation[blockIdx.y * groups + group] = rsqrtf((variance > 0.0f ? variance : 0.0f) + epsilon);
+        }
     }
 }
 
@@ -214,12 +225,12 @@ extern "C" __global__ void coefficients(const float* partial, const float* weigh
                                         int parts, int rows, int vectors, int groups) {
     __shared__ float plain[MOST_CHANNELS], normal[MOST_CHANNELS];
     int channels = vectors * V, size = channels / groups;
-    const float* own = partial + (size_t)blockIdx.y * parts * 2 * channels;
+    const float* of_parts = partial + (size_t)blockIdx.y * parts * 2 * channels;
     for (int channel = threadIdx.x; channel < channels; channel += blockDim.x) {
         float sum = 0.0f, product = 0.0f;
         for (int part = 0; part < parts; part++) {
-            sum += own[part * 2 * channels + channel];
-            product += own[(part * 2 + 1) * channels + channel];
+            sum += of_parts[part * 2 * channels + channel];
+            product += of_parts[(part * 2 + 1) * channels + channel];
         }
         of_sample[(size_t)blockIdx.y * 2 * channels + channel] = sum;
         of_sample[((size_t)blockIdx.y * 2 + 1) * channels + channel] = product;
@@ -227,12 +238,15 @@ extern "C" __global__ void coefficients(const float* partial, const float* weigh
         plain[channel] = sum * by, normal[channel] = product * by;
     }
     __syncthreads();
-    for (int group = threadIdx.x; group < groups; group += blockDim.x) {
-        float sum = 0.0f, product = 0.0f;
-        for (int i = 0; i < size; i++) sum += plain[group * size + i], product += normal[group * size + i];
-        float count = (float)rows * size;
-        means[(blockIdx.y * groups + group) * 2] = sum / count;
-        means[(blockIdx.y * groups + group) * 2 + 1] = product / count;
+    for (int group = threadIdx.x / WARP; group < groups; group += blockDim.x / WARP) {
+        float sum = 0.0f, product = 0.0f, count = (float)rows * size;
+        for (int i = threadIdx.x % WARP; i < size; i += WARP)
+            sum += plain[group * size + i], product += normal[group * size + i];
+        sum = over_warp(sum), product = over_warp(product);
+        if (threadIdx.x % WARP == 0) {
+            means[(blockIdx.y * groups + group) * 2] = sum / count;
+            means[(blockIdx.y * groups + group) * 2 + 1] = product / count;
+        }
     }
 }
 

@@ -18,6 +18,8 @@ operations, for tests.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled, float_bits, multiprocessors
@@ -32,6 +34,7 @@ _THREADS = 256
 _WIDEST = 64  # vectors of a row that a block reads at once
 _ROWS = 4  # at least, for each thread
 _BLOCKS = 8  # for each multiprocessor, in all samples
+_MOST_PARTS = 256  # blocks of a sample, whose sums one block adds up
 _MOST_CHANNELS = 4096
 _LEAST_CAPABILITY = (8, 0)  # converts to bfloat16
 
@@ -62,7 +65,7 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     """Whether the operations can take this image, and these numbers of its channels: weight and bias."""
     if x.dim() < 3 or x.dtype not in _NUMBERS or not x.numel() or not x.movedim(1, -1).is_contiguous():
         return False
-    if x.shape[1] % _VECTOR or x.shape[1] > _MOST_CHANNELS or x.shape[0] >= 2**16 or x[0, 0].numel() >= 2**30:
+    if x.shape[1] % _VECTOR or x.shape[1] > _MOST_CHANNELS or x.shape[0] >= 2**16 or math.prod(x.shape[2:]) >= 2**30:
         return False
     if x.device.type == "cuda" and (x.data_ptr() % 16 or x.device.index is None):
         return False
@@ -81,12 +84,12 @@ def _of(x: torch.Tensor) -> Kernels:
 
 def _shape(x: torch.Tensor) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     """Rows and vectors of a sample, the grid of blocks and the shape of one."""
-    rows, vectors = x[0, 0].numel(), x.shape[1] // _VECTOR
+    rows, vectors = math.prod(x.shape[2:]), x.shape[1] // _VECTOR
     wide = min(_WIDEST, 1 << (vectors - 1).bit_length())
     high = _THREADS // wide
     worth = -(-rows // (high * _ROWS))
     parts = -(-multiprocessors(x.device) * _BLOCKS // x.shape[0])
-    return rows, vectors, (max(1, min(worth, parts)), x.shape[0]), (wide, high)
+    return rows, vectors, (max(1, min(worth, parts, _MOST_PARTS)), x.shape[0]), (wide, high)
 
 
 def _floats(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -140,8 +143,7 @@ def _sums_on_gpu(
     kernels.launch("gradient_sums", grid, block, gradient, x, mean, deviation, weight, bias, partial, *numbers)
     sizes = (grid[0], rows, vectors, groups)
     kernels.launch("coefficients", (1, len(x)), (_THREADS, 1), partial, weight, of_samples, means, *sizes)
-    for_bias, for_weight = of_samples.sum(0).unbind(0)
-    return for_weight, for_bias, means
+    return of_samples[:, 1].sum(0), of_samples[:, 0].sum(0), means
 
 
 def _input_gradient_on_gpu(

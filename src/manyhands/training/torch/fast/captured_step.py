@@ -104,10 +104,10 @@ def fast_step(
     steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
     compiled = settings.step.compile
     if compiled is None:
-        compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and _has_own_kernels(eager.model))
+        compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and _has_own_kernels(eager))
     parallel = settings.step.parallel
     if parallel is None:
-        parallel = steps >= _PLAN_PAYS and not compiled and not _has_own_kernels(eager.model)
+        parallel = steps >= _PLAN_PAYS and not compiled and not _has_own_kernels(eager)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
     if eager.scale is not None:  # gradients may be infinite, which the search for poison would blame on our kernels
         norms = False
@@ -158,7 +158,7 @@ class GraphStep:
         # Side lanes may hold two copies of the gradients; DistributedDataParallel has one in its buckets.
         self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._beside = Beside.on_streams(eager.device, self._stream, most_held=self._held) if side_lanes else None
-        # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
+        # By feature ("norms", "convolutions", "casts", "lanes", "compiler", "plan"): why it is not used.
         self.reasons: dict[str, str] = {}
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
@@ -216,12 +216,16 @@ class GraphStep:
             self._searching = False
             del self._sized[size]  # this one alone: others may have their graphs
             return True
-        if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
-            self._norms = self._casts = self._convolutions = None  # all of them are dispatch modes
+        has_modes = not self._is_compiled(size)  # a compiled step has none of them
+        if self._norms is not None and has_modes:
+            self._norms = None
             self._without("norms", f"normalisation not fused ({why})")
-        elif self._convolutions is not None and not self._is_compiled(size):
-            self._convolutions = None
-            self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
+        elif (self._convolutions is not None or self._casts is not None) and has_modes:
+            if self._convolutions is not None:
+                self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
+            else:
+                self._without("casts", f"casts of weights are not batched ({why})")
+            self._convolutions = self._casts = None
         elif self._beside is not None:
             self._beside = None
             self._without("lanes", f"no side lanes ({why})")
@@ -255,7 +259,7 @@ class GraphStep:
     def _fused_norms(self) -> FusedBatchNorms | FusedGroupNorms | None:
         """Our own kernels for BatchNorm; for GroupNorm where there is no BatchNorm."""
         model, device = self._eager.model, self._eager.device
-        if not _has_own_kernels(model) or is_compiled(model):
+        if not _has_own_kernels(self._eager) or is_compiled(model):
             return None
         try:
             if normalises(model):
@@ -294,7 +298,8 @@ class GraphStep:
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "not compiled"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
-            reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
+            modes = ("norms", "convolutions", "casts")
+            reasons = [self.reasons[feature] for feature in modes if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
             lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
             if self._beside is not None:
@@ -445,9 +450,11 @@ class GraphStep:
         return forward(self._eager, self._data, order, places)
 
 
-def _has_own_kernels(model: torch.nn.Module) -> bool:
-    """Whether the model has normalisation that we have kernels for."""
-    return normalises(model) or normalises_groups(model)
+def _has_own_kernels(eager: EagerStep) -> bool:
+    """Whether the model has normalisation that we have kernels for; those of GroupNorm are for 16-bit images."""
+    model, numbers = eager.model, eager.numbers
+    has_images = numbers.autocast in group_norm.DTYPES and numbers.channels_last
+    return normalises(model) or (has_images and normalises_groups(model))
 
 
 def normalises(model: torch.nn.Module) -> bool:

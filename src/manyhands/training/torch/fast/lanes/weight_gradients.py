@@ -55,6 +55,12 @@ def is_convolution_by_product(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(way_of(problem), Product) for problem in problems)
 
 
+def is_cast_of_weight_gradient() -> bool:
+    """Whether what is called now casts a gradient on its way to a parameter."""
+    node = _node()
+    return node is not None and node.name() in _PASSED and _way(node) is not None
+
+
 def _of_convolution(args: tuple[Any, ...]) -> str | None:
     for_input, for_weight, for_bias = args[-1]
     node = _node()

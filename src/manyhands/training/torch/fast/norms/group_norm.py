@@ -1,8 +1,8 @@
 """GroupNorm fused with the casts around it and the activation behind it, without a change to the model.
 
 Under autocast PyTorch normalises groups in float32 and not in channels_last. A dispatch mode puts off all that happens
-on the way, as :mod:`.batch_norm` does for BatchNorm: it gives each result no memory yet, and notes what belongs there.
-Between two convolutions in 16 bits no result in 32 bits has to be written at all:
+on the way, as :mod:`.batch_norm` does for BatchNorm: it allocates each result without writing it, and notes what
+belongs there. Between two convolutions in 16 bits no result in 32 bits has to be written at all:
 
     x = conv(...)           16 bits, channels_last
     x32 = cast(x)           note: x32 is x, in 32 bits
@@ -11,18 +11,20 @@ Between two convolutions in 16 bits no result in 32 bits has to be written at al
     z = cast(z32)           a kernel writes z, in 16 bits and channels_last
 
 The backward pass goes the same way, from the gradient of ``z`` to that of ``x``. Any other operation that reads an
-unwritten result has it written first.
+unwritten result has it written first. ``z`` is in channels_last, where PyTorch's is not: a model that asks for a
+``view`` of it that only PyTorch's allows raises in the first step, and the job goes on without this.
 
 What autograd saves for the backward pass (``x32`` and ``y32``) stays unwritten, and is freed in the backward pass. What
 is alive after that is held by somebody else, and is written then. A mode cannot see memory that is read past PyTorch.
-So in the first step unwritten results do have memory, filled with NaN, and if NaN reaches the loss, a gradient or a
-buffer, the job goes on without this.
+So the first step fills unwritten memory with NaN, and if NaN reaches the loss, a gradient or a buffer, the job goes on
+without this.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +32,9 @@ import torch
 
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
+from manyhands.training.torch.fast.lanes.weight_gradients import is_cast_of_weight_gradient
 from manyhands.training.torch.fast.norms.pending import Note, PuttingOff
-from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
+from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 
@@ -141,7 +144,7 @@ class FusedGroupNorms(PuttingOff):
         self.begin(poison=False)
 
     def begin(self, *, poison: bool) -> None:
-        """Begin a step. ``poison``: unwritten results have memory, full of NaN, to find out whether it is read."""
+        """Begin a step. ``poison``: fill unwritten memory with NaN, to find out whether anything reads it."""
         self._poison, self._passes = poison, 0
         self._notes = {}
         self.counts = Counter[str]()
@@ -150,10 +153,12 @@ class FusedGroupNorms(PuttingOff):
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         self._forget()
         self._passes += 1
-        if kind is not None:
+        # Between the passes only autograd reads results. After them, somebody else holds those that are alive. After an
+        # error the model may read what it holds, when the step is made again.
+        if self._passes > 1 or kind is not None:
+            with nullcontext() if kind is None else suppress(Exception):
+                self._write(list(self._notes))
             self._notes = {}
-        elif self._passes > 1:  # somebody holds them who may read them later
-            self._write(list(self._notes))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,7 +182,7 @@ class FusedGroupNorms(PuttingOff):
         usual = {"layout": torch.strided, "device": x.device, "memory_format": torch.preserve_format}
         if any(value not in (None, False, usual.get(name)) for name, value in options.items()):
             return NotImplemented
-        if pending is None and dtype is torch.float32 and x.dim() > 2 and x.dtype in kernels.DTYPES:
+        if pending is None and dtype is torch.float32 and _may_be_image(x) and not is_cast_of_weight_gradient():
             return self._noted(torch.empty_like(x, dtype=dtype), Widened(x))
         if isinstance(pending, (Normalised, InputGradient)) and dtype is pending.narrow_dtype:
             return pending.narrow()
@@ -193,6 +198,7 @@ class FusedGroupNorms(PuttingOff):
     # Forward
 
     def _norm(self, func: Any, x: Any, weight: Any, bias: Any, *sizes: int) -> Any:
+        self._write(memories_of((weight, bias)))
         pending, (*_, groups) = self._pending(x), sizes[:-1]
         if not isinstance(pending, Widened) or not kernels.fits(pending.x, weight, bias):
             return NotImplemented
@@ -228,6 +234,7 @@ class FusedGroupNorms(PuttingOff):
     def _norm_backward(
         self, func: Any, gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, *sizes_and_mask: Any
     ) -> Any:
+        self._write(memories_of((mean, deviation, weight)))
         outer, image, mask = self._pending(gradient), self._pending(x), sizes_and_mask[-1]
         if not isinstance(image, Widened) or not kernels.fits(image.x, weight):
             return NotImplemented
@@ -247,11 +254,9 @@ class FusedGroupNorms(PuttingOff):
     # Notes
 
     def _noted(self, y: torch.Tensor, pending: Any) -> torch.Tensor:
-        note = self._notes[memory_id(y)] = Note(y, pending)
         if self._poison:
             y.fill_(float("nan"))
-        else:
-            note.give_back()
+        self._notes[memory_id(y)] = Note(y, pending)
         return y
 
     def _pending(self, tensor: Any) -> Any:
@@ -287,6 +292,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.threshold_backward.default: FusedGroupNorms._activation_backward,
     _aten.native_group_norm_backward.default: FusedGroupNorms._norm_backward,
 }
+
+
+def _may_be_image(x: torch.Tensor) -> bool:
+    plain = type(x) is torch.Tensor and has_memory(x) and x.device.type in ("cpu", "cuda")
+    return plain and x.dim() > 2 and x.dtype in kernels.DTYPES
 
 
 def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:

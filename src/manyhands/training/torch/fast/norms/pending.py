@@ -117,13 +117,6 @@ class Note:
         self.memory = StorageWeakRef(y.untyped_storage())  # while it lives, no other storage gets its id
         self._kind: Any = {"dtype": y.dtype, "device": y.device}
         self._where = y.storage_offset(), y.shape, y.stride()
-        self._size = 0  # of the memory, in bytes, while it is given back
-
-    def give_back(self) -> None:
-        """Free the memory until the result is written."""
-        storage = compat.storage_from_weak_pointer(self.memory.cdata)
-        self._size = storage.nbytes()
-        storage.resize_(0)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of that memory, and not a view of it."""
@@ -133,12 +126,7 @@ class Note:
     def tensor(self) -> torch.Tensor | None:
         """The memory as a tensor, if one that could read it is still alive."""
         storage = compat.storage_from_weak_pointer(self.memory.cdata)
-        if storage is None:
-            return None
-        if self._size:
-            storage.resize_(self._size)
-            self._size = 0
-        return torch.empty(0, **self._kind).set_(storage, *self._where)
+        return None if storage is None else torch.empty(0, **self._kind).set_(storage, *self._where)
 
     @torch.no_grad()  # autograd has recorded the operations already
     def write(self) -> None:
