@@ -1,7 +1,7 @@
 """The pytest plugin: ``@pytest.mark.no_stalls`` fails a test in which the host waited for a device.
 
-It comes with the package; pytest finds it by itself. What is read to be asserted belongs behind
-``# manyhands: wait-ok <reason>``, or into ``mh.to(x, "cpu")``, which is silent.
+It comes with the package, and pytest finds it automatically. Reads for an assertion are allowed by a comment
+``# manyhands: wait-ok <reason>``, or go through ``mh.to(x, "cpu")``, which is silent.
 """
 
 from __future__ import annotations

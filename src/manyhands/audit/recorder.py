@@ -127,7 +127,7 @@ class Recorder:
             self._end_step()
         if self._on_step is not None:
             self._on_step(self.steps)
-            with self._lock:  # what it did (a profiler's end takes a while) is no part of the step that begins
+            with self._lock:  # its time (stopping a profiler takes a while) is not part of the next step
                 self._last = self.step_times[-1] = time.perf_counter()
 
     def _end_step(self) -> None:

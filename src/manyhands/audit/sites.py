@@ -105,7 +105,7 @@ _libraries = tuple(
         if path
     }
 )
-# The end of an epoch is no part of a step: there the trainer reads figures, evaluates and saves.
+# The end of an epoch is not part of a step: there the trainer reads figures, evaluates and saves.
 _OUTSIDE_STEPS = {"_end_epoch", "_read_figures", "_begin", "_commit", "_close"}
 _VERBS_THAT_WAIT = {"synchronize", "waitall"}
 
@@ -137,7 +137,7 @@ def current(depth: int = 1) -> Site | None:
 
 
 def name_callers_in_warnings() -> None:
-    """Let a warning that a wrapped call gives name the line that called it, as it would without the wrapper."""
+    """Let a warning of a wrapped call name the line that called it, as without the wrapper."""
     show: Callable[[warnings.WarningMessage], None] | None = getattr(warnings, "_showwarnmsg", None)
     if show is None or hasattr(show, "__wrapped__"):
         return

@@ -102,7 +102,7 @@ class Placement(Generic[T, D, M]):
         return [self.existing(device) for device in devices]
 
     def is_tensor(self, leaf: object) -> TypeGuard[T]:
-        """Whether it is a tensor of this framework; one of another framework is an error."""
+        """Whether a leaf is a tensor of this framework; raises for one of another framework."""
         if self.backend.is_tensor(leaf):
             return True
         if isinstance(leaf, Arrival):
@@ -287,7 +287,7 @@ def _framework_of(leaf: object) -> str | None:
     for framework, (module, attribute) in _ARRAY_TYPES.items():
         cls = getattr(sys.modules.get(module), attribute, None)
         if isinstance(cls, type) and isinstance(leaf, cls):
-            # NumPy's arrays of strings and objects are nobody's tensors.
+            # NumPy's arrays of strings and objects are not tensors of any framework.
             return framework if framework != "numpy" or leaf.dtype.kind in "biufc" else None  # type: ignore[attr-defined]
     return None
 

@@ -2,7 +2,7 @@
 
 A door (``manyhands.torch``, ``.jax``, ``.tensorflow``, ``.mxnet``) is :class:`Verbs` bound to one framework's adapter.
 The verbs take and return the framework's own tensors, devices and models; a device may also be named (``"gpu:1"``). Two
-rules hold for all of them: what is already in place is returned as it is, and after every placement the framework is
+rules hold for all of them: what is already in place is returned unchanged, and after every placement the framework is
 asked where the tensor really is.
 """
 
@@ -134,12 +134,12 @@ class Verbs(Generic[T, D, M]):
     def to(self, x: X, device: D | Device | str, *, wait: bool = True) -> X | Arrival[X]:
         """Move a tensor, a tree or a model to a device.
 
-        What is there already is handed back as it is: ``to(x, d) is x``. Tensors of a tree that have
-        to move are copied; leaves that are no tensors stay as they are. A model is moved in place.
+        What is already there is returned unchanged: ``to(x, d) is x``. Tensors of a tree that have to move are copied;
+        leaves that are not tensors stay the same objects. A model is moved in place.
 
         In JAX a sharding is a place, too: ``to(x, NamedSharding(mesh, PartitionSpec("rows")))``.
 
-        ``wait=False`` starts the move and gives an :class:`Arrival`, whose ``result()`` is the value.
+        ``wait=False`` starts the move and returns an :class:`Arrival`, whose ``result()`` is the value.
         """
         backend = self._backend
         native: D = device if backend.is_device(device) else self._place.named(device)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ class Verbs(Generic[T, D, M]):
 
         The error names each of them with its device, and the line to write instead. Worth a call in
         front of code that mixes tensors: TensorFlow copies and MXNet computes across devices in
-        silence. Gives the device (None where there is no tensor at all).
+        silence. Returns the device (None if there is no tensor at all).
         """
         arguments = {**{f"argument {i}": x for i, x in enumerate(xs)}, **named}
         placed = [pair for root, x in arguments.items() for pair in self._place.placed(root, x)]
@@ -221,8 +221,8 @@ class Verbs(Generic[T, D, M]):
 
         The shards stand in order and are together exactly the batch. Sizes are as even as can be, or
         follow ``shares`` (largest remainder). With more devices than samples some shards are empty. A
-        shard whose device the batch is on already is a part of it, not a copy. Leaves that are no
-        tensors are given to every shard.
+        shard on the device of the batch is a part of it, not a copy. Leaves that are not tensors are
+        in every shard.
         """
         natives = self._place.distinct(devices)
         leaves, structure = tree.flatten(batch)
@@ -246,10 +246,10 @@ class Verbs(Generic[T, D, M]):
     def gather(self, shards: Sequence[X], device: D | Device | str) -> X:
         """Put shards together again on one device: the inverse of :func:`split`.
 
-        Leaves that are no tensors must be the same in all shards, as :func:`split` gives them.
+        Leaves that are not tensors must be the same in all shards, as :func:`split` makes them.
         """
         if self._backend.is_tensor(shards) or not isinstance(shards, Sequence) or isinstance(shards, str):
-            raise BadBatch(f"a list of shards is needed, as mh.split gives it; this is a {type(shards).__name__}")
+            raise BadBatch(f"a list of shards is needed, as mh.split returns it; this is a {type(shards).__name__}")
         if not shards:
             raise BadBatch("there are no shards to put together")
         native = self._place.existing(device)

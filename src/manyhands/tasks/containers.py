@@ -1,7 +1,7 @@
 """The contents of containers: lists, tuples, dicts, sets, deques, ChainMap, dataclasses, partial functions.
 
 ``contents(Batch(x, [y]))`` is ``[x, [y]]``; ``filled(Batch(future, 2), result_of)`` is a ``Batch`` with the future's
-result. A subclass (``OrderedDict``, ``defaultdict``, a named tuple, a class of the user's) is kept.
+result. A subclass (``OrderedDict``, ``defaultdict``, a named tuple, a user's class) is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def contents(value: object) -> list[object] | None:
-    """The values inside a container; None for what is no container."""
+    """The values inside a container; None if the value is not a container."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):

@@ -106,7 +106,7 @@ class _Walk:
         self.later: list[object] = []  # what functions and objects lead to: examined after the arguments
         self.seen: dict[int, object] = {}
         self.classes: dict[type, bool] = {}  # user classes whose methods may be called; True: the class, too
-        self.owners: list[object] = []  # objects of the user's
+        self.owners: list[object] = []  # the user's objects
         self.followed: set[tuple[int, str, bool]] = set()  # attributes of these, wholly or for arrays
         self.words: set[str] = set()  # names in the user's code
 

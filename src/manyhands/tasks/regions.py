@@ -54,7 +54,7 @@ class Regions:
         return regions
 
     def drop(self, region: Region) -> None:
-        """It is no longer used: later memory at its addresses is something else."""
+        """Forget a region that is no longer used: its addresses may be allocated anew."""
         place = bisect.bisect_left(self._starts, region.start)
         if place < len(self._regions) and self._regions[place] is region:
             del self._starts[place], self._regions[place]

@@ -67,7 +67,7 @@ def _span_of(array: object) -> Span | None:
 
 
 def _held_by(holder: object, words: Set[str] | None) -> Held:
-    """What a container or an object of the user's holds, under these names if it is an object."""
+    """The objects in a container, or in the attributes of a user's object that have these names."""
     if isinstance(holder, dict):
         return Held([*holder, *holder.values(), *(value for _, value in attributes(holder))])
     if isinstance(holder, (list, set, deque)):

@@ -117,7 +117,7 @@ class _Calls(ast.NodeTransformer):
 
 
 class _Statement(ast.NodeTransformer):
-    """Replaces one statement that is a line of its own."""
+    """Replaces the statement of one line."""
 
     def __init__(self, change: Change) -> None:
         self._change = change

@@ -18,7 +18,7 @@ from manyhands.audit.stall import Stall
 SCHEMA = 1
 _DRAWN = 3  # steps of the timeline
 _MOST_SPANS = 2000
-_FEWEST = 3  # waits of a line in a program without steps: fewer are no loop
+_FEWEST = 3  # waits of a line in a program without steps: fewer are not a loop
 _IDLE = 0.3  # of a step: less is no sign of a host that is too slow
 _LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
 

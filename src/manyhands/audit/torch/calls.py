@@ -184,7 +184,7 @@ def _is_mask(part: object) -> bool:
 
 
 def where_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
-    """``torch.where(condition)`` alone gives indices, as many as are true."""
+    """``torch.where(condition)`` alone returns indices, as many as are true."""
     return of_first(Kind.SHAPE)(args, kwargs) if len(args) + len(kwargs) == 1 else None
 
 

@@ -46,7 +46,7 @@ def install() -> None:
         return
     compat.device_constructors()  # it remembers functions as they are now
     for name, rule in calls.METHODS.items():
-        for owner in (torch.Tensor, VirtualTensor):  # a virtual tensor has some of them of its own
+        for owner in (torch.Tensor, VirtualTensor):  # a virtual tensor overrides some of them
             if owner is torch.Tensor or name in vars(owner):
                 setattr(owner, name, _wrapped(getattr(owner, name), f"Tensor.{name}", rule))
     for name, rule in calls.FUNCTIONS.items():

@@ -25,7 +25,7 @@ from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Run, taken_a
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Task
 
-# Calls of the library that are no operations and do no harm: they read what never changes in an array, or wait.
+# Calls of the library beside operations that do no harm: they read what never changes in an array, or wait.
 _HARMLESS = {"MXImperativeInvokeEx", "MXNDArrayWaitToRead", "MXNDArrayWaitAll", "MXIsNumpyShape"}
 _HARMLESS |= {"MXNDArrayGetContext", "MXNDArrayGetDType", "MXNDArrayGetShapeEx", "MXNDArrayGetShapeEx64"}
 _HARMLESS |= {"MXNDArrayGetStorageType", "MXAutogradIsRecording", "MXAutogradIsTraining"}
@@ -67,7 +67,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
-        self.beside: str | None = None  # the first call of the library that is no operation
+        self.beside: str | None = None  # the first call of the library that is not an operation
         self.result: Any = None
         self.complete = False
 
@@ -125,7 +125,7 @@ class Recording:
 
 
 def tasks(recording: Recording) -> list[Task]:
-    """Each array is a memory: views are no operations, so no two arrays share one."""
+    """Each array is a memory: views are not operations, so no two arrays share one."""
     return [
         task(
             operation.name,

@@ -357,7 +357,7 @@ def _variables(model: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(model, tf.Module):
         yield from ((weight.path, weight.value) for weight in model.weights)
         return
-    # A plain tf.Module may hold Keras layers, which are no modules for TensorFlow.
+    # A plain tf.Module may hold Keras layers, which TensorFlow does not count as modules.
     pairs = model._flatten(predicate=lambda x: isinstance(x, tf.Variable) or _is_keras(x, "Layer"), with_path=True)
     for steps, leaf in pairs:
         path = ".".join(map(str, steps))

@@ -21,14 +21,10 @@ def check_writable(path: Path, error: type[ManyhandsError]) -> None:
 
 
 def to_write(path: str | Path, verb: str, suffixes: Sequence[str]) -> Path:
-    """The path, if it has one of these suffixes and its folder exists; ``verb`` is the call that errors name."""
+    """The path, if a file with one of these suffixes can be written there; ``verb`` is the call that errors name."""
     path = Path(path)
-    called = f"{verb}({str(path)!r})"
-    if path.is_dir():
-        raise EngineError(f"{called}: that is a folder; write the name of a file in it, {verb + suffixes[0]!r} say")
-    if path.suffix.lower() not in suffixes:
+    if path.suffix.lower() not in suffixes and not path.is_dir():
         names = " or ".join(repr(path.with_suffix(suffix).name) for suffix in suffixes)
-        raise EngineError(f"{called}: the suffix says what is written; write {names}")
-    if not path.parent.is_dir():
-        raise EngineError(f"{called}: there is no folder {str(path.parent)!r}; make it first, or write elsewhere")
+        raise EngineError(f"{verb}({str(path)!r}): the suffix says what is written; write {names}")
+    check_writable(path, EngineError)
     return path

@@ -116,7 +116,7 @@ class Trace:
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     def memories_of(self, nodes: Iterable[object]) -> frozenset[int]:
-        """All memories that these nodes are in; an output that is no node is in none."""
+        """All memories that these nodes are in; an output that is not a node is in none."""
         return frozenset[int]().union(*(self.storages[node] for node in nodes if isinstance(node, Node)))
 
     def callers_memories(self) -> frozenset[int]:

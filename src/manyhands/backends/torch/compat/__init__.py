@@ -93,7 +93,7 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def arguments_lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
-    """What tells of arguments whether the tensors with these numbers lie at these addresses."""
+    """A check that the arguments with these numbers are at these addresses."""
     if not places:
         return lambda arguments: True
     if equal_addresses is None:
@@ -102,7 +102,7 @@ def arguments_lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
     return lambda arguments: bool(equal_addresses(list(arguments), addresses, numbers))
 
 
-# It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.
+# It raises if values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.
 torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 
 # Operations over lists of tensors, one kernel for all: what PyTorch's own optimizers use.
@@ -134,7 +134,7 @@ profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 def data_loader_iterator() -> Any:
-    """The class of what a DataLoader iterates with: its ``__next__`` gives every batch."""
+    """The class of a DataLoader's iterators: ``__next__`` returns every batch."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     return _BaseDataLoaderIter
@@ -151,7 +151,7 @@ storage_from_weak_pointer: Any = torch.UntypedStorage._new_with_weak_ptr
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """The number of a memory: no other memory has it while somebody refers to this one.
+    """The number of a memory: no other memory has it while this one is alive.
 
     Not the address: an empty or fake storage has none.
     """
@@ -159,8 +159,8 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 
 def memory_id(tensor: torch.Tensor) -> int:
-    """The number of the memory that a tensor lies in."""
-    return int(tensor.untyped_storage()._cdata)
+    """The number of the memory that a tensor is in."""
+    return storage_id(tensor.untyped_storage())
 
 
 def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -169,18 +169,18 @@ def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """How often PyTorch has written to a tensor in place; RuntimeError for one made in inference mode."""
+    """How often PyTorch has written to a tensor in place; raises RuntimeError for a tensor of inference mode."""
     return tensor._version
 
 
 def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """What replays a graph: graph.replay without its detour through Python."""
+    """A function that replays a graph: graph.replay without its detour through Python."""
     return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 @contextmanager
 def allocating_from(pool: tuple[int, int], device: torch.device) -> Iterator[None]:
-    """Within it memory for the current stream comes from a pool that stays, whichever thread allocates it.
+    """Inside, memory for the current stream comes from a pool that stays, whichever thread allocates it.
 
     ``torch.cuda.use_mem_pool`` holds for one thread, and a backward pass has another.
     """
@@ -203,13 +203,13 @@ def hooks_of_every_optimizer() -> SimpleNamespace:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Within a backward pass: have this called when all of it is over."""
+    """Within a backward pass: call a function when the whole pass is over."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 
 
 def pause(cycles: int) -> None:
-    """Keep the current stream busy for so many cycles: kernels queue up behind it, and are timed together.
+    """Keep the current stream busy for this many cycles: kernels queue up behind it, and are timed together.
 
     Nothing public takes a device's time.
     """

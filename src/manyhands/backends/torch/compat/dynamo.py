@@ -298,7 +298,7 @@ def custom_graph_pass() -> Any:
 def inductor_compile(
     module: torch.fx.GraphModule, inputs: list[torch.Tensor], settings: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph by Inductor, without Dynamo, under these settings of its own."""
+    """Compile a graph with Inductor, without Dynamo, under these settings of Inductor."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 

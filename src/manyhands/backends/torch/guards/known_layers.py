@@ -21,7 +21,7 @@ from manyhands.backends.torch.capture.fast_match import tensor_guards
 from manyhands.backends.torch.compat import is_any_autocast_enabled
 from manyhands.backends.torch.guards.facts import PLAIN
 
-# Layers whose forward pass looks at nothing but itself, its one argument and PyTorch, and gives a new tensor.
+# Layers whose forward pass reads only the layer, its one argument and PyTorch, and returns a new tensor.
 _LAYERS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding)
 _LAYERS += (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _LAYERS += (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Softmax)
