@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands import tree
 from manyhands.addresses import Same
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Kind, Task
@@ -29,9 +30,8 @@ _CLOSE, _CLOSE_HALF = 1e-5, 2e-2
 PLAIN_VALUES: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), range, slice, type)
 PLAIN_VALUES += (np.generic, np.dtype)
 
-Flat = tuple[
-    list[object], Callable[[list[object]], object], Hashable
-]  # leaves, how to put them together, their structure
+# The leaves, how to put them together, and their structure.
+Flat = tuple[list[object], Callable[[list[object]], object], Hashable]
 Run = Callable[[Sequence[object]], object]  # a call's result from its tensors
 
 
@@ -45,9 +45,8 @@ class Call:
     tensors: list[object]
     others: list[object]
     signature: Hashable
-    rebuild: Callable[
-        [Sequence[object]], tuple[tuple[object, ...], dict[str, object]]
-    ]  # the arguments and keywords with other tensors
+    # The arguments and keywords with other tensors.
+    rebuild: Callable[[Sequence[object]], tuple[tuple[object, ...], dict[str, object]]]
 
     def plainly(self) -> object:
         return self.function(*self.arguments, **self.keywords)
@@ -122,6 +121,12 @@ class Runtime(Protocol):
 
     def lanes(self, device: str, /) -> int:
         """How many operations run at once on a device."""
+
+
+def flatten(value: object) -> Flat:
+    """How a framework flattens a value unless it has trees of its own."""
+    leaves, structure = tree.flatten(value)
+    return leaves, structure.unflatten, structure
 
 
 def call_of(

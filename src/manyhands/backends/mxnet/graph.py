@@ -19,9 +19,8 @@ from typing import Any
 import mxnet as mx
 from mxnet.ndarray import register as _register
 
-from manyhands import tree
 from manyhands.backends.mxnet import devices as adapter
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Run, taken_apart, task
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Run, flatten, taken_apart, task
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Task
 
@@ -180,9 +179,9 @@ def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
             raise CannotTrace(f"{operation.name} writes in place")
         parts = list(symbol) if len(operation.outputs) > 1 or isinstance(symbol, list) else [symbol]
         symbols.update({id(array): part for array, part in zip(operation.outputs, parts, strict=False)})
-    leaves, structure = tree.flatten(recording.result)
-    flat = leaves, structure.unflatten, structure
-    computed, outputs = taken_apart(flat, call.tensors, lambda leaf: symbols.get(id(leaf)), PLAIN_VALUES)
+    computed, outputs = taken_apart(
+        flatten(recording.result), call.tensors, lambda leaf: symbols.get(id(leaf)), PLAIN_VALUES
+    )
     return _run(computed, outputs, sources)
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import mxnet as mx
 
-from manyhands import tree
 from manyhands.addresses import Held
 from manyhands.backends.mxnet import graph
 from manyhands.backends.mxnet import tasks as tasks
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Traced, Tracer
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Traced, Tracer
+from manyhands.backends.runtime import flatten as flatten
 from manyhands.errors import CannotTrace, NotYet, first_line
 
 name = "mxnet"
@@ -37,11 +37,6 @@ _HEAVY = ("dot", "batch_dot", "FullyConnected", "Convolution")
 
 def is_tracing(leaves: Sequence[Any]) -> bool:
     return any(isinstance(leaf, mx.sym.Symbol) for leaf in leaves)
-
-
-def flatten(value: Any) -> Flat:
-    leaves, structure = tree.flatten(value)
-    return leaves, structure.unflatten, structure
 
 
 def form(leaf: Any) -> Hashable | None:

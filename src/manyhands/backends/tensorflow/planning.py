@@ -18,9 +18,10 @@ import tensorflow as tf
 from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import op_def_registry
 
-from manyhands import machine, tree
+from manyhands import machine
 from manyhands.addresses import Held
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, Tracer, taken_apart
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Traced, Tracer, taken_apart
+from manyhands.backends.runtime import flatten as flatten
 from manyhands.backends.tensorflow import devices as adapter
 from manyhands.backends.tensorflow import tasks as tasks
 from manyhands.backends.tensorflow.graph import ASSIGNS, Graph
@@ -39,11 +40,6 @@ _HARMLESS = ("ReadVariableOp", "VarHandleOp", "VariableShape", "PartitionedCall"
 
 def is_tracing(leaves: Sequence[Any]) -> bool:
     return not tf.executing_eagerly()
-
-
-def flatten(value: Any) -> Flat:
-    leaves, structure = tree.flatten(value)
-    return leaves, structure.unflatten, structure
 
 
 def form(leaf: Any) -> Hashable | None:

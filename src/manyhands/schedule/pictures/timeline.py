@@ -34,9 +34,6 @@ class Timeline:
     def lanes(self) -> list[str]:
         return _in_order(self.spans)
 
-    def busy(self, lane: str) -> float:
-        return sum(span.stop - span.start for span in self.spans if span.lane == lane)
-
     def save(self, path: str | Path) -> Path:
         """A trace for Perfetto or chrome://tracing (``.json``), or a picture (``.png``, ``.svg``)."""
         path = checked_path(path)

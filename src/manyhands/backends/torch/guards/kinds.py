@@ -31,7 +31,7 @@ def content_of(value: Any) -> Callable[[Any], Any] | None:
     return None
 
 
-def is_foreign(value: Any) -> bool:
+def is_opaque(value: Any) -> bool:
     """Whether a class or function is of PyTorch, NumPy, Python or manyhands: it is not followed."""
     module = str(getattr(value, "__module__", "") or "")
     if module.startswith(("manyhands.schedule", "manyhands.tasks", "manyhands.parallel", "manyhands.backends")):

@@ -25,11 +25,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
-from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_odd
+from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
 from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
 from manyhands.python_code.names import (
     function_behind,
+    is_foreign,
     making,
     members,
     modules_named,
@@ -37,7 +38,6 @@ from manyhands.python_code.names import (
     why_unwatched,
     words_of,
 )
-from manyhands.python_code.names import is_foreign as is_installed
 
 # Names in a function that may look up values by other names, which its code does not show.
 _BY_OTHER_NAMES = ("globals", "environ", "getenv")
@@ -73,7 +73,7 @@ class Outside:
             self._visit(function, getattr(function, "__name__", "function"))
         for number, argument in enumerate(arguments):
             self._visit(argument, f"argument {number}")
-        for owner, word, content in members(self._classes, self._words, is_foreign):
+        for owner, word, content in members(self._classes, self._words, is_opaque):
             self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
             self._visit(function_behind(content), f"{owner.__name__}.{word}")
         if any(isinstance(value, nn.Module) for value in self._seen.values()):
@@ -199,7 +199,7 @@ class Outside:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, name)
-        elif not is_foreign(type(value)):
+        elif not is_opaque(type(value)):
             self._object(value, name)
         elif str(type(value).__module__).startswith(_WITH_STATE):
             self._dict(vars(value), name, whole=True)
@@ -232,7 +232,7 @@ class Outside:
         """Remember a user's class: what the code names of it becomes facts once all code is known."""
         self._classes[cls] = None
         for owner in cls.__mro__:
-            if is_foreign(owner):
+            if is_opaque(owner):
                 continue
             self.spaces.space(owner, owner.__name__)
             for word, content in list(vars(owner).items()):
@@ -240,7 +240,7 @@ class Outside:
                     self._class(content)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        if is_foreign(function):  # it may wrap a user's function: torch.no_grad()(net)
+        if is_opaque(function):  # it may wrap a user's function: torch.no_grad()(net)
             self._visit(vars(function).get("__wrapped__"), name)
             return
         names = words_of(function.__code__)
@@ -274,7 +274,7 @@ class Outside:
     def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
         """A global variable; also a user's class, which may be redefined."""
         content = holder.get(word, _NOTHING)
-        fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_foreign(content))
+        fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_opaque(content))
         if content is not _NOTHING and not fixed:
             self._add(Fact(name, "item", holder, word, content))
         self._named(content, name, names)
@@ -283,12 +283,12 @@ class Outside:
         """The value of a name in a function's code; of a class or module, what other names in the code take from it."""
         if isinstance(content, type):
             self._class(content)
-            for owner, word, method in making(content, is_foreign):
+            for owner, word, method in making(content, is_opaque):
                 self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, method))
                 self._visit(function_behind(method), f"{owner.__name__}.{word}")
         elif not isinstance(content, types.ModuleType):
             self._visit(content, name)
-        elif not is_installed(content):
+        elif not is_foreign(content):
             self.spaces.space(vars(content), name)
             for word in vars(content).keys() & set(names):
                 if (id(content), word) not in self._looked:
@@ -304,7 +304,7 @@ class Outside:
             error.holds = lambda: not module.training
             raise error
         attributes = vars(module)
-        foreign = is_foreign(type(module))
+        foreign = is_opaque(type(module))
         self._add(Fact(f"{name}.training", "item", attributes, "training", module.training))
         before, self._in_module = self._in_module, True
         for part in ("_parameters", "_buffers"):
