@@ -157,38 +157,34 @@ def measured_wait(event: Event) -> Wait:
 
     The call cannot be measured separately: its time is that of an H200's profile, at most the measured one.
     """
-    kind, size = event.stall.kind, event.nbytes
+    kind = event.stall.kind
     if kind in _HOST_ONLY:
         return Wait(-1, host=event.seconds, drains=False)
-    profile = h200()
-    call, copy = profile.launch, 0.0
-    if kind in (Kind.TO_DEVICE, Kind.IMPLICIT, Kind.DATA):
-        call, copy = call + size / profile.to_device, size / profile.to_device_pinned
-    elif kind is Kind.TO_HOST:
-        call, copy = call + size / profile.to_host, size / profile.to_host_pinned
-    elif kind is Kind.BLOCKING:
-        copy = size / profile.to_device_pinned
-        call += copy
-    elif kind is Kind.SYNCHRONIZE:
-        call = 0.0
-    call = min(call, event.seconds)
+    host, copy = _copy_seconds(kind, event.nbytes, h200()) or (0.0, 0.0)
+    call = 0.0 if kind is Kind.SYNCHRONIZE else min(h200().launch + host, event.seconds)
     copy = min(copy, call)
     return Wait(-1, device=copy, after=call - copy)
 
 
 def predicted_wait(event: Event, profile: Profile) -> Wait:
     """What a wait costs on the device that is stood in for."""
-    kind, size = event.stall.kind, event.nbytes
+    kind = event.stall.kind
     if kind in _HOST_ONLY:
         return Wait(-1, host=event.seconds, drains=False)
     if kind is Kind.SYNCHRONIZE:
         return Wait(-1)
+    host, copy = _copy_seconds(kind, event.nbytes, profile) or (0.0, profile.kernel)
+    if kind in (Kind.TO_HOST, Kind.BLOCKING):  # the host only waits while the device copies
+        host = max(0.0, host - copy)
+    return Wait(-1, host=profile.launch + host, device=copy)
+
+
+def _copy_seconds(kind: Kind, size: int, profile: Profile) -> tuple[float, float] | None:
+    """How long a copy occupies the host, which copies pageable memory, and the device; None: it is not a copy."""
     if kind is Kind.TO_HOST:
-        copy = size / profile.to_host_pinned
-        return Wait(-1, host=profile.launch + max(0.0, size / profile.to_host - copy), device=copy)
+        return size / profile.to_host, size / profile.to_host_pinned
     if kind in (Kind.TO_DEVICE, Kind.IMPLICIT, Kind.DATA):
-        copy = size / profile.to_device_pinned
-        return Wait(-1, host=profile.launch + size / profile.to_device, device=copy)
+        return size / profile.to_device, size / profile.to_device_pinned
     if kind is Kind.BLOCKING:
-        return Wait(-1, host=profile.launch, device=size / profile.to_device_pinned)
-    return Wait(-1, host=profile.launch, device=profile.kernel)
+        return size / profile.to_device_pinned, size / profile.to_device_pinned
+    return None
