@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +30,8 @@ def model(name: str, seed: int) -> torch.nn.Module:
     return initialise(MODELS[name](num_classes=10), seed)
 
 
-class Nesterov:
-    """SGD with Nesterov's momentum and weight decay."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
-
-
-nesterov = Nesterov
+def nesterov(rate: float) -> Callable[..., torch.optim.Optimizer]:
+    return functools.partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 
 data = datasets.of
@@ -60,17 +53,12 @@ def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) ->
     numbers = torch.from_numpy(spread(data.count, way.samples))
     part = Arrays(tuple(t[numbers.to(t.device)] for t in data.tensors), data.prepare, way.batch_size)
     step = Step(shares=way.shares, batch_stats="global")
+    # An optimizer with a memory, so that differences of early steps would show.
+    momentum = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
     how: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
-    trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, devices=f"cpu:{way.devices}", **how)
+    trainer = Trainer(way.epochs, optimizer=momentum, quiet=True, devices=f"cpu:{way.devices}", **how)
     trainer.fit(net, part)
     return {name: tensor.numpy() for name, tensor in net.state_dict().items()}
-
-
-class _Momentum:
-    """An optimizer with a memory, so that differences of early steps would show."""
-
-    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
 def layers(model: torch.nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,20 +44,16 @@ def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.O
             raise BadSettings("the optimizer has parameters of another model: make it with model.parameters()")
         return optimizer
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
-        return _Configured()
-    return _OfParameters(*OPTIMIZERS.maker(model, optimizer, lr))
+        return _configured
+    return functools.partial(_of_parameters, *OPTIMIZERS.maker(model, optimizer, lr))
 
 
-class _OfParameters:
-    """A class, or a function of the parameters, as ``lambda p: torch.optim.AdamW(p, lr=1e-3)``."""
-
-    def __init__(self, make: Callable[..., torch.optim.Optimizer], rate: dict[str, float]) -> None:
-        self.make, self.rate = make, rate
-
-    def __call__(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return self.make(model.parameters(), **self.rate)
+def _of_parameters(
+    make: Callable[..., torch.optim.Optimizer], rate: dict[str, float], model: torch.nn.Module
+) -> torch.optim.Optimizer:
+    """``make`` is a class, or a function of the parameters, as ``lambda p: torch.optim.AdamW(p, lr=1e-3)``."""
+    return make(model.parameters(), **rate)
 
 
-class _Configured:
-    def __call__(self, model: Any) -> torch.optim.Optimizer:
-        return model.configure_optimizers()  # type: ignore[no-any-return]
+def _configured(model: Any) -> torch.optim.Optimizer:
+    return model.configure_optimizers()  # type: ignore[no-any-return]
