@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,10 +95,8 @@ def _data(batch: Batch, steps: int) -> Source:
 
 def alone(job: Job) -> float:
     """Seconds of a step of a job on the CPU, in this process."""
-    clock = _Clock(lambda: None)
     loop, rank = loop_of(job, World(0, 1, torch.device("cpu")), lambda event: None)
-    clock.run(loop, rank)
-    return statistics.fmean(end - start for start, end in clock.spans[_WARM_UP:])
+    return statistics.fmean(end - start for start, end in _step_times(loop, rank, lambda: None)[_WARM_UP:])
 
 
 def at_once(job: Job, ranks: int) -> AtOnce:
@@ -117,43 +115,39 @@ def at_once(job: Job, ranks: int) -> AtOnce:
 
 
 def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
-    """This rank's steps beside those of the others: what it sends home is when each step of each rank was."""
+    """Make this rank's steps while the other ranks make theirs; returns when each step of each rank was made."""
     groups = [dist.new_group([rank]) for rank in range(here.size)]
     loop, rank = loop_of(job, dataclasses.replace(here, sums_over=groups[here.rank]), say)
-    clock = _Clock(dist.barrier)
-    clock.run(loop, rank)
-    spans = here.gather(torch.tensor(clock.spans, dtype=torch.float64))
-    return {"kind": "done", "step": len(clock.spans), "spans": [span.tolist() for span in spans]}
+    spans = _step_times(loop, rank, dist.barrier)
+    of_ranks = here.gather(torch.tensor(spans, dtype=torch.float64))
+    return {"kind": "done", "step": len(spans), "spans": [of_rank.tolist() for of_rank in of_ranks]}
 
 
-@dataclass
-class _Clock:
-    """Notes when each step begins and ends, on the clock that all processes share.
+def _step_times(loop: Loop, rank: Rank, together: Callable[[], Any]) -> list[tuple[float, float]]:
+    """Run the loop; when each step began and ended, on the clock that all processes share.
 
-    Steps that follow another one of their epoch count: between epochs a job does other things.
+    ``together`` is called between two steps. The first step of an epoch does not count: between epochs a job does other
+    things.
     """
+    spans: list[tuple[float, float]] = []
+    started = 0.0
 
-    together: Callable[[], Any]
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    def ended() -> None:
+        nonlocal started
+        now = time.perf_counter()
+        if loop.cursor.batch:
+            spans.append((started, now))
+        together()
+        started = time.perf_counter()
 
-    def run(self, loop: Loop, rank: Rank) -> None:
-        started = 0.0
-
-        def ended() -> None:
-            nonlocal started
-            now = time.perf_counter()
-            if loop.cursor.batch:
-                self.spans.append((started, now))
-            self.together()
-            started = time.perf_counter()
-
-        _set_rate_to_zero(rank)
-        loops.step_listeners.append(ended)
-        try:
-            loop.fit()
-        finally:
-            with contextlib.suppress(ValueError):
-                loops.step_listeners.remove(ended)
+    _set_rate_to_zero(rank)
+    loops.step_listeners.append(ended)
+    try:
+        loop.fit()
+    finally:
+        with contextlib.suppress(ValueError):
+            loops.step_listeners.remove(ended)
+    return spans
 
 
 def _set_rate_to_zero(rank: Rank) -> None:
