@@ -6,8 +6,7 @@ with ``accumulate``, the loss is tried once (:mod:`manyhands.training.loss.loss_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -58,31 +57,26 @@ def _shape(part: Any) -> Any:
 # Labels
 
 
-@dataclass(frozen=True)
-class LabelCheck:
-    """Looks at the labels of a batch: its part behind the inputs."""
-
-    look: ClassLabels
-    model: Any
-
-    def __call__(self, batch: Sequence[Any]) -> None:
-        parts = parts_of(self.model, batch)
-        if parts.has_one_target:
-            self.look((*keras.tree.flatten(parts.inputs), parts.target))
+LabelCheck = Callable[[Sequence[Any]], None]  # checks the labels of a batch
 
 
 def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelCheck | None:
     """Check that the model has an output for every label: on a GPU the loss would become NaN much later.
 
-    Labels of arrays are checked now; the returned object checks those of a loader. The objective learns the number of
+    Labels of arrays are checked now; the returned function checks those of a loader. The objective learns the number of
     outputs from the first answer.
     """
     if not isinstance(objective, (ClassScores, Supervised)) or not _of_classes(objective):
         return None
     of_keras = isinstance(objective, Supervised)  # its own losses take more kinds of labels
     ignored = getattr(objective.loss.loss, "ignore_class", None) if isinstance(objective, Supervised) else None
-    objective.labels = ClassLabels(ignored=ignored, floats=of_keras, columns=of_keras)
-    look = LabelCheck(objective.labels, model)
+    objective.labels = labels = ClassLabels(ignored=ignored, floats=of_keras, columns=of_keras)
+
+    def look(batch: Sequence[Any]) -> None:
+        parts = parts_of(model, batch)
+        if parts.has_one_target:
+            labels((*keras.tree.flatten(parts.inputs), parts.target))
+
     for source in (train, test):
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.nested(source.arrays))

@@ -77,16 +77,11 @@ def _mixed(seed: int, number: int) -> int:
     return (word ^ (word >> 31)) >> 1
 
 
-class StartWorker:
-    """Starts a worker process of a loader: the user's function sees the dataset that the user has."""
-
-    def __init__(self, function: Callable[[int], None]) -> None:
-        self.function = function
-
-    def __call__(self, number: int) -> None:
-        information: Any = get_worker_info()
-        object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
-        self.function(number)
+def start_worker(function: Callable[[int], None], number: int) -> None:
+    """Start a worker process of a loader: the user's function sees the dataset that the user has."""
+    information: Any = get_worker_info()
+    object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
+    function(number)
 
 
 def generator_of(dataset: Any) -> str | None:

@@ -9,6 +9,7 @@ own (an iterable dataset, a custom sampler): every rank reads all of it and take
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from manyhands.training.data.loader_randomness import drawn_within
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
 from manyhands.training.torch.data.batches import Batch, cut, rows
 from manyhands.training.torch.data.dict_batches import Named
-from manyhands.training.torch.data.drawn_samples import DrawnSamples, StartWorker, draws_nothing
+from manyhands.training.torch.data.drawn_samples import DrawnSamples, draws_nothing, start_worker
 from manyhands.training.torch.state import randomness
 
 _KINDS = "(X, y) tensors or arrays, a Dataset, or a DataLoader"
@@ -116,14 +117,14 @@ class Samples:
         ``seed`` is that of the loader's worker processes, ``draws`` that of what each sample draws.
         """
         wanted = [part.tolist() or [0] for part in parts if len(part) or empty]
-        plain = draws_nothing(self.dataset, self.collate)
+        plain, start = draws_nothing(self.dataset, self.collate), self.start_worker
         loader = DataLoader(
             self.dataset if plain else DrawnSamples(self.dataset, draws),
             batch_sampler=wanted,
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=pin,
-            worker_init_fn=self.start_worker if plain or self.start_worker is None else StartWorker(self.start_worker),
+            worker_init_fn=start if plain or start is None else functools.partial(start_worker, start),
             # Without it the loader would draw from the numbers that dropout uses, and a resumed job once more.
             generator=torch.Generator().manual_seed(seed),
             **(self.options if self.workers else {}),
