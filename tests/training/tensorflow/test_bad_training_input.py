@@ -111,6 +111,8 @@ def test_data_that_is_none() -> None:
     X, y = vectors()
     with pytest.raises(BadBatch, match=r"has shape 'a': \(6,\), and Sequential takes inputs of shape '\w+': \(6,\)"):
         fit(mlp(), tf.data.Dataset.from_tensor_slices(({"a": X}, y)).batch(16))
+    with pytest.raises(BadBatch, match=r"have 6, 2 rows.*single samples.*\.batch\(64\)"):
+        fit(mlp(), tf.data.Dataset.from_tensor_slices((X, X[:, :2])), loss="mse")
     with pytest.raises(BadSettings, match=r"gives a LossSum for the whole batch.*training_step"):
         fit(mlp(), (X, y, np.ones(len(y))), loss=unequal)
 

@@ -167,7 +167,8 @@ def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
         return
     loader = getattr(data, "loader", None)
     if isinstance(loader, _ENDLESS) or _says_endless(loader):
-        raise BadBatch(f"a {type(loader).__name__} without an end was given: its first epoch would never end. {END_IT}")
+        name = type(loader).__name__ if isinstance(loader, _ENDLESS) else "data set"
+        raise BadBatch(f"a {name} without an end was given: its first epoch would never end. {END_IT}")
     if epochs > 1 and is_used_up(loader):
         raise BadBatch(
             f"a {type(loader).__name__} can be iterated only once, and max_epochs is {epochs}. {_AGAIN}, or "

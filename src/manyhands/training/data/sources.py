@@ -23,6 +23,7 @@ from manyhands.training.data.structure import Structure, is_nested
 Batch = tuple[Any, ...]
 Array = NDArray[Any]
 _KINDS = "(X, y) arrays, or a loader that gives batches (X, y)"
+_PUT_TOGETHER = "a loader of samples has to put them together (of a tf.data.Dataset: .batch(64))"
 _NO_NUMBERS = "USOMm"  # kinds of NumPy's: text, bytes, objects, dates and spans of time
 
 
@@ -322,12 +323,12 @@ def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> t
     check_numbers(parts)
     if any(not part.ndim for part in parts):
         raise BadBatch(
-            "the loader gave single numbers where a batch has one row per sample: a loader of samples has to put them "
-            "together (of a tf.data.Dataset: .batch(64)); of lists make arrays, (np.array(X), np.array(y))"
+            f"the loader gave single numbers where a batch has one row per sample: {_PUT_TOGETHER}; of lists make "
+            "arrays, (np.array(X), np.array(y))"
         )
     if len({len(part) for part in parts}) != 1:
         raise BadBatch(
             f"the parts of a batch have {', '.join(str(len(part)) for part in parts)} rows: every part needs one row "
-            "per sample"
+            f"per sample. If these are single samples, {_PUT_TOGETHER}"
         )
     return parts
