@@ -122,6 +122,15 @@ def test_a_class_of_ones_own_takes_a_dict() -> None:
     assert result.rows[0]["train_acc"] is not None
 
 
+@pytest.mark.parametrize(("outputs", "noted"), [("list", True), ("one", False)])
+def test_accuracy_of_several_outputs_is_not_left_out_in_silence(outputs: str, noted: bool) -> None:
+    targets, losses = ((PRICE, KIND), ["mse", SPARSE]) if noted else (KIND, SPARSE)
+    metrics = [[], ["accuracy"]] if noted else ["accuracy"]
+    _, result = trained(in_batches((FEATURES, targets)), outputs, compiled={"loss": losses, "metrics": metrics})
+    assert (result.rows[0]["train_acc"] is None) == noted
+    assert any("compiled with accuracy" in note for note in result.notes) == noted
+
+
 def test_what_does_not_fit_the_outputs_is_named() -> None:
     with pytest.raises(BadSettings, match="y is a dict of 'cost', and the model's outputs are 'price', 'kind'"):
         trained((FEATURES, {"cost": PRICE}), "list", loss=["mse", SPARSE])

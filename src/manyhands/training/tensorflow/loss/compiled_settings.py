@@ -65,10 +65,16 @@ def check_precision(model: Any) -> None:
 
 
 def notes(model: Any) -> list[str]:
-    """Notes about settings that the trainer ignores without changing the result."""
+    """What changes no result and is not done."""
+    lines = []
     if getattr(model, "compiled", False) and model.jit_compile and not tf.config.list_physical_devices("GPU"):
-        return ["the model was compiled with jit_compile=True: the trainer does not use XLA"]
-    return []
+        lines.append("the model was compiled with jit_compile=True: the trainer does not use XLA")
+    if _metrics(model) and len(getattr(model, "outputs", None) or ()) > 1:
+        lines.append(
+            "the model was compiled with accuracy, which the trainer counts for one output only: give it a function of "
+            "all outputs and targets, metrics={'acc_of_first': function}"
+        )
+    return lines
 
 
 def has_own_compute_loss(model: Any) -> bool:
