@@ -162,6 +162,26 @@ def test_effects_on_python_happen_at_every_call(mh: Any, native: Any) -> None:
     assert "seen" in fast.explain()
 
 
+def test_what_it_puts_into_its_arguments_is_there_after_every_call(mh: Any, native: Any) -> None:
+    def into_a_dict(values: dict[str, Any]) -> Any:
+        values["twice"] = values["x"] * 2
+        return values["twice"] + 1
+
+    def out_of_a_list(x: Any, log: list[Any]) -> Any:
+        log.pop()
+        log.append(x + 1)
+        return x * 3
+
+    putting, taking = mh.parallel(into_a_dict), mh.parallel(out_of_a_list)
+    for number in range(4):
+        x = square(native, start=float(number))
+        values, log = {"x": x}, [x, x]
+        same(native, putting(values), x * 2 + 1)
+        same(native, values["twice"], x * 2)
+        same(native, taking(x, log), x * 3)
+        same(native, log[1], x + 1)
+
+
 def test_a_branch_on_values_is_followed(mh: Any, native: Any) -> None:
     def branching(x: Any) -> Any:
         return x * 2.0 if _flat(native.values(x))[0] > 0 else x - 1.0

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, overload
 
+from manyhands.addresses import Same
 from manyhands.backends import planning
 from manyhands.backends.runtime import Call, Run, Runtime, Traced, call_of, compared
 from manyhands.errors import CannotTrace, EngineError, NotYet, first_line
@@ -111,6 +112,7 @@ class Parallel(ParallelFunction[P, R]):
         if (why := self._plans.why_no_more(call.signature)) is not None:
             self._keep(call, Planned(self._plainly, notes=[why]))
             return call.plainly()
+        contents = _contents(self.backend, call)
         reached = self._objects.look(call.function, *call.others)
         outside = _Outside(self._objects, reached)
         before = self.backend.variables(reached.objects)
@@ -123,6 +125,8 @@ class Parallel(ParallelFunction[P, R]):
         try:
             if effects.seen or changed:
                 raise CannotTrace(f"it {effects.seen or f'changes {changed}, which is outside it'}")
+            if _contents(self.backend, call) != contents:
+                raise CannotTrace("it puts something into a list or dict that it is given, or takes something out")
             self._must_be_watched(call, reached)
             traced = trace(reached.objects)
             planned.notes += traced.notes
@@ -236,6 +240,12 @@ class Parallel(ParallelFunction[P, R]):
         costs = "measured one by one, in the first call" if traced.measured else "estimated from shapes"
         planned.about_runtime = f"the tasks' times are {costs}; timeline() is simulated. {backend.LANES}"
         planned.advice = advice(on_lanes.graph, forms, lambda number: backend.BATCH if forms[number] else None)
+
+
+def _contents(backend: Runtime, call: Call) -> tuple[Hashable, list[Same]]:
+    """What the containers among a call's arguments hold."""
+    leaves, _, structure = backend.flatten((call.arguments, call.keywords))
+    return structure, [Same(leaf) for leaf in leaves]
 
 
 class _Outside:
