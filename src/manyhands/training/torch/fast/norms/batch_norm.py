@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.norms.pending import Gradient, Norm, Note, PuttingOff, Rectified, Statistics, Sum
-from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
+from manyhands.training.torch.fast.operation_memory import memories_of, written_by
 
 _aten = torch.ops.aten
 
@@ -77,19 +77,8 @@ class FusedBatchNorms(PuttingOff):
             self._take(self._untaken)
         self._notes, self._untaken = {}, []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._forget()
-        handler = _HANDLERS.get(func)
-        result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
-        if result is not NotImplemented:
-            return result
-        if not is_view(func):
-            self._settle((args, kwargs))
-            self._settle_before_writing(func, args, kwargs)
-        return func(*args, **kwargs)
+    def _handler(self, func: Any) -> Callable[..., Any] | None:
+        return _HANDLERS.get(func)
 
     # Forward
 
@@ -234,8 +223,8 @@ class FusedBatchNorms(PuttingOff):
 
     def _settle_before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write pending results whose inputs are about to change."""
+        super()._settle_before_writing(func, args, kwargs)
         if changed := memories_of(written_by(func, args, kwargs)):
-            self._write([number for number, note in self._notes.items() if note.read() & changed])
             for rectified in self._rectified.values():
                 rectified.changes(changed)
             for memory in changed:
@@ -247,7 +236,7 @@ class FusedBatchNorms(PuttingOff):
             if note is None:
                 continue
             if isinstance(note.pending, Sum) and note.pending.first is None:  # in place: others read the old value
-                self._write([other for other, reader in self._notes.items() if number in reader.read()])
+                self._write_readers_of({number})
             if not isinstance(note.pending, Gradient):
                 note.write()
                 continue

@@ -23,7 +23,7 @@ without this.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
 from manyhands.training.torch.fast.lanes.weight_gradients import is_cast_of_weight_gradient
 from manyhands.training.torch.fast.norms.pending import Note, PuttingOff
-from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of, written_by
+from manyhands.training.torch.fast.operation_memory import has_memory
 
 _aten = torch.ops.aten
 
@@ -160,20 +160,8 @@ class FusedGroupNorms(PuttingOff):
                 self._write(list(self._notes))
             self._notes = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._forget()
-        handler = _HANDLERS.get(func)
-        result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
-        if result is not NotImplemented:
-            return result
-        if not is_view(func):
-            self._write(memories_of((args, kwargs)))
-            if changed := memories_of(written_by(func, args, kwargs)):
-                self._write([number for number, note in self._notes.items() if note.read() & changed])
-        return func(*args, **kwargs)
+    def _handler(self, func: Any) -> Callable[..., Any] | None:
+        return _HANDLERS.get(func)
 
     # Casts and copies
 
@@ -198,7 +186,7 @@ class FusedGroupNorms(PuttingOff):
     # Forward
 
     def _norm(self, func: Any, x: Any, weight: Any, bias: Any, *sizes: int) -> Any:
-        self._write(memories_of((weight, bias)))
+        self._settle((weight, bias))
         pending, (*_, groups) = self._pending(x), sizes[:-1]
         if not isinstance(pending, Widened) or not kernels.fits(pending.x, weight, bias):
             return NotImplemented
@@ -234,7 +222,7 @@ class FusedGroupNorms(PuttingOff):
     def _norm_backward(
         self, func: Any, gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, *sizes_and_mask: Any
     ) -> Any:
-        self._write(memories_of((mean, deviation, weight)))
+        self._settle((mean, deviation, weight))
         outer, image, mask = self._pending(gradient), self._pending(x), sizes_and_mask[-1]
         if not isinstance(image, Widened) or not kernels.fits(image.x, weight):
             return NotImplemented
@@ -263,12 +251,6 @@ class FusedGroupNorms(PuttingOff):
         """What belongs into a tensor's memory, where the tensor is all of it."""
         note = self._note(tensor)
         return None if note is None else note.pending
-
-    def _write(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            note = self._notes.pop(number, None)
-            if note is not None:
-                note.write()
 
     def explain(self) -> str:
         """Which operations were fused, in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.operation_memory import has_memory
+from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 
@@ -139,11 +140,29 @@ class Note:
 
 
 class PuttingOff(TorchDispatchMode):
-    """A dispatch mode that has notes of results that are not written yet."""
+    """A dispatch mode that puts results off, and writes them before anything else reads them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes: dict[int, Note] = {}
+
+    def _handler(self, func: Any) -> Callable[..., Any] | None:
+        """What takes an operation's place; it may give ``NotImplemented``."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._forget()
+        handler = self._handler(func)
+        result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
+        if result is not NotImplemented:
+            return result
+        if not is_view(func):
+            self._settle((args, kwargs))
+            self._settle_before_writing(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _note(self, tensor: Any) -> Note | None:
         """The note of a tensor's memory, where the tensor is all of it."""
@@ -153,6 +172,26 @@ class PuttingOff(TorchDispatchMode):
     def _forget(self) -> None:
         """Drop notes of memory that was freed."""
         self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
+
+    def _settle(self, values: Any) -> None:
+        """Write pending results that are read now."""
+        if self._notes:
+            self._write(memories_of(values))
+
+    def _settle_before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write pending results whose inputs are about to change."""
+        if changed := memories_of(written_by(func, args, kwargs)):
+            self._write_readers_of(changed)
+
+    def _write_readers_of(self, memories: set[int]) -> None:
+        self._write([number for number, note in self._notes.items() if note.read() & memories])
+
+    def _write(self, numbers: Iterable[int]) -> None:
+        """Write the pending results in these memories."""
+        for number in numbers:
+            note = self._notes.pop(number, None)
+            if note is not None:
+                note.write()
 
 
 class Rectified:
