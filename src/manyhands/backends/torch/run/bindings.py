@@ -1,10 +1,10 @@
-"""The quickest way to call an operation from Python: PyTorch's own binding of it, where that is the same operation.
+"""Finds the fastest Python function for an operation: PyTorch's generated binding, if it calls the same operation.
 
-A trace names operations by their overloads (``aten.add.Tensor``). A call of an overload matches its arguments with the
+A trace names operations by their overloads (``aten.add.Tensor``). Calling an overload matches its arguments with the
 schema one by one; ``torch.add`` is generated code and takes half the time, for small tensors half of the whole call.
 But ``torch.add`` chooses its overload by its arguments, and some functions of that name do more than the operation. So
-each candidate is tried once, on fake tensors, with a listener at the dispatcher: it is used only if exactly the
-operation of the trace arrives there, with exactly its arguments. Otherwise the overload itself is called.
+each candidate is called once, on fake tensors, with a listener at the dispatcher. It is used only if the dispatcher
+receives exactly the traced operation with exactly its arguments. Otherwise the overload itself is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import is_check
 from manyhands.backends.torch.compat import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch_modes
 
-# Updates of all weights of an optimizer, in place; their arguments begin with the weights and the gradients.
+# In-place updates of all weights of an optimizer; their first two arguments are the weights and the gradients.
 FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 _aten = torch.ops.aten
@@ -29,7 +29,7 @@ _known: dict[Any, Callable[..., Any]] = {}
 
 
 def native(node: Node) -> Callable[..., Any]:
-    """What to call for an operation of a trace."""
+    """The function to call for an operation of a trace."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     if str(target).startswith(FUSED_UPDATES):
         return _of_any_layout(target)
@@ -48,10 +48,10 @@ def native(node: Node) -> Callable[..., Any]:
 
 
 def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
-    """A fused update for gradients of any layout: PyTorch's takes only gradients laid out as their weights are.
+    """A fused update for gradients of any layout: PyTorch's requires gradients with the layout of their weights.
 
-    Autograd sees to that when it keeps a gradient, but a trace has seen made-up ones: a library's kernel may lay out
-    its results in another way than its description says.
+    Autograd ensures that when it accumulates a gradient, but a trace only saw fake gradients: a library's kernel may
+    return strides other than those its meta function reports.
     """
 
     def updated(weights: list[torch.Tensor], gradients: list[torch.Tensor], *others: Any, **named: Any) -> Any:
@@ -61,7 +61,7 @@ def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers in the weight's layout; copied where that is more than another way to say the same."""
+    """The gradient in the weight's layout; copied unless the strides differ only in dimensions of size 1."""
     here, there = gradient.stride(), weight.stride()
     if here == there:
         return gradient
@@ -71,14 +71,14 @@ def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
-    """A layer of an LSTM on the CPU: it notes what its backward pass needs only where gradients are recorded."""
+    """An LSTM layer on the CPU: it saves what its backward pass needs only while gradients are enabled."""
     with torch.enable_grad():
         results = _aten.mkldnn_rnn_layer.default(*arguments, **named)
     return tuple(result.detach() if isinstance(result, torch.Tensor) else result for result in results)
 
 
 def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
-    """All that a trace writes to waits for the checks before it: where one fails, nothing was done."""
+    """Marks the error of a failed check: writes wait for the checks before them, so nothing has been written yet."""
 
     def checked(*arguments: Any, **named: Any) -> Any:
         try:
@@ -97,7 +97,7 @@ def into_memory(node: Node) -> Callable[..., Any]:
 
 
 def _is_simple(node: Node) -> bool:
-    """Not for what makes tensors from nothing (a default device would take part) or draws random numbers."""
+    """Excludes operations that create tensors from nothing (a default device would matter) or draw random numbers."""
     name = str(node.target).removeprefix("aten.")
     seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return bool(node.all_input_nodes) and not seeded and "_like" not in name and not name.startswith("new_")
@@ -112,7 +112,7 @@ def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
 
 
 class _Listener(TorchDispatchMode):
-    """Hears what arrives at the dispatcher. The operation itself is not done: a trace knows what it gives."""
+    """Records the calls that reach the dispatcher. It runs none of them: the trace knows their results."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class _Listener(TorchDispatchMode):
 
 
 def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
-    """Whether calling the candidate is calling the operation."""
+    """Whether calling the candidate calls exactly this operation."""
     try:
         with no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
             arguments = [_fake(value) for value in node.args]
@@ -135,7 +135,7 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
             expected = _written_out(node.target, arguments, named)
             with _Listener(node) as listener:
                 candidate(*arguments, **named)
-    except Exception:  # it takes other arguments, or fake tensors cannot do it
+    except Exception:  # the candidate takes other arguments, or does not support fake tensors
         return False
     if len(listener.heard) != 1 or listener.heard[0][0] is not node.target:
         return False
@@ -152,7 +152,7 @@ def _fake(value: Any) -> Any:
 
 
 def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments in the schema's order, with those that were left out."""
+    """All arguments in the schema's order, including omitted ones."""
     written_out = []
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
@@ -171,7 +171,7 @@ def _same_value(first: Any, second: Any) -> bool:
 
 
 def node_key(node: Node) -> tuple[Any, ...]:
-    """The same for operations that take equally long: what is called, and with tensors of which form."""
+    """Equal for operations that take equally long: the target, and the shapes, strides and dtypes of its tensors."""
 
     def described(value: Any) -> Any:
         if isinstance(value, Node):

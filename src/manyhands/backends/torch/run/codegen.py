@@ -1,11 +1,11 @@
 """Generates the code of a run on lanes: straight-line Python, CUDA streams, and the waits between them.
 
-The code has one line per operation, in the order in which the schedule issues them, with the waits between streams
-where the schedule has them. One thread runs it. Work on the CPU between work on a GPU is done by that thread, when its
-turn comes; before that the host waits for copies that it reads. :mod:`.streams` and :mod:`.cuda_graph` run it.
+The code has one line per operation, in the order in which the schedule issues them, and the schedule's waits between
+streams. One thread runs it. That thread also executes CPU operations that come between GPU operations, after it has
+waited for the copies that they read. :mod:`.streams` and :mod:`.cuda_graph` run the code.
 
-Memory: a result belongs to the stream that computed it, and its memory is reused by later work on that stream. So it is
-freed only at a point where, by the schedule's own waits, that stream comes after all users of the result: nothing
+Memory: a result belongs to the stream that computed it, and later work on that stream reuses its memory. So a result is
+freed only at a point where the schedule's waits already order that stream after all users of the result: nothing
 depends on timing, and no ``record_stream`` is needed.
 """
 
@@ -29,13 +29,13 @@ from manyhands.schedule.lanes import Schedule
 _aten = torch.ops.aten
 
 
-# For each task its begin and its end: CUDA events, or seconds on the host's clock.
+# The start and end of each task: CUDA events, or seconds on the host's clock.
 Stamps = dict[int, list[Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs of a schedule: each lane's device, a lane per step, the order of issue, the waits."""
+    """The parts of a schedule that a run needs: each lane's device, each step's lane, the order of issue, the waits."""
 
     devices: Sequence[str]
     lane_of: Sequence[int]
@@ -53,7 +53,7 @@ def plan_of(schedule: Schedule) -> Plan:
 
 @dataclass
 class Code:
-    """The source of a run, and the objects that its names stand for."""
+    """The source of a run, and the objects that its names refer to."""
 
     lines: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Code:
     stamps: Stamps | None = None
 
     def name(self, value: Any) -> str:
-        """A name for an object that cannot be written out."""
+        """A name for an object that has no source form."""
         key = f"k{len(self.names)}"
         self.names[key] = value
         return key
@@ -82,8 +82,8 @@ def generate(
 ) -> Code:
     """The code of a run; without streams (one lane, or a CPU) it has no waits.
 
-    ``static``: copies to the host go to the same memory at every run, as in a CUDA graph they must. ``stamps`` gets for
-    every task what tells its begin and end: two CUDA events, or two times of the host's clock.
+    ``static``: copies to the host go to the same memory on every run, which a CUDA graph requires. ``stamps`` receives
+    the start and end of every task: two CUDA events, or two times of the host's clock.
     """
     code = Code(streams=streams is not None, static=static, stamps=stamps)
     inputs = "".join(f"{node.name}, " for node in trace.inputs)
@@ -109,9 +109,9 @@ def generate(
 
 
 def call_text(node: Node, code: Code, into: Node | None = None) -> str:
-    """The call of an operation as source; what cannot be written out gets a name in the code.
+    """The call of an operation as source; objects without a source form get a name in the code.
 
-    ``into``: an earlier result, to whose memory it is written.
+    ``into``: an earlier result whose memory the operation writes to.
     """
     if node.target.__name__ == "getitem":  # type: ignore[union-attr]
         return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
@@ -120,7 +120,7 @@ def call_text(node: Node, code: Code, into: Node | None = None) -> str:
         return f"{code.name(_to_host(node, static=code.static))}({arguments[0]})"
     named = dict(node.kwargs)
     if code.streams and node.target is _aten.copy_.default and node.meta["val"].device.type == "cpu":
-        # The issuing thread does it, on whichever stream is current: its source may be let go as soon as it is done.
+        # The issuing thread copies synchronously, on the current stream: the source may be freed right after the copy.
         arguments, named = arguments[:2], {}
     if code.streams and _copies(node, "cpu", "cuda"):
         named["non_blocking"] = True
@@ -143,13 +143,13 @@ def argument_text(value: Any, code: Code) -> str:
 
 
 def _copies(node: Node, source: str, target: str) -> bool:
-    """Whether it is a copy from one type of device to another."""
+    """Whether a node copies from one type of device to another."""
     copied: Any = node.args[0] if node.target is _aten._to_copy.default else None
     return copied is not None and (copied.meta["val"].device.type, node.meta["val"].device.type) == (source, target)
 
 
 def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A copy into page-locked memory that does not wait: who reads it waits, and the run at its end."""
+    """A non-blocking copy into page-locked memory: readers wait for it, and so does the end of the run."""
     meta = node.meta["val"]
     shape, stride, dtype = tuple(meta.shape), meta.stride(), meta.dtype
 
@@ -167,7 +167,7 @@ def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tens
 
 
 def peer_source(step: Step) -> torch.device | None:
-    """The GPU that a copy from one GPU to another comes from."""
+    """The source GPU of a copy from one GPU to another."""
     if step.task.kind != "copy":
         return None
     source: Any = step.node.all_input_nodes[-1]
@@ -179,7 +179,7 @@ def on_cpu(step: Step) -> bool:
 
 
 class _Marks:
-    """Writes the lines about streams: which one is current, what it waits for, where others may wait."""
+    """Writes the lines about streams: which one is current, what it waits for, which events others wait for."""
 
     def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, code: Code) -> None:
         self._trace, self._plan, self._code, self._streams = trace, plan, code, streams
@@ -189,11 +189,11 @@ class _Marks:
         self._set = code.name(torch.cuda.set_stream)
         self._events: dict[int, str] = {}
         self._first = self._current = self._used[0] if self._used else 0
-        self._from_host: dict[int, str] = {}  # for each lane its last copy that the host waits for
+        self._from_host: dict[int, str] = {}  # each lane's last copy that the host waits for
         self._beside: dict[tuple[int, torch.device], str] = {}  # streams for copies from one GPU to another
 
     def begin(self) -> None:
-        """All lanes begin behind the first one, which is behind the caller's stream."""
+        """All lanes start after the first one, which starts after the caller's stream."""
         if len(self._used) > 1:
             start = self._code.name(torch.cuda.Event())
             self._code.lines.append(f"{start}.record({self._names[self._first]})")
@@ -207,7 +207,7 @@ class _Marks:
         lane = self._plan.lane_of[task]
         for other in self._plan.waits.get(task, ()):
             if on_cpu(self._trace.steps[other]):
-                continue  # done when it was issued
+                continue  # synchronous: finished when issued
             if host:
                 self._code.lines.append(f"{self._events[other]}.synchronize()")
             else:
@@ -215,8 +215,8 @@ class _Marks:
         if host:
             return
         if (source := peer_source(self._trace.steps[task])) is not None:
-            # PyTorch copies on the source's current stream, behind and before the lane, which is the target's. With a
-            # stream of its own there, the copy does not stand in the queue of other work.
+            # PyTorch copies on the source device's current stream, and orders that with the lane, a stream of the
+            # target. A separate stream on the source keeps the copy out of the queue of other work.
             key = (lane, source)
             if key not in self._beside:
                 self._beside[key] = self._code.name(torch.cuda.Stream(source))
@@ -227,7 +227,7 @@ class _Marks:
             self._current = lane
 
     def stamp(self, task: int) -> None:
-        """Called before and after a task whose time is wanted."""
+        """Called before and after a task that is timed."""
         stamps = self._code.stamps
         if stamps is None:
             return
@@ -243,7 +243,7 @@ class _Marks:
         step = self._trace.steps[task]
         if not self._streams or on_cpu(step):
             return
-        # The host waits for such a copy, as it does in plain execution: then its source may be written to.
+        # The host waits for such a copy, as in plain execution, because the caller may overwrite its source next.
         blocking = step.task.kind == "copy in" and not step.node.kwargs.get("non_blocking")
         if task in self._waited or (blocking and not self._code.static):
             self._events[task] = self._code.name(torch.cuda.Event())
@@ -252,7 +252,7 @@ class _Marks:
             self._from_host[self._plan.lane_of[task]] = self._events[task]
 
     def end(self) -> None:
-        """The first lane waits for all others: what comes after the run comes after all of it."""
+        """The first lane waits for all others, so work issued after the run starts after all of it."""
         for lane in self._used[1:]:
             done = self._code.name(torch.cuda.Event())
             self._code.lines.append(f"{done}.record({self._names[lane]})")
@@ -268,15 +268,15 @@ def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:
     return sorted({plan.lane_of[task] for task, step in enumerate(trace.steps) if not on_cpu(step)})
 
 
-# When memory is let go
+# When memory is freed
 
 
 def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
-    """After which task which names may be deleted: when the stream that made them knows all users to be over."""
+    """The names that may be deleted after each task: those whose users are all known, on their stream, to be done."""
     names: dict[str, frozenset[int]] = {}
     for step in trace.steps:
         mine = frozenset().union(*(trace.storages[node] for node in step.nodes))
-        # A tuple of results, and a view, keep their memory alive as long as their name is there.
+        # The name of a tuple of results, or of a view, keeps the memory alive.
         names.update((node.name, mine) for node in step.nodes)
     points = let_go_at(trace, plan)
     place = {task: number for number, task in enumerate(plan.order)}
@@ -289,7 +289,7 @@ def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
 
 
 def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
-    """For each memory the task after which it may be used again; what stays to the end is not named."""
+    """For each memory, the task after which it may be reused; memories that live to the end are omitted."""
     callers = trace.callers_memories() | trace.memories_of(trace.outputs)
     makers: dict[int, int] = {}
     users: dict[int, set[int]] = {}
@@ -305,10 +305,11 @@ def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
 
 
 def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict[int, int]:
-    """For each memory the first task of its lane at which all its users are known to be over.
+    """For each memory, the first task of its lane at which all of its users are known to be done.
 
-    A lane's clock says up to which place it knows each lane to be over. A memory waits in one of its lane's heaps, that
-    of a lane of which more must be known; when that is known it is found, or goes on to the heap of another lane.
+    A lane's clock says how far each other lane is known to have come. Each lane has one heap per user lane. A memory
+    waits in the heap of a user lane that is not yet known to be far enough. Once that lane is, the memory either has
+    its point or moves to the heap of the next such lane.
     """
     place: dict[int, int] = {}
     counts: dict[int, int] = {}

@@ -3,8 +3,8 @@
 On a CPU an operation is timed with one thread, as a lane calls it. On a GPU it is timed as a CUDA graph of several
 copies, first one after the other and then side by side: the difference shows how much of the chip one copy fills.
 
-What cannot be measured alone is estimated: the time to move the bytes that it touches, or the time of its
-multiplications and additions, whichever is longer, at rates that are measured once.
+The cost of an operation that cannot be measured alone is estimated: the time to move the bytes that it touches, or the
+time of its multiplications and additions, whichever is longer, at rates that are measured once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from manyhands.backends.torch.run.thread_pool import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
 from manyhands.schedule.task import Task
 
-_ISSUE = 8e-6  # seconds in which Python issues an operation
-_CROWD = 8  # how many copies of an operation run at once when it is measured how much of the chip it fills
+_ISSUE = 8e-6  # seconds that Python takes to issue an operation
+_CROWD = 8  # copies of an operation that run at once, to measure how much of the chip one fills
 _LAUNCH = 1e-6  # seconds that the smallest operation takes
-_DRAWN = 1 << 14  # made-up numbers that are drawn; the others of a tensor repeat them
+_DRAWN = 1 << 14  # random numbers that are drawn for a substitute tensor; the rest of it repeats them
 _TO_HOST = 50e9  # bytes a second between a GPU and page-locked memory of the host
 
 
@@ -46,7 +46,7 @@ def tasks(trace: Trace, device: Gpus | None) -> list[Task]:
 
 
 def hardware(device: Gpus | None) -> str:
-    """What costs depend on beside the operation itself."""
+    """What costs depend on besides the operation itself."""
     precisions = "/".join(compat.fp32_precision("cuda", of) for of in ("matmul", "conv"))
     parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", precisions]
     if device is not None:
@@ -63,26 +63,26 @@ def cost_keys(trace: Trace) -> list[str]:
 
 
 def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
-    """Seconds, and how much of its device it fills; None for what cannot be measured alone."""
+    """Seconds, and the share of its device that the operation fills; None if it cannot be measured alone."""
     step = trace.steps[number]
     if getattr(step.node.target, "is_whole", False):
-        return None  # it is the function: the race times it
+        return None  # the region is the whole function: the race times it
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():
                 return None if _takes_notes(step) else _on_cpu(step)
         if all(0 <= memory < 1 << 20 for memory in step.task.writes):
-            return 0.0, 0.0  # a view: it makes a handle (capture/trace.py), and writes to no memory
+            return 0.0, 0.0  # a view: it creates a handle (capture/trace.py) and writes to no memory
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
-    except Exception:  # an operation that does not take made-up numbers
+    except Exception:  # the operation does not accept substitute numbers
         return None
 
 
 def _takes_notes(step: Step) -> bool:
-    """Whether it reads what another operation has noted for it, in bytes that nobody else understands.
+    """Whether a step reads opaque bytes that another operation saved for it.
 
-    How many they are is not known to a trace, and with made-up ones an operation (the backward pass of an LSTM) would
-    read where there is no memory.
+    A trace does not know how many bytes these are. With substitute bytes, an operation (the backward pass of an LSTM)
+    would read out of bounds.
     """
     computed = [source.meta.get("val") for source in step.node.all_input_nodes if source.op == "call_function"]
     return any(
@@ -95,7 +95,7 @@ def _gpu(step: Step) -> torch.device:
 
 
 def _on_cpu(step: Step) -> tuple[float, float]:
-    """The least seconds of some calls with one thread; views count too, because calling them takes as long."""
+    """The minimum time of several calls with one thread; views count too, because calling them takes as long."""
     target = native(step.node)
     share = 1 / torch.get_num_threads()
     least, spent = float("inf"), 0.0
@@ -109,12 +109,12 @@ def _on_cpu(step: Step) -> tuple[float, float]:
             spent += time.perf_counter() - start
             if spent > 2e-3:
                 break
-    # Python issues one operation at a time: tiny ones fill all cores with waiting for their turn.
+    # Python issues one operation at a time: threads with tiny operations mostly wait for their turn.
     return least, max(share, min(1.0, _ISSUE / least))
 
 
 def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
-    """Time it alone, and in a crowd of its own kind: what a crowd adds tells how much of the chip one fills."""
+    """Times one copy, then several at once: the added time shows how much of the chip one copy fills."""
     sets = [_arguments(step)]
     sets += [([_substitute(a) for a in step.node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
     target: Any = step.node.target
@@ -148,7 +148,7 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # what launches nothing costs nothing
+        warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # an operation without kernels costs nothing
         with capturing(graph, device):
             results = work()
         instantiate(graph, device)
@@ -163,7 +163,7 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 5e3
 
 
-# Made-up arguments
+# Substitute arguments
 
 
 def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
@@ -171,21 +171,21 @@ def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
 
 
 def substitute_inputs(trace: Trace) -> list[torch.Tensor]:
-    """Tensors like those that the function was traced for."""
+    """Tensors like those that the function was traced with."""
     return [_substitute(node) for node in trace.inputs]
 
 
 def _substitute(value: Any) -> Any:
-    """A real value of the shape that the trace saw: random numbers, zeros where they are indices.
+    """A real tensor of the shape that the trace saw: random numbers, or zeros for integers, which may be indices.
 
-    They are between zero and one: a kernel on a GPU that gets a probability beyond that ends the whole process.
+    The numbers are between zero and one: a probability outside that range makes some GPU kernels end the process.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(_substitute(item) for item in value)
     if not isinstance(value, Node):
         return value
     meta = value.meta["val"]
-    # Filled before it gets its strides: an expanded tensor cannot be written to.
+    # Fill the memory before applying the strides: an expanded tensor cannot be written to.
     count = reach(meta)
     if not meta.is_floating_point():
         return torch.zeros(count, dtype=meta.dtype, device=meta.device).as_strided(meta.shape, meta.stride())
@@ -202,7 +202,7 @@ def _substitute(value: Any) -> Any:
 
 
 def rates(device: Gpus | None) -> tuple[float, float]:
-    """Multiplications and additions a second, and bytes a second, of one thread or of the GPU."""
+    """Multiplications and additions per second, and bytes per second, of one thread or of the GPU."""
     where = torch.device("cpu") if device is None else device[0]
     size, count = (256, 1 << 20) if device is None else (4096, 1 << 27)
     with torch.no_grad(), operation_threads(1):
@@ -224,7 +224,7 @@ def _least(work: Callable[[], Any], device: Gpus | None) -> float:
 
 
 def estimated(trace: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
-    """Seconds by the roofline: the longer of computing and of moving bytes."""
+    """Seconds by the roofline: the longer of computing and moving bytes."""
     step = trace.steps[number]
     values = [node.meta.get("val") for node in [*step.node.all_input_nodes, *step.nodes]]
     touched = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
@@ -236,7 +236,7 @@ def estimated(trace: Trace, number: int, device: Gpus | None, known: tuple[float
 
 
 def _operations(node: Node) -> float:
-    """Multiplications and additions, where PyTorch knows how to count them."""
+    """The number of multiplications and additions, if PyTorch can count them."""
     counted = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if counted is None:
         return 0.0
@@ -249,6 +249,6 @@ def _operations(node: Node) -> float:
     try:
         arguments, named = value(node.args), {k: value(v) for k, v in node.kwargs.items()}
         total = float(counted(*arguments, **named, out_val=node.meta["val"]))
-    except Exception:  # an operation with results in another form than was counted on
+    except Exception:  # the counter does not expect results of this form
         return 0.0
     return total if math.isfinite(total) else 0.0

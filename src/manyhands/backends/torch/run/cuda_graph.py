@@ -1,7 +1,7 @@
 """Runs the code of lanes on a GPU: captured as one CUDA graph, then replayed.
 
-A graph's memory is always the same: arguments are copied in, and results are copied out to memory that belongs to the
-caller. The graph does both itself where it can (:mod:`.graphs.copies`); otherwise they come before and after it.
+A graph always uses the same memory: arguments are copied in, and results are copied out to memory that belongs to the
+caller. The graph makes both copies itself if it can (:mod:`.graphs.copies`); otherwise they run before and after it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from manyhands.backends.torch.run.result_copies import allocator, copied, has_no
 from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
 from manyhands.errors import CannotCompile
 
-_LIKELY = 32  # calls in a row whose arguments are in the same places
-_LITTLE = 1 / 100  # of the device's memory: results may be there twice, if they take no more
+_LIKELY = 32  # consecutive calls with arguments at the same addresses
+_LITTLE = 1 / 100  # of the device's memory: results may exist twice if they take no more
 # Operations that may call cuBLAS.
 _MULTIPLIES = re.compile(r"mm|mv|matmul|linear|dot|attention|transformer|lstm|gru|rnn|linalg|solve|cholesky|manyhands")
 _of_thread = threading.local()
@@ -38,7 +38,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def only_tried() -> Iterator[None]:
-    """Calls of this thread are trials: where their arguments lie says nothing about later calls."""
+    """Calls of this thread are trials: the addresses of their arguments say nothing about later calls."""
     before = getattr(_of_thread, "tries", False)
     _of_thread.tries = True
     try:
@@ -49,7 +49,7 @@ def only_tried() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph with its results, and its copies, which are aimed before a replay."""
+    """A graph with its results, and its copies, whose addresses are set before a replay."""
 
     graph: torch.cuda.CUDAGraph
     outputs: list[Any]
@@ -61,15 +61,15 @@ class _Captured:
 class GraphRun:
     """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in.
 
-    Where the arguments of many calls in a row lie in the same places, a second graph is captured that reads and writes
-    them there: nothing is copied in any more. It shares the first one's memory, but for results, which were there when
-    it was captured: a result of either graph may be the next call's argument. It keeps no argument: it is only replayed
-    for one that is in this place, whoever had the memory meanwhile.
+    If many consecutive calls have their arguments at the same addresses, a second graph is captured that reads and
+    writes them there, without copies. It shares the first graph's memory except for results, which are still allocated
+    when it is captured: a result of either graph may be the next call's argument. It keeps no argument alive: it is
+    replayed only when the arguments are at these addresses, whoever used the memory in between.
 
-    Results are the caller's; with ``reuse_outputs`` they are the graph's own, and the next replay overwrites them.
+    Results belong to the caller. With ``reuse_outputs`` they belong to the graph, and the next replay overwrites them.
     """
 
-    concurrent = False  # there is one memory for all replays
+    concurrent = False  # all replays use the same memory
 
     def __init__(
         self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
@@ -77,7 +77,7 @@ class GraphRun:
         self._devices, self._device = devices, devices[0]
         self._static = [_static(tensor) for tensor in inputs]
         self._written = _written_inputs(trace)
-        # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
+        # The graph holds addresses: keep that memory alive, whatever happens to the tensors.
         self._constants = [value.detach() for value in trace.constant_values()]
         self._changed = _written_constants(trace)
         streams = own_streams(self._device, len(plan.devices))
@@ -89,29 +89,29 @@ class GraphRun:
         self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
         self._over = torch.cuda.Event()
         self._stream = torch.cuda.current_stream(self._device)  # of the last replay
-        self._moving: list[int] = []  # the arguments that the graph copies in, and those that are copied before it
+        self._moving: list[int] = []  # arguments that the graph copies in; the next line: those copied before it
         self._before: list[int] = []
         self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
         self._forms: list[Any] = []  # of that memory
-        self._repeats: list[int] | None = None  # which of these each result is, where one is there twice
-        self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: what copies them after it
+        self._repeats: list[int] | None = None  # which of these each result is, if a tensor is returned twice
+        self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: copies them after the graph
         self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
         try:
             self._copying = self._captured(self._static, self._moving)
-        except CannotCompile:  # copies that cannot be found again in the graph
+        except CannotCompile:  # the copies cannot be identified in the graph
             self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
             self._copying = self._captured(self._static, self._moving)
-        # A parameter is where the graph has it, or this would be the plan of another call.
+        # A parameter is at the address that the graph has: otherwise the call would have another plan.
         fixed = {number for number, tensor in enumerate(inputs) if type(tensor) is torch.nn.Parameter}
         self._before = [number for number in self._before if number not in fixed]
         self._back = [number for number in self._written if number not in fixed]
-        self._last: tuple[int, ...] = ()  # where the arguments of the last call were, and for how many calls in a row
+        self._last: tuple[int, ...] = ()  # addresses of the last call's arguments; the next line: for how many calls
         self._times = 0
         self._places: tuple[int, ...] | None = None
         self._in_place: _Captured | None = None
 
     def _warmed_up(self) -> list[Any]:
-        """Results of a first run, which makes libraries ready and, on every stream, their workspaces."""
+        """Results of a first run, which initialises libraries and allocates their workspaces on every stream."""
         self._first.wait_stream(self._stream)
         with as_traced(self._devices, self._first):
             results: list[Any] = self._issue(self._static)
@@ -122,7 +122,7 @@ class GraphRun:
     def _prepare_copies(
         self, inputs: Sequence[torch.Tensor], results: list[Any], reuse_outputs: bool, sharing: bool
     ) -> None:
-        """Decide what the graph copies itself: everything that is compiled for it is compiled here."""
+        """Decide what the graph copies itself, and compile the kernels for it."""
         moving = [n for n, tensor in enumerate(inputs) if tensor.is_cuda and type(tensor) is not torch.nn.Parameter]
         self._moving = moving if self._can_copy([inputs[number] for number in moving]) else []
         self._before = sorted({*range(len(inputs))} - {*self._moving})
@@ -137,7 +137,7 @@ class GraphRun:
             self._fresh = allocator(dense)
             self._forms = [_form(tensor) for tensor in dense]
             numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
-            if len(distinct) < len(results):  # what is one tensor stays one
+            if len(distinct) < len(results):  # a tensor that is returned twice stays one tensor
                 self._repeats = [numbers[id(result)] for result in results]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -172,15 +172,15 @@ class GraphRun:
         return _Captured(graph, outputs, copies_in, copies_out, replay)
 
     def _as_before(self, outputs: list[Any]) -> list[Any]:
-        """Refuse outputs of another form than fresh memory has: they are copied as bytes."""
+        """Refuse outputs whose form differs from that of the fresh memory: they are copied as bytes."""
         if [_form(output) for output in outputs] != self._forms:
             raise CannotCompile("results came out in another form when they were captured")
         return outputs
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         fresh = None if self._fresh is None else _allocated(self._fresh)
-        raw = compat.raw_stream(self._device.index)  # to ask for the stream itself takes long
-        if raw != self._stream.cuda_stream:  # there the replay before may still run, or its results be copied
+        raw = compat.raw_stream(self._device.index)  # asking for the stream object takes long
+        if raw != self._stream.cuda_stream:  # the last replay, or the copies of its results, may still run there
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)
             self._stream = stream
@@ -200,7 +200,7 @@ class GraphRun:
             self._note(places, inputs)
         if self._changed or self._written:
             changed = [*self._changed, *(inputs[number] for number in self._written)]
-            increment_version(changed)  # as writing operation by operation does: a later backward pass has to know
+            increment_version(changed)  # as eager writes do: a later backward pass must notice them
         if self._from_host:
             self._over.record(self._stream)
         if self._to_host:
@@ -210,7 +210,7 @@ class GraphRun:
         return fresh if self._repeats is None else [fresh[number] for number in self._repeats]
 
     def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
-        """Arguments on the GPU are copied by the graph, if it can; what is where the graph has it is left alone."""
+        """The graph copies arguments on the GPU, if it can; arguments already at the graph's addresses are skipped."""
         if copies is not None:
             copies.aim([inputs[number] for number in self._moving])
         into, source = [], []
@@ -219,7 +219,7 @@ class GraphRun:
             if static.data_ptr() == tensor.data_ptr():
                 continue
             if static.device.type == "cpu":
-                self._over.synchronize()  # the replay before may still be reading it
+                self._over.synchronize()  # the last replay may still be reading it
                 static.copy_(tensor.detach())
             else:
                 into.append(static)
@@ -228,28 +228,28 @@ class GraphRun:
             compat.foreach_copy_(into, source)
 
     def _copy_back(self, inputs: Sequence[torch.Tensor]) -> None:
-        """What the graph has written to its own copies of arguments."""
+        """Copy what the graph has written to its copies of arguments back to the arguments."""
         for number in self._back:
             tensor = inputs[number]
-            # A result of the call before, given as argument, is this call's result now.
+            # If the argument is the last call's result, its memory now holds this call's result.
             if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._copying.outputs):
                 tensor.detach().copy_(self._static[number])
 
     def _note(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> None:
-        """Count the calls whose arguments stay where they are; read them in place when that has become likely."""
+        """Count consecutive calls with the same addresses; after enough of them, read the arguments in place."""
         if getattr(_of_thread, "tries", False):
             return
         self._times = self._times + 1 if places == self._last else 0
         self._last = places
         if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):
             return
-        with suppress(RuntimeError):  # nothing is lost: they are copied as before
+        with suppress(RuntimeError):  # no harm: arguments are copied as before
             reserve_workspaces(self._multiplying, self._device, gradients=False)
             self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._copying.graph.pool())
             self._places = places
 
     def _pays(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether something is copied that need not be, and the results take little memory a second time."""
+        """Whether a copy can be saved, and a second set of results takes little memory."""
         if not all(tensor.is_cuda for tensor in inputs) or places == tuple(
             static.data_ptr() for static in self._static
         ):
@@ -261,7 +261,7 @@ class GraphRun:
 
 
 def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Memory for results, before anything runs."""
+    """Memory for results, allocated before anything runs."""
     try:
         return allocate()
     except torch.OutOfMemoryError as error:
@@ -274,7 +274,7 @@ def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers side by side in memory, as in results that belong to the caller."""
+    """The same numbers without gaps in memory, like results that belong to the caller."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or has_no_gaps(tensor):
         return tensor
     return torch.empty_like(tensor).copy_(tensor)
@@ -290,7 +290,7 @@ def _share(tensor: torch.Tensor, others: Sequence[Any]) -> bool:
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter is the same tensor at every call: read in place rather than copied."""
+    """A parameter is the same tensor on every call, so it is read in place rather than copied."""
     if type(tensor) is torch.nn.Parameter:
         return tensor.detach()
     if tensor.device.type == "cpu":
@@ -300,9 +300,9 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _multiplying_lanes(trace: Trace, plan: Plan) -> list[int]:
-    """The lanes that may call cuBLAS, which needs memory for each: 32 MB on a Hopper GPU."""
+    """The lanes that may call cuBLAS, which needs a workspace for each: 32 MB on a Hopper GPU."""
     if len(plan.devices) == 1:
-        return [0]  # what is compiled as a whole does not tell
+        return [0]  # compiled code does not say whether it calls cuBLAS
     calls = zip(plan.lane_of, trace.steps, strict=True)
     return sorted({lane for lane, step in calls if _MULTIPLIES.search(str(step.node.target))})
 

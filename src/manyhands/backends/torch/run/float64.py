@@ -1,20 +1,20 @@
 """Runs a trace in float64: what its results would be if (nearly) nothing were rounded on the way.
 
-Plain execution rounds, and compiled code rounds in other places; which of the two is nearer to the exact result shows
-only in a third run (:mod:`manyhands.backends.exactness`). A trace is operations on tensors with explicit dtypes, so it
-can be run with wider ones: arguments are widened, and wherever an operation names a floating dtype it gets the wide
-one:
+Plain execution rounds, and compiled code rounds in other places. Only a third run shows which of the two is nearer to
+the exact result (:mod:`manyhands.backends.exactness`). A trace consists of operations on tensors with explicit dtypes,
+so it can run with wider ones: arguments are widened, and every floating dtype that an operation names is replaced by
+the wide one:
 
-    as it was traced, under autocast                          in float64
+    as traced, under autocast                                 in float64
     a = _to_copy(x, dtype=bfloat16)                           a = _to_copy(x, dtype=float64)
     b = mm(a, w)                     7 bits behind the point  b = mm(a, w)                             52 bits
     c = _log_softmax(_to_copy(b, dtype=float32), 1, False)    c = _log_softmax(_to_copy(b, dtype=float64), 1, False)
     total.add_(c.sum())                                       the same, to a copy of ``total``
 
-The caller's tensors are not touched: writes go to copies. Integers stay as they are. Copies of tensors that share
-memory share memory, too, and every result gets the strides that the trace says, whatever a float64 kernel would give,
-so that views of it are right. What cannot be run like this raises :class:`CannotBeExact` with the reason: random
-numbers (others would be drawn), operations on the bits of a number, and operations without a float64 kernel.
+The caller's tensors are not touched: writes go to copies. Integers stay unchanged. Copies of tensors that share memory
+share memory, too. Every result gets the strides recorded in the trace, whatever strides the float64 kernel returns, so
+that views of it are right. :class:`CannotBeExact` says why a trace cannot be run like this: it draws random numbers
+(others would be drawn), works on the bits of a number, or has an operation without a float64 kernel.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from manyhands.backends.torch.run.float64_attention import attention, is_attenti
 from manyhands.errors import CannotBeExact
 
 _aten = torch.ops.aten
-_WIDE = {True: torch.complex128, False: torch.float64}  # whether it is complex
-_FEW = 16  # numbers of a result, below which it may be right by luck
+_WIDE = {True: torch.complex128, False: torch.float64}  # by whether the dtype is complex
+_FEW = 16  # results with fewer numbers than this may be right by luck
 _TF32 = 2.0**-10
-_LUCK = {True: 5e-2, False: 5e-3}  # whether numbers are of low precision
-_LEAP = 2.5e-3  # in ResNet-18 with a batch of 16 one flipped ReLU makes 1.4e-3 of the gradients before it
+_LUCK = {True: 5e-2, False: 5e-3}  # by whether the computation is in low precision
+_LEAP = 2.5e-3  # in ResNet-18 with a batch of 16, one flipped ReLU changes the gradients before it by 1.4e-3
 _LEAPING = {
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "max_pool2d_with_indices",
     "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "max", "min", "gt", "lt", "ge", "le", "eq",
     "ne", "argmax", "argmin", "argsort", "sort", "topk", "kthvalue", "median", "sign", "sgn", "round", "floor", "ceil",
     "trunc", "fmod", "remainder", "bucketize", "searchsorted",
 }  # fmt: skip
-# What reads or makes other types than those that it is given, behind its schema's back.
+# Operations that read or return other dtypes than those of their arguments, which their schema does not show.
 _BY_BITS = (
     "view.dtype", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_", "_scaled_mm", "quantize", "fake_quant",
     "frexp", "nextafter",
@@ -56,9 +56,9 @@ _SOFTMAX = (_aten._softmax.default, _aten._log_softmax.default)
 
 
 def exact(trace: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> list[Any]:
-    """The results of a trace in float64, its gradients, and what it leaves in these ``written`` tensors of the caller.
+    """The results of a trace in float64, its gradients, and what it writes to the caller's ``written`` tensors.
 
-    ``trace`` is one without compiled regions.
+    ``trace`` has no compiled regions.
     """
     for step in trace.steps:
         _must_be_plain(step.task.token, step.node)
@@ -85,7 +85,7 @@ def _must_be_plain(token: str | None, node: Node) -> None:
 
 
 class _Wide(Interpreter):
-    """Runs a graph with float64 in the place of every floating type."""
+    """Runs a graph with float64 in place of every floating dtype."""
 
     def __init__(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(trace.module)
@@ -111,7 +111,7 @@ class _Wide(Interpreter):
         node = self._node
         assert node is not None
         schema = getattr(target, "_schema", None)
-        if schema is None:  # a part of several results
+        if schema is None:  # one of several results
             return super().call_function(target, args, kwargs)
         args, kwargs = tree_map(_wide_type, (args, kwargs))
         if _makes_numbers(node):
@@ -119,10 +119,10 @@ class _Wide(Interpreter):
             if any(argument.name == "dtype" for argument in schema.arguments):
                 kwargs = {"dtype": _WIDE[node.meta["val"].is_complex()], **kwargs}
         if target in _SOFTMAX:
-            args = (*args[:2], False)  # it was to give float32 for half numbers
+            args = (*args[:2], False)  # do not convert half precision to float32
         metas: Any = node.meta.get("val")
         if target is _aten.cudnn_batch_norm.default:
-            # PyTorch's own instead, without cuDNN's note for its backward pass.
+            # Use PyTorch's native operation, which has no reserve space for cuDNN's backward pass.
             result, metas = (*_aten.native_batch_norm.default(*args[:8]), None), (*metas[:3], None)
         elif target is _aten.cudnn_batch_norm_backward.default:
             x, gradient, *others = args[:7]
@@ -146,7 +146,7 @@ def _wide_type(value: Any) -> Any:
 
 
 def _makes_numbers(node: Node) -> bool:
-    """Whether floating numbers come out where only integers, or nothing, went in: they would be float32."""
+    """Whether an operation returns floating numbers for integers, or for no tensors: they would be float32."""
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
     if not _is_number(node.meta.get("val")) or any(_is_number(leaf) for leaf in tree_leaves(inputs)):
         return False
@@ -154,7 +154,7 @@ def _makes_numbers(node: Node) -> bool:
 
 
 def _as_number(value: Any) -> Any:
-    """Integers as floating numbers; a mask stays one."""
+    """Integers as floating numbers; a mask stays a mask."""
     if isinstance(value, torch.Tensor) and not _is_number(value) and value.dtype is not torch.bool:
         return value.double()
     return value
@@ -165,7 +165,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _in_form(result: Any, meta: Any) -> Any:
-    """A fresh result, wide, and with the strides that the trace says."""
+    """A fresh result, widened, with the strides recorded in the trace."""
     if not isinstance(result, torch.Tensor) or not isinstance(meta, torch.Tensor):
         return result
     if result.shape != meta.shape:
@@ -178,9 +178,9 @@ def _in_form(result: Any, meta: Any) -> Any:
 
 
 def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.Tensor]:
-    """Wide copies, by the identity of each; those that share memory share it again.
+    """Wide copies by tensor id; copies of tensors that share memory share it again.
 
-    ``whole``: with all of the memory that a tensor lies in, because places in it are named by their numbers.
+    ``whole``: copy each tensor's entire storage, because the trace addresses it by offsets.
     """
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors.values():
@@ -210,19 +210,19 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
 
 
 def coarsest(trace: Trace) -> float:
-    """The relative rounding of the least exact numbers that a trace computes with."""
+    """The relative rounding error of the least precise dtype that a trace computes in."""
     values = [value for node in trace.storages for value in tree_leaves(node.meta.get("val")) if _is_number(value)]
     least = max((torch.finfo(value.dtype).eps for value in values), default=0.0)
     return max(least, _TF32) if least > 1e-8 and trace.gpus() and may_use_tf32() else least
 
 
 def may_use_tf32() -> bool:
-    """Whether float32 products and convolutions on GPUs may be done with ten bits."""
+    """Whether float32 products and convolutions on GPUs may be computed with ten mantissa bits."""
     return any(compat.fp32_precision("cuda", of) == "tf32" for of in ("matmul", "conv"))
 
 
 def leaps(trace: Trace) -> bool:
-    """Whether a trace has operations by which a rounding becomes a leap: derivatives with a corner, comparisons."""
+    """Whether a trace has operations that turn a rounding error into a jump: derivatives with a step, comparisons."""
     return any(step.task.name in _LEAPING for step in trace.steps)
 
 
@@ -235,9 +235,9 @@ def verdict(
     leaping: bool = True,
     before: Sequence[torch.Tensor] = (),
 ) -> Verdict:
-    """Whether results are as exact as those of plain execution; ``coarse`` is the rounding that both computed with.
+    """Whether results are as exact as those of plain execution; ``coarse`` is the rounding error of both computations.
 
-    ``before``: of the last of them, which were written to, what was there.
+    The last results are tensors that were written to; ``before`` has their values before that.
     """
     return judge(distances(candidate, plain, exactly, coarse, before), _LUCK[coarse > 1e-4], _LEAP if leaping else 0.0)
 
@@ -249,9 +249,9 @@ def distances(
     coarse: float,
     before: Sequence[torch.Tensor] = (),
 ) -> list[Distance]:
-    """How far two ways are from exact results, one by one; ``coarse`` is the rounding of what they computed with.
+    """How far two ways are from each exact result; ``coarse`` is the rounding error of their computations.
 
-    Results that differ in shape, in type, in where they are NaN are infinitely far from each other.
+    Results that differ in shape, in dtype or in where they are NaN are infinitely far from each other.
     """
     there = [*[None] * (len(plain) - len(before)), *before]
     return [
@@ -285,7 +285,7 @@ def _distance(candidate: Any, plain: Any, exactly: Any, coarse: float, before: t
     ours_off, plain_off = float((a - c).norm()), float((b - c).norm())
     ours_off = ours_off if math.isfinite(ours_off) else math.inf
     change = float((c - before.detach().to(wide)).norm()) if before is not None else 0.0
-    # Where rounding leaves the change to be seen: a thousandth of a weight in bfloat16 is lost in plain execution too.
+    # Only if rounding leaves the change visible: plain execution in bfloat16 also loses a thousandth of a weight.
     if plain_off + floor * size < change / 4:
         return Distance(ours_off, plain_off, change, floor * size / change, size)
     return Distance(ours_off, plain_off, size, floor)

@@ -1,10 +1,10 @@
-"""Attention in float64: the kernels for GPUs compute in half or single precision only, so it is written out here.
+"""Attention in float64, from basic operations: the GPU kernels compute only in half or single precision.
 
     softmax(query @ key^T * scale + bias) @ value
 
-Its backward pass is autograd's of the same formula. Both return what the operations of a trace return, in the same
-order; values that only serve the kernels' own backward pass (random state, addresses) are made up, as nothing reads
-them.
+Autograd differentiates the same formula for the backward pass. Both return what the operations of a trace return, in
+the same order. Values that only the kernels' backward passes use (random state, addresses) are placeholders: nothing
+reads them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_attention(target: Any) -> bool:
 
 
 def attention(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
-    """What the operation would give in float64; ``metas`` are like its results."""
+    """The operation's results in float64; ``metas`` have their shapes and strides."""
     arguments: dict[str, Any] = {}
     for number, argument in enumerate(target._schema.arguments):
         left_out = kwargs.get(argument.name, argument.default_value)
@@ -49,7 +49,7 @@ def _forward(arguments: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, .
     )
     results = [_substitute(meta) for meta in metas]
     results[0] = result
-    if isinstance(results[1], torch.Tensor) and results[1].shape == sums.shape:  # a kernel may leave it out, or pad it
+    if isinstance(results[1], torch.Tensor) and results[1].shape == sums.shape:  # a kernel may omit or pad it
         results[1] = sums
     return tuple(results)
 
@@ -72,9 +72,9 @@ def _backward(arguments: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, 
 
 
 def _written_out(arguments: Mapping[str, Any], query: Any, key: Any, value: Any, bias: Any) -> tuple[Any, Any]:
-    """The result, and the logarithms of the sums that a softmax divides by."""
+    """The result, and the logarithms of the sums that the softmax divides by."""
     query, key, value = query.double(), key.double(), value.double()
-    groups = query.shape[-3] // key.shape[-3]  # several heads of the query for one of the key
+    groups = query.shape[-3] // key.shape[-3]  # query heads per key head
     key, value = (tensor.repeat_interleave(groups, -3) if groups > 1 else tensor for tensor in (key, value))
     scale = arguments["scale"] if arguments["scale"] is not None else 1 / math.sqrt(query.shape[-1])
     scores = query @ key.transpose(-2, -1) * scale

@@ -1,12 +1,12 @@
-"""CUDA streams that graphs are captured on, whose cuBLAS workspaces nobody else frees.
+"""CUDA streams for capturing graphs, whose cuBLAS workspaces are never reused by others.
 
 cuBLAS and cuBLASLt compute in workspaces, 32 MB on a Hopper GPU. PyTorch keeps one for each stream and thread, and a
-captured graph goes on writing to the workspaces of its streams. But ``torch.compile(mode="reduce-overhead")`` frees all
-workspaces when it records a graph of its own. A graph that was captured before would then write to memory that belongs
-to somebody else by now, or to nobody.
+captured graph keeps writing to the workspaces of its streams. But ``torch.compile(mode="reduce-overhead")`` frees all
+workspaces when it records a graph. A graph that was captured earlier would then write to memory that is free or belongs
+to other tensors.
 
-So graphs are captured on streams of our own, which PyTorch gives to nobody, and their workspaces are allocated from a
-memory pool that nobody else allocates from (:func:`reserve_workspaces`). When they are freed, they stay in that pool.
+So graphs are captured on private streams, which PyTorch hands out to nobody else, and their workspaces are allocated
+from a private memory pool (:func:`reserve_workspaces`). When they are freed, they stay in that pool.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.kernels.nvrtc import cuda_driver
 from manyhands.errors import CannotCompile
 
-_MOST = 32  # streams of a device, as many as PyTorch has in its pool: each may have a workspace
+_MOST = 32  # streams per device, as many as in PyTorch's pool: each may have a workspace
 _NON_BLOCKING = 1  # such a stream does not wait for the default stream
 _lock = threading.Lock()
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _taken: dict[torch.device, int] = {}
-# The pool of each device; another one with gradients: a thread that reserves those waits for the one that computes
-# them, which may reserve for itself meanwhile.
+# The pool of each device, and a second pool with gradients: a thread that reserves those waits for the backward
+# thread, which may at the same time reserve workspaces itself.
 _pools: dict[tuple[torch.device, bool], tuple[int, int]] = {}
 _turns = {False: threading.Lock(), True: threading.Lock()}
 
 
 def own_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """So many streams of the device, all different where there are enough; they come in turns."""
+    """``count`` streams of the device, all different if there are enough; they are used in rotation."""
     if device.type != "cuda" or torch.version.cuda is None:
         return [new_stream(device) for _ in range(count)]
     device = _numbered(device)
@@ -48,10 +48,10 @@ def own_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
 
 
 def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.device, *, gradients: bool = True) -> None:
-    """Allocate this thread's workspaces for some streams in the pool that stays.
+    """Allocate this thread's workspaces for these streams in the private pool.
 
     Call it before anything runs on the streams, and again before each capture, as the workspaces may have been freed.
-    ``gradients``: also those of the thread that runs backward passes. The host does not wait.
+    ``gradients``: also allocate those of the thread that runs backward passes. The host does not wait.
     """
     if device.type != "cuda" or torch.version.cuda is None or not streams:
         return
@@ -62,21 +62,21 @@ def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.devic
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cuda", enabled=False),
-        suppress(RuntimeError),  # no memory, or no products (deterministic algorithms): nothing is reserved
+        suppress(RuntimeError),  # out of memory, or products are refused (deterministic algorithms)
     ):
         pool = _pools.setdefault((device, gradients), torch.cuda.graph_pool_handle())
         current = torch.cuda.current_stream(device)
         for stream in streams:
-            stream.wait_stream(current)  # graphs that were captured on the stream may be running on the current one
+            stream.wait_stream(current)  # graphs captured on the stream may be running on the current one
             with torch.cuda.stream(stream), compat.allocating_from(pool, device):
                 _multiply(torch.ones(16, 16, device=device, requires_grad=gradients))
             current.wait_stream(stream)
 
 
 def _multiply(x: torch.Tensor) -> None:
-    """Products here, and where ``x`` requires gradients, more in the thread that computes them.
+    """Compute products in this thread and, if ``x`` requires gradients, in the backward thread.
 
-    Without a bias and with one: cuBLAS and cuBLASLt may have workspaces of their own.
+    One has a bias and one has none: cuBLAS and cuBLASLt may have separate workspaces.
     """
     product = torch.addmm(x[0], x, x @ x)
     if x.requires_grad:
@@ -84,7 +84,7 @@ def _multiply(x: torch.Tensor) -> None:
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else has; one of PyTorch's pool where CUDA's driver cannot be asked."""
+    """A private stream; a stream of PyTorch's pool if CUDA's driver cannot be called."""
     if device.type != "cuda" or torch.version.cuda is None:
         return torch.cuda.Stream(device)
     try:
@@ -93,7 +93,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.Stream(device)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # makes sure of a context
+        torch.cuda.current_stream().query()  # ensures that there is a context
         if driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING):
             return torch.cuda.Stream(device)
     return torch.cuda.ExternalStream(handle.value, device=device)

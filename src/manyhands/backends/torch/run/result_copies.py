@@ -11,9 +11,9 @@ from manyhands.backends.torch import compat
 
 
 def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
-    """The same values in memory of their own; what was one tensor stays one, what shared memory shares it again.
+    """Copies of the values. A tensor that occurs twice stays one tensor; tensors that share memory share it again.
 
-    ``sharing``: whether there may be any of these.
+    ``sharing``: whether tensors may occur twice or share memory.
     """
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
     copies: dict[int, torch.Tensor] = {}
@@ -39,12 +39,12 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
 
 
 def has_no_gaps(tensor: torch.Tensor) -> bool:
-    """Whether its numbers fill a piece of memory, each once, in whatever order."""
+    """Whether the tensor's elements fill contiguous memory, each once, in any order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def allocator(values: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """What allocates tensors of the form of these, which are on one GPU, again and again."""
+    """A function that allocates new tensors with the shapes, strides and dtypes of these, which are on one GPU."""
     like = [torch.empty_like(value, device="meta") for value in values]
     forms = [(tuple(form.shape), form.stride(), form.dtype) for form in like]
     empty = _empty(values[0].device)
@@ -52,7 +52,7 @@ def allocator(values: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]
 
 
 def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
-    """What allocates on this device; on the current one, PyTorch's compiled code has a quicker way than its users."""
+    """An allocation function; on the current device, the fast one that PyTorch has for its compiled code."""
     quick = compat.empty_strided_cuda
     if quick is not None and torch.cuda.device_count() == 1:
         return quick  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
-    """Those that share memory with others, together; what has more to it than a place in memory is left out."""
+    """Groups of tensors that share memory; only plain strided tensors without a conjugate or negative bit."""
     groups: dict[int, list[int]] = {}
     for key, tensor in tensors.items():
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():

@@ -1,15 +1,15 @@
-"""Matrix products that write to memory which their lane no longer needs, instead of allocating new memory.
+"""Matrix products that write to memory that their lane no longer needs, instead of allocating new memory.
 
-A chain of products allocates and frees a matrix at every step. Where a lane no longer needs a result and its next task
-is a product of the same shape, strides and dtype, it is written there (`docs/performance.md` has what that gives):
+A chain of products allocates and frees a matrix at every step. If a lane no longer needs a result and its next task is
+a product of the same shape, strides and dtype, the product is written there (`docs/performance.md` has the gain):
 
     b = mm(a, w)                    b = mm(a, w)
     c = mm(b, w)                    c = mm(b, w)
     del b                           d = mm(c, w, out=b)
     d = mm(c, w)                    del b
 
-The same kernel gives the same numbers. No memory is held longer for it: it is decided when the code is generated, and
-only between a task and the next one of its lane.
+The same kernel gives the same numbers. No memory is held longer: reuse is decided when the code is generated, and only
+between a task and the next one of its lane.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.bad
 
 
 class Reuse:
-    """Which result's memory a product can be written to."""
+    """Finds results whose memory a product can be written to."""
 
     def __init__(self, trace: Trace, shared: Collection[Any]) -> None:
-        """``shared``: values that somebody else than their lane gets to see."""
+        """``shared``: values that are visible outside their lane."""
         self._trace, self._shared = trace, shared
         holders: dict[int, int] = {}
         for memories in trace.storages.values():
@@ -40,16 +40,16 @@ class Reuse:
         self._holders = holders
 
     def into(self, gone: Iterable[Node], following: Step) -> Node | None:
-        """Of the values that are no longer needed, one that the following step of the lane can be written to."""
+        """One of the values that are no longer needed to which the lane's following step can be written."""
         if len(following.nodes) != 1 or following.node.target not in _PRODUCTS:
             return None
         wanted = _form(following.node)
         return next((node for node in gone if self._is_own(node) and _form(node) == wanted), None)
 
     def _is_own(self, node: Node) -> bool:
-        """Whether it is a product with memory of its own, which only this lane, and PyTorch's operations, have seen.
+        """Whether a value is a product in fresh memory that only this lane and PyTorch's operations have seen.
 
-        Somebody else's operation may have kept it, and a compiled region may have given it back as its result.
+        A custom operation may have kept a reference, and a compiled region may have returned its argument as a result.
         """
         (memory, *others) = self._trace.storages.get(node, frozenset()) or (-1,)
         alone = not others and self._holders.get(memory) == 1

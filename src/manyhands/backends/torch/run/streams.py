@@ -1,8 +1,8 @@
-"""Runs the code of lanes on CUDA streams, issued again at every call; and says why a trace cannot be one CUDA graph.
+"""Runs the code of lanes on CUDA streams, issued anew on every call; and says why a trace cannot be one CUDA graph.
 
-A CUDA graph (:mod:`.cuda_graph`) needs no time of the host, but its memory is always the same. Issuing anew costs the
-host some microseconds per operation, and gives new results: better where much is copied to the host, and the only way
-where the CPU computes in between, or where numbers on the host are arguments of kernels.
+A CUDA graph (:mod:`.cuda_graph`) takes no time on the host, but always uses the same memory. Issuing the operations
+costs the host some microseconds each, and returns new results. That is better if much is copied to the host, and the
+only way if the CPU computes in between or if numbers on the host are arguments of kernels.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
 from manyhands.backends.torch.run.graphs.workspaces import room_for_workspaces
 
-_MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
+_MUCH = 16 << 20  # bytes to the host: above this, copying a graph's results on the host takes too long
 
 
 def why_no_graph(trace: Trace) -> str | None:
-    """Why the trace cannot be, or is better not, captured in a CUDA graph."""
+    """Why the trace cannot, or should not, be captured in a CUDA graph."""
     to_host = 0
     if len(gpus := trace.gpus()) > 1:
         return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are launched at every call"
@@ -56,12 +56,12 @@ def _on_host(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-Gpus = tuple[torch.device, ...]  # those that a function uses, in order; the first one begins and ends a run
+Gpus = tuple[torch.device, ...]  # the GPUs that a function uses, in order; a run begins and ends on the first
 
 
 @contextmanager
 def as_traced(devices: Gpus, stream: torch.cuda.Stream) -> Iterator[None]:
-    """The casts and the gradients are in the trace; the streams of all devices are put back."""
+    """Disables autocast and gradients, which are already in the trace; restores the streams of all devices."""
     before = [torch.cuda.current_stream(device) for device in devices]
     with (
         torch.cuda.device(devices[0]),
@@ -78,13 +78,13 @@ def as_traced(devices: Gpus, stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def streams_of(plan: Plan, devices: Gpus) -> list[torch.cuda.Stream]:
-    """A stream for each lane, on its device; those of the CPU's lanes are not used."""
+    """A stream for each lane, on its device; streams of CPU lanes are not used."""
     named = {f"gpu:{device.index or 0}": device for device in devices}
     return [torch.cuda.Stream(named.get(name, devices[0])) for name in plan.devices]
 
 
 class StreamRun:
-    """A run that is issued anew at every call. Its results are fresh."""
+    """A run that is issued anew on every call. Its results are fresh."""
 
     concurrent = True
 
@@ -106,14 +106,14 @@ class StreamRun:
         if self._waits:
             self._first.synchronize()
         for result in results:
-            # It was made on a stream of the run; the caller lets it go on their own.
+            # The result was allocated on a stream of the run; the caller frees it on their own stream.
             if isinstance(result, torch.Tensor) and result.device.type == "cuda":
                 result.record_stream(torch.cuda.current_stream(result.device))
         return results
 
 
 def timed_streams(trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus) -> list[tuple[float, float]]:
-    """When each task of a run, issued anew, began and ended: by CUDA events around it, or by the host's clock."""
+    """When each task of an issued run began and ended: by CUDA events around it, or by the host's clock."""
     stamps: Stamps = {}
     run = StreamRun(trace, plan, devices, stamps)
     run.replay(inputs)  # warms up
@@ -146,7 +146,7 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> Iterator[None]:
-    """Capture a CUDA graph. Other threads may go on allocating and copying meanwhile, as those that load data do."""
+    """Capture a CUDA graph. Other threads, such as data loaders, may allocate and copy during the capture."""
     try:
         with (
             torch.cuda.graph(graph, capture_error_mode="thread_local", **how),
@@ -159,9 +159,9 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> 
 
 
 def reset_generator(device: torch.device) -> None:
-    """Reset the GPU's random generator after a capture that failed: PyTorch may still take it for captured.
+    """Reset the GPU's random generator after a failed capture: PyTorch may still treat it as being captured.
 
-    A capture that succeeds takes and gives back the generator's state, so graphs captured before keep theirs. Where no
+    A capture that succeeds takes and returns the generator's state, so graphs captured earlier keep theirs. If no
     capture succeeds, the generator gets a copy of its state, which other graphs do not share.
     """
     try:

@@ -23,17 +23,17 @@ class _Worker:
         self._go, self._over = closed_lock(), closed_lock()
         self._job: Callable[[], None] | None = None
         self._busy = False
-        self._threads = self._wanted = 0  # for each operation: as set in the thread, and as the job wants
+        self._threads = self._wanted = 0  # threads per operation: set in the thread, and wanted by the job
         self._thread = threading.Thread(target=self._work, name=f"manyhands lane {number}", daemon=True)
         self._thread.start()
 
     def give(self, job: Callable[[], None], threads: int) -> None:
-        """Have a job done that does not raise, with so many threads for each operation."""
+        """Start a job, which must not raise, with ``threads`` threads for each operation."""
         self._over, self._job, self._wanted, self._busy = closed_lock(), job, threads, True
         self._go.release()
 
     def wait(self) -> KeyboardInterrupt | None:
-        """Wait until the job is over, even if the user interrupts; gives the interrupt that came meanwhile."""
+        """Wait until the job is done, even if the user interrupts; returns the interrupt, if there was one."""
         interrupt = None
         while self._busy:
             try:
@@ -88,7 +88,7 @@ class Pool:
             self._idle.pop().dismiss()
 
 
-# A child of os.fork has no threads but the one that forked: it gets a pool of its own.
+# A child of os.fork has only the thread that forked, so it gets a new pool.
 _pools: dict[int, Pool] = {}
 
 
@@ -97,7 +97,7 @@ def initialize_vector_math() -> None:
     """Call one vector function before threads do.
 
     Intel's vector math library, which PyTorch uses for ``sin``, ``exp`` and the like, chooses its kernels in its first
-    call. Where two threads make that call at once, one of them may get a less accurate kernel for it.
+    call. If two threads make that call at once, one of them may run a less accurate kernel.
     """
     torch.exp(torch.zeros(1, device="cpu"))
 
@@ -110,7 +110,7 @@ def pool() -> Pool:
 
 @atexit.register
 def _close() -> None:
-    """Join the workers before the interpreter goes away under them."""
+    """Join the workers before the interpreter ends."""
     if workers := _pools.get(os.getpid()):
         workers.close()
 
@@ -123,7 +123,7 @@ def closed_lock() -> threading.Lock:
 
 @contextmanager
 def operation_threads(wanted: int) -> Iterator[None]:
-    """So many threads for each operation that this thread calls."""
+    """Use ``wanted`` threads for each operation that this thread calls."""
     before = torch.get_num_threads()
     if before != wanted:
         torch.set_num_threads(wanted)

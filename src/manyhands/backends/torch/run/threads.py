@@ -1,10 +1,10 @@
 """Runs a traced function's lanes on threads of the CPU.
 
 The code of a run is generated, a straight line for each lane: its operations in the schedule's order, and gates where
-one lane waits for another. The caller's thread does lane 0, the others are done by workers that stay from run to run.
-The threads that PyTorch has been given for its operations are divided among the lanes.
+one lane waits for another. The caller's thread runs lane 0; workers that are kept from run to run run the others.
+PyTorch's threads for its operations are divided among the lanes.
 
-Two lanes: a is made on lane 0, b on lane 1, their product c on lane 0. Then the code reads
+An example with two lanes: lane 0 computes a, lane 1 computes b, and lane 0 computes their product c. The code is
 
     def lane0(inputs, box, gates, stop):      def lane1(inputs, box, gates, stop):
         x, = inputs                               x, = inputs
@@ -16,10 +16,9 @@ Two lanes: a is made on lane 0, b on lane 1, their product c on lane 0. Then the
         box[1] = c
         del a, b, c
 
-A gate is a lock that is closed from the start; it has one lane that opens it and one that goes through, and going
-through closes it for the next run. A value goes to another lane through a slot of the box, taken out by its reader: so
-no lane holds it longer than to its own last use, and its memory is free when the last lane in which it is used is
-through with it, whichever that is.
+A gate is a lock that starts closed. One lane opens it, and one lane passes it, which closes it for the next run. A
+value is passed to another lane through a slot of the box, and its reader empties the slot. So no lane holds a value
+after its last use there, and the memory is free once the last of these lanes has finished with it.
 
 When a task fails, its lane sets the stop flag and opens every gate; the other lanes stop at their next task.
 """
@@ -46,18 +45,18 @@ from manyhands.python_code.generated import functions
 from manyhands.schedule.task import Task
 
 _Lane = Callable[[Sequence[Any], Sequence[Any], Sequence[threading.Lock], Sequence[Any]], Any]
-_VALUES = 1 << 24  # from here on numbers of values: above a trace's handles, far below any address
+_VALUES = 1 << 24  # the first number of a value: above a trace's handles, far below any address
 
 
 class Stopped(Exception):
-    """Another lane has failed; seen only inside a run."""
+    """Another lane has failed; raised and caught only inside a run."""
 
 
 def tasks(trace: Trace) -> list[Task]:
-    """The trace's tasks, those that take a value coming after the one that makes it, whatever memory it is in.
+    """The trace's tasks, with an order between the task that makes a value and its users, whatever memory it is in.
 
-    On a GPU one thread issues everything, and a value is there as soon as its maker is issued. Here the value itself is
-    passed from thread to thread: it counts as a memory of its own, so that its order is planned, and proved, too.
+    On a GPU one thread issues everything, and a value exists as soon as its task is issued. Here the Python object is
+    passed from thread to thread. So it counts as a separate memory, and its order is planned and proved, too.
     """
     made_by = {node: number for number, step in enumerate(trace.steps) for node in step.nodes}
     with_values = []
@@ -70,7 +69,7 @@ def tasks(trace: Trace) -> list[Task]:
 
 
 def in_order(plan: Plan) -> Plan:
-    """The same order without lanes: for the caller's thread alone."""
+    """The same order on one lane, for the caller's thread alone."""
     return Plan(plan.devices[:1], [0] * len(plan.lane_of), plan.order, {})
 
 
@@ -79,13 +78,13 @@ def in_order(plan: Plan) -> Plan:
 
 @dataclass
 class LaneCode:
-    """The functions of a run's lanes, and what they pass to each other."""
+    """The functions of a run's lanes, and the slots and gates between them."""
 
     lanes: list[_Lane]
     slots: int
     gates: int
-    results: list[int | None]  # for each output its slot; None where it is not computed
-    task_at: dict[int, str] = field(repr=False)  # the task in a line of the source, for errors
+    results: list[int | None]  # the slot of each output; None if no task computes it
+    task_at: dict[int, str] = field(repr=False)  # the task of each source line, for errors
 
     @property
     def filename(self) -> str:
@@ -93,7 +92,7 @@ class LaneCode:
 
 
 class _Writer:
-    """Writes the lanes' code: which slot carries what, and where a name is used for the last time."""
+    """Writes the lanes' code: assigns slots to values, and finds the last use of each name."""
 
     def __init__(self, trace: Trace, plan: Plan, stamps: Stamps | None = None) -> None:
         self._trace, self._plan, self._code = trace, plan, Code(stamps=stamps)
@@ -103,7 +102,7 @@ class _Writer:
         self._lane_of = [number[lane] for lane in plan.lane_of]
         self._made_by = {node: task for task, step in enumerate(trace.steps) for node in step.nodes}
         self._constants = {node: trace.constant(node) for node in trace.constants}
-        self._slots: dict[tuple[Node, int], int] = {}  # (value, the lane that takes it; -1 is the caller)
+        self._slots: dict[tuple[Node, int], int] = {}  # by value and the lane that reads it (-1: the caller)
         self._slots_of: dict[Node, list[int]] = {}
         self._gates: dict[tuple[int, int], int] = {}
         self._opened: dict[int, list[int]] = {}
@@ -200,7 +199,7 @@ class _Writer:
             self._code.lines.append(f"    gates[{gate}].release()")
 
     def _last_uses(self, lane: int) -> dict[int, list[Node]]:
-        """For each task of a lane the names that are not needed on this lane after it."""
+        """For each task of a lane, the names that the lane does not need after it."""
         last: dict[Node, int] = {}
         for task in self._tasks[lane]:
             for node in [*self._trace.steps[task].nodes, *self._sources(task)]:
@@ -218,22 +217,22 @@ class _Writer:
 class ThreadRun:
     """A run of lanes on threads: ``threads`` in all, divided among the lanes."""
 
-    concurrent = True  # results are new at every replay
+    concurrent = True  # every replay returns new results
 
     def __init__(self, trace: Trace, plan: Plan, threads: int, stamps: Stamps | None = None) -> None:
-        """``stamps`` gets for every task the clock's seconds before and after it."""
+        """``stamps`` receives the clock's seconds before and after every task."""
         self._trace, self._plan = trace, plan
         self._code = _Writer(trace, plan, stamps).write()
         self.lanes = len(self._code.lanes)
         self.threads = max(1, threads // self.lanes)
-        self._spare: list[list[threading.Lock]] = []  # closed gates, for runs of several callers at once
+        self._spare: list[list[threading.Lock]] = []  # closed gates, for concurrent runs of several callers
         self._waits_at_end = any(step.task.device.startswith("gpu") for step in trace.steps)
         self._inputs = {node: place for place, node in enumerate(trace.inputs)}
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         if self.lanes > 1 and (workers := pool()).closed:  # the interpreter is ending
             return ThreadRun(self._trace, in_order(self._plan), self.threads).replay(inputs)
-        # The casts and the gradients are in the trace: operations are not to do them again.
+        # The casts and the gradients are already in the trace: operations must not add them again.
         recorded, before = torch.is_grad_enabled(), torch.get_num_threads()
         cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
         box: list[Any] = []
@@ -256,7 +255,7 @@ class ThreadRun:
         ]
 
     def _untouched(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-        """An output that no task makes: an argument, a constant of the trace, or a plain value."""
+        """An output that no task computes: an argument, a constant of the trace, or a plain value."""
         if not isinstance(value, Node):
             return value
         return inputs[self._inputs[value]] if value in self._inputs else self._trace.constant(value)
@@ -267,24 +266,24 @@ class ThreadRun:
         except Exception as error:
             self._explain(error)
             raise
-        if self._waits_at_end:  # copies to the host are not over when they are issued
+        if self._waits_at_end:  # copies to the host may still run after they are issued
             torch.cuda.synchronize()
         return results
 
     def _together(self, inputs: Sequence[Any], box: list[Any], thread_pool: Pool) -> None:
         try:
             gates = self._spare.pop()
-        except IndexError:  # not asked before: another caller may take the last ones in between
+        except IndexError:  # not checked first: another caller may take the last ones in between
             gates = [closed_lock() for _ in range(self._code.gates)]
         stop: list[BaseException] = []
-        inference = torch.is_inference_mode_enabled()  # a thread's own
+        inference = torch.is_inference_mode_enabled()  # a setting of each thread
 
         def done_by(lane: _Lane) -> None:
             try:
                 with torch.inference_mode() if inference else nullcontext():
                     lane(inputs, box, gates, stop)
             except BaseException as error:
-                stop.append(error)  # the first one counts; what follows from it comes after it
+                stop.append(error)  # the first error counts; later ones may be its consequences
                 for gate in gates:
                     with suppress(RuntimeError):
                         gate.release()
@@ -305,7 +304,7 @@ class ThreadRun:
             raise interrupt
         if stop:
             failure = next((failed for failed in stop if isinstance(failed, KeyboardInterrupt)), stop[0])
-            stop.clear()  # or it, and the next line's name, would hold the error that holds this frame
+            stop.clear()  # avoids a cycle: the list would hold the error, whose traceback holds this frame
             try:
                 raise self._explain(failure)
             finally:
@@ -313,7 +312,7 @@ class ThreadRun:
         self._spare.append(gates)
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Say in which task it happened."""
+        """Add to the error the task in which it happened."""
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == self._code.filename:

@@ -1,1 +1,1 @@
-"""What a captured CUDA graph is made of: its nodes, its copies of arguments and results, its workspaces."""
+"""The parts of a captured CUDA graph: its nodes, its copies of arguments and results, its workspaces."""

@@ -1,9 +1,9 @@
-"""Copies inside a CUDA graph, to and from memory whose address is different at every replay.
+"""Copies inside a CUDA graph, to and from memory whose address changes with every replay.
 
-A captured graph always reads and writes the same addresses, but arguments are wherever the caller has them, and results
+A captured graph always reads and writes the same addresses, but the caller's arguments may be anywhere, and results
 go to new memory, which belongs to the caller. Copies before and after a replay would be two more launches. So the
-copies are nodes of the graph: kernels of ours (``copy_parts.cu``) that take addresses as arguments, and these are set
-in the instantiated graph before it is launched:
+copies are nodes of the graph: our own kernels (``copy_parts.cu``), which take addresses as arguments. These are set in
+the instantiated graph before it is launched:
 
     results = fresh()
     copies.aim(results)
@@ -28,10 +28,10 @@ from manyhands.backends.torch.run.graphs.nodes import KERNEL, KernelNode, nodes_
 from manyhands.backends.torch.run.result_copies import has_no_gaps
 from manyhands.errors import CannotCompile
 
-_ROOMS = (8, 32, 120, 480)  # parts that a kernel has room for, 32 bytes of arguments each; old drivers take 4096 bytes
+_ROOMS = (8, 32, 120, 480)  # tensors per kernel, 32 bytes of arguments each; old drivers accept 4096 bytes
 _THREADS = 256
 _CHUNK = _THREADS * 16 * 8  # bytes that a block copies
-_NEVER = (1 << 63) - 1  # the first block of parts that there are not
+_NEVER = (1 << 63) - 1  # the first block of unused parts
 _of_thread = threading.local()
 _NEEDED = (  # of CUDA's driver
     "cuGraphGetNodes",
@@ -42,7 +42,7 @@ _NEEDED = (  # of CUDA's driver
 
 
 def can_be_copied(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether copying these is copying bytes: all on this GPU, each in a piece of memory without gaps."""
+    """Whether these can be copied as bytes: all on this GPU, each in contiguous memory without gaps."""
     return 0 < len(tensors) <= _ROOMS[-1] and all(
         tensor.device == device
         and tensor.layout is torch.strided
@@ -53,9 +53,9 @@ def can_be_copied(tensors: Sequence[torch.Tensor], device: torch.device) -> bool
 
 
 def prepare(count: int, device: torch.device) -> tuple[Kernels, int]:
-    """The kernels for so many tensors, and how many they have room for; to be called before a capture.
+    """The kernels for ``count`` tensors, and how many tensors they have room for; call this before a capture.
 
-    They are compiled when they are first asked for.
+    The first call compiles them.
     """
     room = next(room for room in _ROOMS if room >= count)
     kernels = compiled("copy_parts.cu", device, PARTS=str(room), CHUNK=str(_CHUNK))
@@ -68,7 +68,7 @@ def prepare(count: int, device: torch.device) -> tuple[Kernels, int]:
 
 
 def pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """For parts of so many bytes the first block of each, and how many blocks there are in all."""
+    """For parts of these sizes in bytes, the first block of each, and the total number of blocks."""
     firsts, blocks = [], 0
     for size in sizes:
         firsts.append(blocks)
@@ -77,19 +77,19 @@ def pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Copies:
-    """From tensors elsewhere to these (``copy_in``), or from these to tensors elsewhere (``copy_out``).
+    """Copies from tensors elsewhere to these (``copy_in``), or from these to tensors elsewhere (``copy_out``).
 
-    The tensors are such as :func:`can_be_copied`; those elsewhere have the same form.
+    :func:`can_be_copied` is true of these tensors; those elsewhere have the same form.
     """
 
     def __init__(self, name: str, near: Sequence[torch.Tensor], device: torch.device) -> None:
         self._name, self._device = name, device
-        self._near = list(near)  # the graph knows addresses: that memory is kept
+        self._near = list(near)  # the graph holds addresses: keep that memory alive
         self._kernels, room = prepare(len(near), device)
         sizes = [tensor.numel() * tensor.element_size() for tensor in near]
         firsts, self._blocks = pieces(sizes)
         here, there = (room, 0) if name == "copy_in" else (0, room)
-        # As the kernel has them: all sources, all targets, all sizes, all first blocks.
+        # In the kernel's order: all sources, all targets, all sizes, all first blocks.
         numbers = (ctypes.c_uint64 * (4 * room))()
         for start, values in ((here, [tensor.data_ptr() for tensor in near]), (2 * room, sizes)):
             numbers[start : start + len(near)] = values  # type: ignore[assignment]
@@ -99,30 +99,30 @@ class Copies:
         self._settings = KernelNode()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._set: Callable[[], int] | None = None
-        self._aimed: list[int] | None = None  # where the next replay copies from, or to
+        self._aimed: list[int] | None = None  # addresses that the next replay copies from, or to
 
     def launch(self) -> None:
-        """Put the copies on the current stream, which is being captured; they copy nothing before they are aimed."""
+        """Launch the copies on the current stream, which is being captured; they copy nothing before ``aim``."""
         self._kernels.launch_at(self._name, (self._blocks, 1), (_THREADS, 1), self._places)
 
     def find(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Look up the copies in the graph that was captured, which was told to keep what it is made of."""
+        """Look up the copies in the captured graph, which must have been created with ``keep_graph=True``."""
         driver = self._kernels.driver
         node = _node(driver, graph.raw_cuda_graph(), self._kernels.function(self._name), self._settings)
         self._settings.arguments = ctypes.addressof(self._places)
         self._settings.extra = None
         pointers = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
         self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, pointers))
-        self._graph = graph  # keeps the node
+        self._graph = graph  # keeps the node alive
         if answer := self._set():
             raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {answer}")
 
     def aim(self, far: Sequence[torch.Tensor]) -> None:
-        """The next replay copies from, or to, these."""
+        """Make the next replay copy from, or to, these tensors."""
         if not hasattr(_of_thread, "context"):
             _enter(self._device)
         places = [tensor.data_ptr() for tensor in far]
-        if places == self._aimed:  # nothing to tell CUDA: memory that was let go has been given again
+        if places == self._aimed:  # CUDA has these addresses: freed memory was allocated again
             return
         self._numbers[self._first : self._last] = places  # type: ignore[assignment]
         self._aimed = None
@@ -132,14 +132,14 @@ class Copies:
 
 
 def _enter(device: torch.device) -> None:
-    """Make sure of a context in this thread: without one, CUDA's driver crashes when it is asked past PyTorch."""
+    """Ensure that this thread has a CUDA context: without one, direct calls of CUDA's driver crash."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()
     _of_thread.context = True
 
 
 def _node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p, settings: KernelNode) -> int:
-    """The graph's node that runs this kernel; ``settings`` are filled with what it was captured with."""
+    """The graph's node that runs this kernel; fills ``settings`` with the node's captured parameters."""
     for node in nodes_of(driver, graph, KERNEL):
         answer = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
         if answer == 0 and settings.function == function.value:

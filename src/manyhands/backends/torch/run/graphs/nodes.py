@@ -1,4 +1,4 @@
-"""The nodes of a captured CUDA graph, before it is instantiated: finds them, and replaces memsets by kernels.
+"""Finds the nodes of a captured CUDA graph before it is instantiated, and replaces memsets by kernels.
 
 cuDNN clears a few bytes of its workspace before many convolutions. In a CUDA graph that is a memset node, and on an
 H200 it keeps the kernels around it 8 to 11 us apart; a kernel that writes the same bytes takes 2 to 3 us. So every
@@ -9,16 +9,16 @@ captured graph is instantiated here::
         ...
     instantiate(graph, device)
 
-Dozens of such kernels still add up, though they write little. Where a call has memory of the graph to itself
-(:mod:`.workspaces`) and begins with the memset, nobody writes there earlier in the graph. So the memset may as
-well come first of all, and one kernel at the start does the work of all of them::
+Dozens of such kernels still add up, though they write little. If a call has a workspace to itself
+(:mod:`.workspaces`) and begins with the memset, nothing earlier in the graph writes there. So the memset can run at
+the start of the graph, where one kernel does the work of all of them::
 
     captured:      copy -> memset 1 -> convolution 1 -> norm -> memset 2 -> convolution 2
     instantiated:  fill 1 and 2 -> copy -> convolution 1 -> norm -> convolution 2
 
-The kernel is a node of the graph, so it clears at every replay, whatever the replay before left in the workspaces. It
-clears everything from the first workspace to the last: what lies between are workspaces too, in which nothing counts
-before their calls. All other memsets become kernels at their places.
+The kernel is a node of the graph, so it clears the workspaces on every replay, whatever the last replay left there. It
+clears everything from the first workspace to the last: between them are only other workspaces, whose contents do not
+matter before their calls. All other memsets become kernels at their places.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from manyhands.backends.torch.run.graphs.workspaces import Workspace, workspaces
 from manyhands.errors import CannotCompile
 
 KERNEL, MEMSET = 0, 2  # types of nodes
-_ALLOCATIONS = (10, 11)  # of memory, and its release: nodes of such a graph cannot be removed
+_ALLOCATIONS = (10, 11)  # allocating and freeing memory: nodes of a graph with these cannot be removed
 _LONG = 1 << 16  # bytes
 _THREADS = 128
 _MOST_BLOCKS = 1024
-_WORTH = 2  # memsets: a single one at the start of a graph would be in the way as much as at its place
+_WORTH = 2  # memsets: moving a single one to the start of a graph gains nothing
 _NEEDED = (  # of CUDA's driver, to replace a node
     "cuGraphGetNodes",
     "cuGraphGetRootNodes",
@@ -81,7 +81,7 @@ class _Memset(ctypes.Structure):
 
 
 class _Edge(ctypes.Structure):
-    """CUDA's description of an edge (``CUgraphEdgeData``): all zero where the second node simply waits."""
+    """CUDA's description of an edge (``CUgraphEdgeData``): all zero if the second node simply waits."""
 
     _fields_ = (("ports", ctypes.c_ubyte * 2), ("kind", ctypes.c_ubyte), ("reserved", ctypes.c_ubyte * 5))
 
@@ -91,7 +91,7 @@ _WAITS = bytes(_Edge())
 
 @dataclass(frozen=True, slots=True)
 class Memset:
-    """A memset in a row of bytes; ``before``: the nodes that it waits for, None where it does more than wait."""
+    """A memset of contiguous bytes; ``before``: the nodes that it waits for, None if an edge is not a plain wait."""
 
     node: int
     target: int
@@ -103,8 +103,8 @@ class Memset:
 def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     """Make a graph that was captured with ``keep_graph=True`` ready to be replayed.
 
-    Returns how many memsets were replaced by kernels, at their places or at the start of the graph; where that cannot
-    be done, the graph stays as it was captured.
+    Returns how many memsets were replaced by kernels, at their places or at the start of the graph. If that is not
+    possible, the graph stays as captured.
     """
     with torch.cuda.device(device):
         try:
@@ -125,9 +125,9 @@ def nodes_of(driver: ctypes.CDLL, graph: int, kind: int) -> Iterator[int]:
 
 
 def may_move(memsets: Iterable[Memset], workspaces: Sequence[Workspace]) -> list[Memset]:
-    """The memsets that may come at the start of the graph instead: they clear, and a workspace's call begins with them.
+    """The memsets that may move to the start of the graph: they write zeros, and a workspace's call begins with them.
 
-    A later memset of the same call stays: a kernel of the call may have written there before.
+    A later memset of the same call stays: an earlier kernel of the call may have written there.
     """
     return [
         memset
@@ -151,10 +151,10 @@ def _replace_memsets(graph: int, kernels: Kernels, workspaces: Sequence[Workspac
 
 
 def _move_to_start(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]) -> int:
-    """Replace memsets of workspaces by one kernel at the start; gives how many.
+    """Replace memsets of workspaces by one kernel at the start; returns how many.
 
-    The kernel comes first, then one memset after the other goes: wherever the driver refuses, the graph is right, as
-    clearing twice does no harm.
+    The kernel is added first, then the memsets are removed one by one. If the driver refuses a removal, the graph is
+    still right, because clearing twice does no harm.
     """
     driver = kernels.driver
     memsets = [_memset(driver, node) for node in nodes_of(driver, graph, MEMSET)]
@@ -162,7 +162,7 @@ def _move_to_start(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]
     if len(moving) < _WORTH:
         return 0
     roots = _listed(driver.cuGraphGetRootNodes, graph)
-    begin = min(memset.target for memset in moving) // 16 * 16  # workspaces begin at such addresses
+    begin = min(memset.target for memset in moving) // 16 * 16  # still in the workspace, which is aligned
     end = max(memset.target + memset.size for memset in moving)
     start = _add_fill(graph, kernels, [], begin, end - begin, 0)
     if not _connect(driver, graph, [(start, root) for root in roots]):
@@ -172,7 +172,7 @@ def _move_to_start(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]
 
 
 def _remove(driver: ctypes.CDLL, graph: int, node: int) -> bool:
-    """Remove a node: what waited for it waits for what it waited for. False where it stays."""
+    """Remove a node and connect its successors to its predecessors; False if it stays."""
     before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
     after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
     if before is None or after is None:
@@ -180,9 +180,9 @@ def _remove(driver: ctypes.CDLL, graph: int, node: int) -> bool:
     new = []
     for first in before:
         edges = _edges(driver.cuGraphNodeGetDependentNodes_v2, first)
-        if any(second in after and edge != _WAITS for second, edge in edges):  # such a node may begin early
+        if any(second in after and edge != _WAITS for second, edge in edges):  # such a node may start early
             return False
-        behind = {second for second, _ in edges}  # CUDA refuses an edge that is there
+        behind = {second for second, _ in edges}  # CUDA refuses duplicate edges
         new += [(first, second) for second in after if second not in behind]
     if not _connect(driver, graph, new):
         return False
@@ -191,7 +191,7 @@ def _remove(driver: ctypes.CDLL, graph: int, node: int) -> bool:
 
 
 def _replace_memset(graph: int, node: int, kernels: Kernels) -> bool:
-    """Put a kernel in the place of a memset; False where the memset stays."""
+    """Replace a memset by a kernel; False if the memset stays."""
     driver, memset = kernels.driver, _memset(kernels.driver, node)
     after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
     if memset is None or memset.before is None or after is None:
@@ -200,13 +200,13 @@ def _replace_memset(graph: int, node: int, kernels: Kernels) -> bool:
         return False
     added = _add_fill(graph, kernels, list(memset.before), memset.target, memset.size, memset.pattern)
     replaced = _connect(driver, graph, [(added, following) for following in after])
-    # One of the two goes: both would write, and nobody would wait for the kernel.
+    # Remove one of the two: both would write, and nothing would wait for the kernel.
     _check(driver.cuGraphDestroyNode(ctypes.c_void_p(node if replaced else added)))
     return replaced
 
 
 def _memset(driver: ctypes.CDLL, node: int) -> Memset | None:
-    """What a memset does; None where it writes more than a row."""
+    """The memset of a node; None if it writes more than one row."""
     settings = _Memset()
     _check(driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(settings)))
     if settings.height != 1:
@@ -217,7 +217,7 @@ def _memset(driver: ctypes.CDLL, node: int) -> Memset | None:
 
 
 def _add_fill(graph: int, kernels: Kernels, before: list[int], target: int, size: int, pattern: int) -> int:
-    """Add a kernel that waits for some nodes and writes a pattern of four bytes over and over."""
+    """Add a kernel that waits for the nodes in ``before`` and writes a pattern of four bytes repeatedly."""
     values = ctypes.c_uint64(target), ctypes.c_uint(pattern), ctypes.c_longlong(size)
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     blocks = min(max(1, -(-size // (16 * _THREADS))), _MOST_BLOCKS)
@@ -231,7 +231,7 @@ def _add_fill(graph: int, kernels: Kernels, before: list[int], target: int, size
 
 
 def _connect(driver: ctypes.CDLL, graph: int, edges: list[tuple[int, int]]) -> bool:
-    """Let the second node of each pair wait for the first; False where the driver refuses."""
+    """Make the second node of each pair wait for the first; False if the driver refuses."""
     first, second = (_handles([edge[end] for edge in edges]) for end in (0, 1))
     count = ctypes.c_size_t(len(edges))
     return not edges or driver.cuGraphAddDependencies_v2(ctypes.c_void_p(graph), first, second, None, count) == 0
@@ -247,13 +247,13 @@ def _listed(ask: ctypes._NamedFuncPointer, graph: int) -> list[int]:
 
 
 def _neighbours(ask: ctypes._NamedFuncPointer, node: int) -> list[int] | None:
-    """The nodes before or behind a node; None where an edge is more than a wait."""
+    """The predecessors or successors of a node; None if an edge is not a plain wait."""
     edges = _edges(ask, node)
     return None if any(edge != _WAITS for _, edge in edges) else [neighbour for neighbour, _ in edges]
 
 
 def _edges(ask: ctypes._NamedFuncPointer, node: int) -> list[tuple[int, bytes]]:
-    """The nodes before or behind a node, with CUDA's description of the edges."""
+    """The predecessors or successors of a node, with CUDA's description of the edges."""
     count = ctypes.c_size_t()
     _check(ask(ctypes.c_void_p(node), None, None, ctypes.byref(count)))
     nodes, edges = (ctypes.c_void_p * count.value)(), (_Edge * count.value)()
@@ -263,7 +263,7 @@ def _edges(ask: ctypes._NamedFuncPointer, node: int) -> list[tuple[int, bytes]]:
 
 
 def _pattern(value: int, size: int) -> int:
-    """Four bytes that repeat a value of so many bytes."""
+    """Four bytes that repeat a value of ``size`` bytes."""
     return int.from_bytes(value.to_bytes(4, "little")[:size] * (4 // size), "little")
 
 

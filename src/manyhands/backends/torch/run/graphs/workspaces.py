@@ -1,14 +1,14 @@
-"""Workspaces of library calls that nothing else in a captured CUDA graph ever touches.
+"""Workspaces of library calls that nothing else in a captured CUDA graph touches.
 
-A workspace is memory that a call computes in. Usually it is freed after the call, and whatever comes next in the graph
+A workspace is memory that a call computes in. Usually it is freed after the call, and the next allocation in the graph
 gets the same memory: then the call has to clear it at its place in the graph. So a graph has a room for small
-workspaces. It is allocated before anything else is captured, each call gets a part of it, and no part is given twice::
+workspaces. It is allocated before anything else is captured. Each call gets a part of it, and no part is used twice::
 
     room   | call 1 | call 2 | call 3 |       not used       |
 
-What a call finds in its part is what was there when the graph began: parts can be cleared all at once, at the start of
-the graph (:mod:`.nodes`). The room lives as long as the graph, also because another graph with the same memory
-pool could otherwise have its results there.
+Nothing writes to a part between the start of the graph and its call, so all parts can be cleared at once, at the start
+of the graph (:mod:`.nodes`). The room lives as long as the graph; otherwise another graph with the same memory pool
+could store its results there.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import torch
 from manyhands.backends.torch.kernels.nvrtc import cuda_driver
 from manyhands.errors import CannotCompile
 
-_ROOM = 1 << 20  # bytes of a graph: PyTorch reserves 2 MiB for that, and 20 MiB for a byte more
+_ROOM = 1 << 20  # bytes per graph: PyTorch reserves 2 MiB for this size, and 20 MiB for one byte more
 LARGEST = 1 << 16  # bytes of a workspace
 _ALIGNED = 512  # bytes, as PyTorch aligns memory
 _QUERY = "cuStreamGetCaptureInfo_v3"
 _CAPTURING = 1  # the state of a stream that is being captured
 _lock = threading.Lock()
-_asked = threading.Event()  # somebody had a small workspace: before that, no graph needs a room
-_rooms: dict[int, _Room] = {}  # those of captures in progress, by the number that CUDA gives a capture
+_asked = threading.Event()  # set once a call has used a small workspace: before that, no graph needs a room
+_rooms: dict[int, _Room] = {}  # of captures in progress, by CUDA's capture id
 _room_of: WeakKeyDictionary[torch.cuda.CUDAGraph, _Room] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Its first address, the address behind it, and the nodes of the graph that its call comes right after."""
+    """A workspace: its first address, the address after its end, and the nodes that its call directly follows."""
 
     begin: int
     end: int
@@ -46,14 +46,14 @@ class Workspace:
 
 
 class _Room:
-    """Memory of a graph that is given away in parts."""
+    """Memory of a graph that is handed out in parts."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory, self._used = memory, 0
         self.workspaces: list[Workspace] = []
 
     def part(self, size: int, before: frozenset[int]) -> torch.Tensor | None:
-        """The next part; None where the room is full."""
+        """The next part; None if the room is full."""
         first, last = self._used, self._used + size
         if last > len(self._memory):
             return None
@@ -64,10 +64,10 @@ class _Room:
 
 
 def workspace(size: int, device: torch.device) -> torch.Tensor:
-    """So many bytes for a call that comes next on the current stream: nothing may be put there in between."""
+    """``size`` bytes for the next call on the current stream: launch nothing on the stream before that call."""
     if 0 < size <= LARGEST:
         _asked.set()
-        # PyTorch is asked first: it makes sure of a context, without which CUDA's driver may crash.
+        # Ask PyTorch first: it ensures that there is a context, without which CUDA's driver may crash.
         if _rooms and torch.cuda.is_current_stream_capturing() and (state := _capture(device)) is not None:
             number, before = state
             with _lock:
@@ -79,17 +79,17 @@ def workspace(size: int, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def room_for_workspaces(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """Give a graph a room for workspaces; to be entered when its capture has just begun.
+    """Give a graph a room for workspaces; enter this right after its capture has begun.
 
-    Which capture a call belongs to is asked of CUDA: backward passes run in another thread, and other threads may be
-    capturing other graphs.
+    CUDA says which capture a call belongs to: backward passes run in another thread, and other threads may be capturing
+    other graphs.
     """
     if not _asked.is_set() or not has_rooms():
         yield
         return
     room = _Room(torch.empty(_ROOM, dtype=torch.uint8, device=device))
     number, before = _capture(device) or (0, frozenset())
-    # Where PyTorch fills new memory, for deterministic results, that would undo what the start of the graph clears.
+    # In deterministic mode PyTorch fills new memory, so ``before`` is not empty: that would overwrite the cleared room.
     with _lock:
         if number and not before:
             _rooms[number] = room
@@ -111,7 +111,7 @@ def workspaces_of(graph: torch.cuda.CUDAGraph) -> Sequence[Workspace]:
 
 
 def has_rooms() -> bool:
-    """Whether captured graphs have rooms for workspaces: CUDA's driver has to say what a capture is."""
+    """Whether captured graphs have rooms for workspaces: CUDA's driver has to support queries of captures."""
     try:
         return hasattr(cuda_driver(), _QUERY)
     except CannotCompile:
@@ -119,9 +119,9 @@ def has_rooms() -> bool:
 
 
 def _capture(device: torch.device) -> tuple[int, frozenset[int]] | None:
-    """The number of the capture on the current stream, and the nodes that the next one on it will wait for.
+    """The id of the capture on the current stream, and the nodes that the next node on it will wait for.
 
-    None where nothing is captured, or where the next node would do more than wait (CUDA answers with an error then).
+    None if nothing is captured, or if an edge to the next node would not be a plain wait (CUDA returns an error then).
     """
     state, number, graph, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
     nodes = ctypes.POINTER(ctypes.c_void_p)()
