@@ -14,8 +14,8 @@ import torch
 from fused_norm_cases import WAYS, Net, residual
 from hypothesis import given, settings
 from test_biases_that_stay import Tapped
-from test_fused_norm_random import PROGRAMS, run
-from test_fused_norm_random import Net as RandomNet
+from test_fused_batch_norm_random import PROGRAMS, run
+from test_fused_batch_norm_random import Net as RandomNet
 from torch import nn
 from torch.nn import functional
 
