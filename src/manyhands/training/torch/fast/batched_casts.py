@@ -1,17 +1,17 @@
-"""Casts of weights, and counts of batches, in one kernel each.
+"""One kernel for all casts of weights, and one for all BatchNorm counters.
 
-What the pass :mod:`manyhands.backends.torch.passes.small_together` does to a trace, done by a dispatch mode to a step
-as it runs:
+A dispatch mode does to a running step what the pass :mod:`manyhands.backends.torch.passes.small_together` does to a
+trace:
 
     step n        cast w1 ... cast w2 ... cast w3          (remembered)
-    step n + 1    cast w1, w2, w3 at once, when w1's turn comes; w2 and w3 are ready
+    step n + 1    cast w1, w2, w3 in one kernel when w1 is needed; w2 and w3 are then ready
 
-    count += 1    put off until it is read, or the pass is over
+    count += 1    deferred until something reads the counter, or the pass ends
 
-The casts depend on nothing in a pass. Where there are side lanes (:mod:`.lanes.forked`), they are issued to one at the
-beginning of the pass, beside the gather of the batch, and the main lane waits for them when w1's turn comes.
+The casts depend on nothing else in the pass. If there are side lanes (:mod:`.lanes.forked`), one of them starts the
+casts at the beginning of the pass, in parallel with the gather of the batch; the main lane waits when it needs w1.
 
-The results are the same to the bit. A weight that is written to after its early cast is cast again.
+The results are equal to the bit. If something writes to a weight after its early cast, the weight is cast again.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _aten = torch.ops.aten
 
 
 class BatchedCasts(TorchDispatchMode):
-    """Around each forward pass the same one: ``with batched_casts: loss = loss_of(model)``.
+    """Use the same instance around each forward pass: ``with batched_casts: loss = loss_of(model)``.
 
-    ``forked``: a side lane that the next passes may use.
+    ``forked``: a side lane that later passes may use.
     """
 
     def __init__(self, forked: ForkedWork | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forked = forked
-        self._before: dict[int, tuple[torch.Tensor, torch.dtype]] = {}  # the casts of the pass before, by memory
+        self._before: dict[int, tuple[torch.Tensor, torch.dtype]] = {}  # the casts of the previous pass, by memory
         self._now: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-        self._ahead: dict[int, torch.Tensor] | None = None  # cast and not yet asked for
+        self._ahead: dict[int, torch.Tensor] | None = None  # cast, and not yet requested
         self._batch_counts: dict[int, torch.Tensor] = {}
-        self._is_early = False  # the casts of this pass are, or were, on the side lane
-        self._stream: int | None = None  # of the pass: casts that are made ahead are ready there
+        self._is_early = False  # whether the casts of this pass run on the side lane
+        self._stream: int | None = None  # the stream of the pass: early casts are ready on it
         self.counts = Counter[str]()
 
     def __enter__(self) -> BatchedCasts:
@@ -83,7 +83,7 @@ class BatchedCasts(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A weight that this operation writes to has to be cast again; but first the side lane must have read it."""
+        """Drop the early casts of weights that this operation writes to, once the side lane has read the weights."""
         written, ahead = memories_of(written_by(func, args, kwargs)), self._ahead or {}
         if self.forked is not None and self.forked.is_running:
             if ahead.keys() & written:
@@ -95,7 +95,7 @@ class BatchedCasts(TorchDispatchMode):
     def _cast(self, func: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         number = memory_id(weight)
         self._now[number] = weight, dtype
-        if _current_stream() != self._stream:  # one of the model's own
+        if _current_stream() != self._stream:  # a stream that the model uses
             return func(weight, dtype=dtype)  # type: ignore[no-any-return]
         if self._ahead is None:
             self._ahead = self._all_casts(weight.device, dtype, None)
@@ -144,11 +144,11 @@ def _current_stream() -> int | None:
 
 
 def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A cast as autocast makes it, of a parameter: other tensors may be others in the next step."""
+    """Whether this is a cast by autocast of a parameter; another tensor may be a new one in the next step."""
     plain = len(args) == 1 and set(kwargs) == {"dtype"} and isinstance(args[0], torch.nn.Parameter)
     return plain and args[0].layout is torch.strided and kwargs["dtype"] is not args[0].dtype
 
 
 def _is_count(count: Any, added: Any) -> bool:
-    """Whether this is the count of a BatchNorm: a scalar integer plus one."""
+    """Whether this operation increments a BatchNorm's counter: a scalar integer plus one."""
     return type(added) is int and added == 1 and count.dtype is torch.int64 and count.dim() == 0

@@ -1,4 +1,4 @@
-"""Which steps can be captured in a CUDA graph, and how an optimizer is prepared for it."""
+"""Which steps a CUDA graph can capture, and how to prepare an optimizer for capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, c
 
 
 def count_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer count its steps on the device, where it can; the state of a used one goes there, too."""
+    """Let an optimizer count its steps on the device, if it can; existing state moves there, too."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -30,7 +30,7 @@ def count_on_device(optimizer: torch.optim.Optimizer) -> None:
 def why_not(
     data: object, optimizer: torch.optim.Optimizer, device: torch.device, world: int, accumulate: int
 ) -> str | None:
-    """The reason why a step cannot go into one graph; None if it may."""
+    """The reason why a step cannot be captured in one graph; None if it can."""
     if device.type != "cuda":
         return "no CUDA graph on a CPU"
     if world > 1:
@@ -47,7 +47,7 @@ def why_not(
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the caller has compiled the model or a part of it: then its modules are not what runs."""
+    """Whether the caller has compiled the model or a part of it: then other code runs than its modules'."""
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
 
 

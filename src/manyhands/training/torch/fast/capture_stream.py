@@ -1,7 +1,7 @@
-"""The stream of a device that steps are tried out, warmed up and captured on.
+"""The stream on which a device's steps are tried out, warmed up and captured.
 
-There is one for all trainers, as cuBLAS keeps memory for each stream that it has seen. Trainers in several threads take
-turns on it: work that another thread issues during a capture would be captured, too.
+All trainers share it, because cuBLAS keeps memory for every stream that it has run on. Trainers in several threads take
+turns: work that another thread issued during a capture would be captured, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """Within it work goes to the stream, ordered with the current one before and after; None: no change."""
+    """A context whose work goes to this stream, ordered with the current stream before and after; None: no change."""
     if stream is None:
         yield
         return
@@ -44,7 +44,7 @@ def _turn(device: torch.device) -> threading.RLock:
 
 @contextmanager
 def waits_fail() -> Iterator[None]:
-    """Within it an operation that makes the host wait for the GPU is an error, as it would be in a capture."""
+    """A context in which an operation that makes the host wait for the GPU raises, as it would in a capture."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that this mode does not detect every wait

@@ -1,24 +1,26 @@
 """The whole step in one CUDA graph: gather, forward, backward, update and metrics, with nothing left for the host.
 
-A step of a small model is limited by the host, which issues hundreds of kernels one by one. A CUDA graph holds them all
-and is launched at once. For that, everything a step reads must stay in its place: the data are on the device, the
-epoch's order of samples too, and the position in it is a number on the device that the step itself moves on.
+The host limits the step of a small model, because it issues hundreds of kernels one by one. A CUDA graph holds them all
+and is launched at once. For that, all memory that a step reads must stay at the same address: the data and the epoch's
+order of samples are on the device, and so is the position in that order, which the step itself advances.
 
 There is a graph for each batch size: the usual one, and the short last batch of an epoch. The first steps of a size
-are real training steps without a graph, on the stream of the capture; they warm up kernels, optimizer state and
-compiler. They are watched for Python state that a graph would freeze (:mod:`.python_state`), and the last of them for
-waits of the host, which cannot be captured. A capture that fails midway leaks in PyTorch (2.11 loses memory and can
-draw no more random numbers), so it is better not begun. If a warm-up step fails before its update, or if the capture
-fails, nothing has happened yet and a plain step is made instead.
+are real training steps without a graph, on the capture stream; they warm up kernels, optimizer state and compiler.
+All of them are checked for Python state that a graph would freeze (:mod:`.python_state`), and the last of them for
+host waits, which cannot be captured. It is better to find these before the capture: one that fails midway leaks in
+PyTorch (2.11 loses memory and can draw no more random numbers). If a warm-up step fails before its update, or if the
+capture fails, nothing has changed yet and a plain step runs instead.
 
-Where the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
-nor on lanes. The second is searched for such biases, which are left out from then on.
+If the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
+nor on lanes. The second step searches for such biases, which are left out from then on.
 
-With side lanes four kinds of work leave the chain of kernels: casts of weights run beside the gather of the batch
-(:mod:`.batched_casts`), gradients of weights beside the backward pass (:mod:`.lanes`), metrics beside all that follows
-the forward pass (:mod:`.forward`), one half of the update beside the other (:mod:`.lanes.update_halves`).
+With side lanes, four kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
+of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), metrics during
+everything after the forward pass (:mod:`.forward`), and one half of the update during the other
+(:mod:`.lanes.update_halves`).
 
-The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster stays.
+The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster one is
+used.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ from manyhands.training.torch.step.eager import EagerStep
 _COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
 _PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 _WARM_UP = 3
-_AS_WRITTEN = 2  # steps before the warm-up where redundant biases are searched for, in the last of them
+_AS_WRITTEN = 2  # steps before the warm-up, if redundant biases are searched for (in the last of these steps)
 _LONGEST_REASON = 300  # characters
-# Of an epoch's order, and of places in it.
+# Takes an epoch's order, and positions in it.
 _Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountRight]]
 
 
@@ -73,19 +75,19 @@ class _Sized:
 
     window: torch.Tensor
     forward: _Forward
-    warm: int = 0  # warm-up steps so far; less than zero: steps as written are still to come
+    warm: int = 0  # warm-up steps so far; negative: this many steps as written are still to run
     redundant: RedundantBiases | None = None
-    replay: Callable[[], object] | None = None  # of the graph, or of the plan that competes with it
-    notes: list[str] = field(default_factory=list)  # what our kernels replace and what runs beside the rest, in words
+    replay: Callable[[], object] | None = None  # replays the graph, or the plan that competes with it
+    notes: list[str] = field(default_factory=list)  # what our kernels replace and what runs on side lanes, in words
 
 
 @dataclass
 class _Passed:
-    """What the passes of a step give to its metrics."""
+    """The results of a step's passes that its metrics need."""
 
     loss: torch.Tensor
     count_right: CountRight
-    after_forward: Any = None  # a mark of the main lane, where metrics may run beside the backward pass and the update
+    after_forward: Any = None  # a mark on the main lane, if metrics may run in parallel with the backward pass
 
 
 def fast_step(
@@ -96,9 +98,9 @@ def fast_step(
     changing_rate: bool,
     checkpointed: ActivationCheckpoints | None = None,
 ) -> GraphStep:
-    """The fast step of a job; compiled if the user asks for it, or if it is likely to pay.
+    """The fast step of a job; compiled if the user asks for it, or if compiling is likely to pay off.
 
-    With BatchNorm it does not pay: our own kernels were 5% faster than compiled ones (ResNet-18).
+    With BatchNorm it does not: our own kernels were 5% faster than compiled ones (ResNet-18).
     """
     batches = min(data.count // settings.batch_size, settings.limits.batches or data.count)
     steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
@@ -109,10 +111,10 @@ def fast_step(
     if parallel is None:
         parallel = steps >= _PLAN_PAYS and not compiled and not _has_own_kernels(eager)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
-    if eager.scale is not None:  # gradients may be infinite, which the search for poison would blame on our kernels
+    if eager.scale is not None:  # gradients may be infinite, and the check for NaN would blame our kernels
         norms = False
     tuned = steps if settings.step.tuned_convolutions else None
-    if checkpointed is not None:  # the backward pass computes the forward pass again, which none of these expects
+    if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
         compiled = parallel = lanes = norms = False
         tuned = None
     return GraphStep(
@@ -134,7 +136,7 @@ class _NothingDone(Exception):
 
 
 class GraphStep:
-    """Runs the eager step's work from data on the device, batch after batch of an epoch's order."""
+    """Does the eager step's work on data that are on the device, batch by batch in the epoch's order."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class GraphStep:
         self._parallel = parallel
         self._stream = stream_of(eager.device)
         trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
-        # Side lanes may hold two copies of the gradients; DistributedDataParallel has one in its buckets.
+        # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
         self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._beside = Beside.on_streams(eager.device, self._stream, most_held=self._held) if side_lanes else None
         # By feature ("norms", "convolutions", "casts", "lanes", "compiler", "plan"): why it is not used.
@@ -163,7 +165,7 @@ class GraphStep:
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
         self._convolutions = self._tuned(tuned_for) if tuned_for is not None else None
-        # A dispatch mode would keep a compiler from compiling what is called in it, now and later.
+        # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
         self._casts = BatchedCasts() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
         self._checkpointed = checkpointed
@@ -197,7 +199,7 @@ class GraphStep:
                 why = None
             except _NothingDone as nothing:
                 why = f"{type(nothing.__cause__).__name__}: {nothing.__cause__}"
-            if why is not None:  # out here, where the error does not hold the memory of its step any more
+            if why is not None:  # outside of the except block, where the error no longer holds the memory of its step
                 if self._without_a_feature(sized, why):
                     return self(size)
                 self.ended = f"the graph could not be made ({why})"[:_LONGEST_REASON]
@@ -207,16 +209,16 @@ class GraphStep:
         return True
 
     def _without_a_feature(self, sized: _Sized, why: str) -> bool:
-        """Leave out a feature that may have failed; False where none is left.
+        """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written that is the search for redundant biases; later our own kernels, the lanes, the compiler.
+        In a step as written: the search for redundant biases. Later: our own kernels, then the lanes, the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:
             self._searching = False
-            del self._sized[size]  # this one alone: others may have their graphs
+            del self._sized[size]  # only this size: others may have their graphs
             return True
-        has_modes = not self._is_compiled(size)  # a compiled step has none of them
+        has_modes = not self._is_compiled(size)  # a compiled step uses no dispatch modes
         if self._norms is not None and has_modes:
             self._norms = None
             self._without("norms", f"normalisation not fused ({why})")
@@ -251,13 +253,13 @@ class GraphStep:
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
         def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountRight]:
-            loss, right = compiled(order, places)  # counting is a part of what is compiled
+            loss, right = compiled(order, places)  # the compiled function also counts right answers
             return loss, at_once(right)
 
         return forward
 
     def _fused_norms(self) -> FusedBatchNorms | FusedGroupNorms | None:
-        """Our own kernels for BatchNorm; for GroupNorm where there is no BatchNorm."""
+        """Our own kernels for BatchNorm, or for GroupNorm if the model has no BatchNorm."""
         model, device = self._eager.model, self._eager.device
         if not _has_own_kernels(self._eager) or is_compiled(model):
             return None
@@ -272,7 +274,7 @@ class GraphStep:
             return None
 
     def _tuned(self, steps: int) -> ChosenConvolutions | None:
-        """The search for the fastest convolutions, for a job of so many steps."""
+        """The search for the fastest convolutions, for a job of this many steps."""
         model = self._eager.model
         if is_compiled(model) or not any(isinstance(layer, _ConvNd) for layer in model.modules()):
             return None
@@ -283,11 +285,11 @@ class GraphStep:
         return ChosenConvolutions(steps)
 
     def _is_compiled(self, size: int) -> bool:
-        """Only the usual size is worth the half minute that compiling takes."""
+        """Whether this size is compiled: only the usual size is worth the half minute that compiling takes."""
         return self.compiled and size == self._size
 
     def notes(self) -> list[str]:
-        """For the job's result: which features are not used and why, and what became of the plan."""
+        """For the job's result: which features are not used and why, and whether the plan is used."""
         notes = [self.reasons[feature] for feature in ("norms", "lanes", "compiler", "plan") if feature in self.reasons]
         return notes if self.planned is None else [*notes, self.planned.outcome]
 
@@ -323,7 +325,7 @@ class GraphStep:
                 self._work(sized)
         except Exception as error:
             if eager.versions() != before:
-                raise  # the update has begun: it cannot be made again
+                raise  # the update has begun, and cannot be repeated
             with torch.no_grad():
                 for buffer, before_step in zip(eager.model.buffers(), statistics, strict=True):
                     buffer.copy_(before_step)
@@ -338,7 +340,7 @@ class GraphStep:
         if self._convolutions is not None and len(sized.window) == self._size:
             try:
                 self._convolutions.choose()
-            except Exception as error:  # nothing was done yet: the step goes on with PyTorch's convolutions
+            except Exception as error:  # nothing has changed yet: the step continues with PyTorch's convolutions
                 self._convolutions = None
                 self._without("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
         reserve_workspaces([self._stream], self._eager.device)
@@ -352,7 +354,7 @@ class GraphStep:
         return graph
 
     def _tried(self, sized: _Sized, captured: Callable[[], object]) -> Callable[[], object]:
-        """The captured step; with ``parallel`` the faster of it and a plan of the whole step."""
+        """The captured step; with ``parallel``, the faster of the captured step and a plan of the whole step."""
         if not self._parallel or len(sized.window) != self._size:
             return captured
         if self._is_compiled(self._size):
@@ -362,7 +364,7 @@ class GraphStep:
         return self.planned
 
     def _plan_of(self, sized: _Sized, captured: Callable[[], object]) -> WholeStep:
-        """A plan of ``parallel`` where the captured step has PyTorch's kernels alone, else one with our kernels."""
+        """A plan of ``parallel`` if the captured step uses only PyTorch's kernels, else a plan with our kernels."""
         eager = self._eager
         keeps_more = eager.average is not None or eager.spared is not None or eager.scale is not None
         if self._norms is None and sized.redundant is None and not keeps_more:
@@ -371,19 +373,19 @@ class GraphStep:
         return TracedStep(step, captured, eager.device, lanes=self._beside is not None, held=self._held)
 
     def _work(self, sized: _Sized, *, as_written: bool = False) -> None:
-        """The whole step; ``as_written``: without dispatch modes, for a trace."""
+        """Run the whole step; ``as_written``: without dispatch modes, for a trace."""
         eager, size = self._eager, len(sized.window)
         if eager.spared is not None:
             eager.spared.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
-        # Up to the update only: a step that fails after it cannot be made again.
+        # Only up to the update: a step that fails after it cannot be repeated.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             passed = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
         optimizer_step = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
         eager.update([passed.loss.detach()], self._progress.step, optimizer_step)
-        # Metrics are some 15 kernels for a few numbers that the forward pass gives: they run beside all that follows.
-        # They are issued last: a step that fails before its update has changed nothing.
+        # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
+        # They are issued last, so that a step that fails before its update has changed nothing.
         beside = None if passed.after_forward is None else self._beside
         with nullcontext() if beside is None else beside.from_mark(passed.after_forward):
             eager.metrics.add(passed.loss, passed.count_right(), size, self._progress.step)
@@ -404,12 +406,12 @@ class GraphStep:
             casts.forked = None if lanes is None else lanes.forked
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
-        if convolutions is not None:  # chosen for the usual size; other sizes take the same
+        if convolutions is not None:  # chosen for the usual size; other sizes use the same choice
             convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
             with convolutions or nullcontext(), casts or nullcontext(), norms or nullcontext():
                 loss, count_right = sized.forward(*self._places(sized))
-            # With a loss scale the update writes to the metrics, too.
+            # No mark with a loss scale: then the update writes to the metrics, too.
             mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
             beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
             with convolutions or nullcontext(), beside, norms or nullcontext():
@@ -432,7 +434,7 @@ class GraphStep:
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
     def _as_written(self, sized: _Sized) -> _Passed:
-        """Forward and backward without dispatch modes; the last time with a search for redundant biases."""
+        """Forward and backward without dispatch modes; the last of these steps searches for redundant biases."""
         search = Search(self._eager.model) if sized.warm == -1 else None
         with search or nullcontext():
             loss, right = self._forward(*self._places(sized))
@@ -451,12 +453,12 @@ class GraphStep:
 
 
 def _has_own_kernels(eager: EagerStep) -> bool:
-    """Whether the model has normalisation that we have kernels for; those of GroupNorm are for 16-bit images."""
+    """Whether we have kernels for the model's normalisation; our GroupNorm takes only 16-bit images."""
     model, numbers = eager.model, eager.numbers
     has_images = numbers.autocast in group_norm.DTYPES and numbers.channels_last
     return normalises(model) or (has_images and normalises_groups(model))
 
 
 def normalises(model: torch.nn.Module) -> bool:
-    """Whether a layer takes statistics over its samples."""
+    """Whether the model has a BatchNorm in training mode."""
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())

@@ -1,10 +1,10 @@
-"""The forward pass of a fast step, from the epoch's order to the loss; right answers at once, or when they are wanted.
+"""The forward pass of a fast step, from the epoch's order to the loss; right answers are counted at once or later.
 
-Nothing but the metrics needs the right answers. Counting them takes four small kernels, which the backward pass need
-not wait for: the caller may count them beside it. For that the answer must stay as it is, and PyTorch's own operations
-leave it so. A function that someone else has written may reuse its memory in the backward pass (in-place kernels for
-losses and activations do). If the pass has such a function, or if the answer is memory of the model, which the update
-may write to, right answers are counted at once.
+Only the metrics need the count of right answers. Counting takes four small kernels, and the backward pass does not have
+to wait for them: the caller may count in parallel with it. For that, the model's output must not change, and PyTorch's
+own operations do not change it. A third-party autograd function may reuse its memory in the backward pass (in-place
+kernels for losses and activations do). If the pass has such a function, or if the output is memory of the model, which
+the update may write to, right answers are counted at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from manyhands.training.torch.objective import Scored, count_right
 from manyhands.training.torch.step.eager import EagerStep
 
 CountRight = Callable[[], torch.Tensor | None]
-# Names of PyTorch's nodes, such as AddmmBackward0. Others belong to extensions, or may have such a function inside.
+# Names of PyTorch's nodes, such as AddmmBackward0. Other nodes belong to extensions, or may run their functions.
 _OF_TORCH = re.compile(r"\w+Backward\d+|torch::autograd::AccumulateGrad")
 
 
 def forward(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss and right answers of the samples at these places of an epoch's order."""
+    """Loss and number of right answers of the samples at these positions of an epoch's order."""
     loss, scored = _scored(eager, data, order, places)
     return loss, count_right(scored)
 
@@ -37,7 +37,7 @@ def forward(
 def counting_later(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, CountRight]:
-    """The same, with a function that counts the right answers."""
+    """The loss, and a function that counts the right answers."""
     loss, scored = _scored(eager, data, order, places)
     if scored is None or not is_torchs_alone(loss) or _is_of(eager.model, scored.answer):
         return loss, at_once(count_right(scored))
@@ -45,7 +45,7 @@ def counting_later(
 
 
 def at_once(right: torch.Tensor | None) -> CountRight:
-    """A count that is there already."""
+    """Wrap a count that is already known."""
     return lambda: right
 
 
@@ -58,7 +58,7 @@ def _scored(
 
 
 def _is_of(model: torch.nn.Module, answer: torch.Tensor) -> bool:
-    """Whether an answer is a view of a weight or a buffer."""
+    """Whether the model's output is a view of a weight or a buffer."""
     return memory_id(answer) in {memory_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
@@ -70,7 +70,7 @@ def is_torchs_alone(loss: torch.Tensor) -> bool:
         node = nodes.pop()
         if node is None:
             continue
-        # A function in Python may be named like anything.
+        # A function written in Python may have any name.
         if isinstance(node, torch.autograd.function.BackwardCFunction) or not _OF_TORCH.fullmatch(node.name()):
             return False
         following = {other for other, _ in node.next_functions} - seen

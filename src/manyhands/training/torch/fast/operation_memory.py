@@ -1,4 +1,4 @@
-"""Which memory an operation of PyTorch reads and writes; asked by the dispatch modes of a step."""
+"""Which memory a PyTorch operation reads and writes; for the dispatch modes of a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def memories_of(values: Any) -> set[int]:
 
 
 def has_memory(value: Any) -> bool:
-    """Whether this is a tensor with one storage: a sparse one has several."""
+    """Whether this is a tensor with exactly one storage; a sparse tensor has several."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operation gives another handle on the memory of an argument, and touches no memory."""
+    """Whether an operation only returns a view of an argument, and neither reads nor writes its memory."""
     infos = [argument.alias_info for argument in func._schema.arguments]
     infos += [result.alias_info for result in func._schema.returns]
     known = [info for info in infos if info is not None]

@@ -1,17 +1,17 @@
-"""The step as a plan of ``parallel``: forward, backward, update and metrics, spread over lanes as a whole.
+"""The step as a plan of ``parallel``: one schedule on several lanes for forward, backward, update and metrics.
 
-Side lanes (:mod:`.lanes.eager`) take operations in program order and move weight gradients aside. A plan traces the
-step and schedules all of its operations: branches of the forward pass run in parallel, and an update begins when its
-gradient is there. Planning takes seconds, in which the step is tried many times; what it changes is put back. There are
-two kinds: a plan of ``parallel`` with PyTorch's kernels (:class:`PlanOfParallel`), and one with our kernels for
-BatchNorm (:mod:`.traced_step`).
+Side lanes (:mod:`.lanes.eager`) keep the program order and only move weight gradients off the main lane. A plan traces
+the step and schedules all of its operations: branches of the forward pass run in parallel, and an update begins as soon
+as its gradient is ready. Planning takes seconds, runs the step many times, and restores all that the step changes.
+There are two kinds of plans: a plan of ``parallel`` with PyTorch's kernels (:class:`PlanOfParallel`), and one with our
+kernels for BatchNorm (:mod:`.traced_step`).
 
-Plan and captured step compute the same bits (a plan that does not is not used), so either may make a step. They take
-turns in the training, timed by the device, and the faster one goes on:
+A plan must give the captured step's results, equal to the bit, or it is not used. So either can run a training step.
+They alternate during training, the device times them, and the faster one runs from then on:
 
-    plan | plan x 8, captured x 8 | three times | captured, until all times are there | the faster one
+    plan | plan x 8, captured x 8 | three times | captured, until all times are known | the faster one
 
-The host never waits for a time: it asks whether the device has it.
+The host never waits for a time: it polls the device's events.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Step = Callable[[], object]
 
 
 def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch.Tensor) -> Step:
-    """The step of the next batch as written, without our kernels."""
+    """The training step for the next batch in plain PyTorch, without our kernels."""
 
     def step() -> None:
         eager.optimizer.zero_grad(set_to_none=True)
@@ -52,30 +52,30 @@ def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch
 
 
 class WholeStep(Protocol):
-    """A plan of the whole step. The first call plans, and makes a step; ``replay`` makes the later ones."""
+    """A plan of the whole step. The first call plans and runs one step; ``replay`` runs each later step."""
 
     def __call__(self) -> object: ...
 
     def replay(self) -> object: ...
 
     def why_not(self) -> str | None:
-        """After the first call: why it is not used, or None."""
+        """After the first call: why the plan is not used, or None."""
 
     def explain(self) -> str: ...
 
 
 class PlanOfParallel:
-    """The step given to ``parallel``: its operations are as written, and equal to the bit."""
+    """A plan that ``parallel`` makes of the step: the same operations, with results equal to the bit."""
 
     def __init__(self, step: Step) -> None:
         self._fast: Parallel[[], object] = Parallel(step, planning, reuse_outputs=True)
-        self._fast.has_guards = True  # the trainer's own (:mod:`.python_state`): Dynamo's would take seconds to make
+        self._fast.has_guards = True  # the trainer's (:mod:`.python_state`): Dynamo's would take seconds to build
 
     def __call__(self) -> None:
         self._fast()
 
     def replay(self) -> None:
-        # Its guards are not asked again: a captured step has none either (:mod:`.python_state` watches for both).
+        # Without guards, as in a captured step: :mod:`.python_state` watches for both.
         self._fast.planned.run([], (), {})
 
     def why_not(self) -> str | None:
@@ -91,14 +91,14 @@ class PlanOfParallel:
 
 
 class PlannedStep:
-    """Makes one step at every call: the faster of a plan and of a captured step, once it is known which that is."""
+    """Runs one step per call: by a plan and by a captured step in turns, then by the faster of the two."""
 
     def __init__(self, plan: WholeStep, captured: Step, progress: Progress) -> None:
         self._progress = progress
         self._plan: WholeStep | None = plan
         self._winner: Step | None = None
-        self._seconds: tuple[float, float] | None = None  # of the plan, and of the captured step
-        self._why: str | None = None  # there is no plan
+        self._seconds: tuple[float, float] | None = None  # per step: the plan's, the captured step's
+        self._why: str | None = None  # why there is no plan
         self._turns = self._race(plan, captured)
 
     def __call__(self) -> None:
@@ -106,7 +106,7 @@ class PlannedStep:
         step()
 
     def _race(self, plan: WholeStep, captured: Step) -> Iterator[Step]:
-        """The steps to make, one after the other, until it is known who wins."""
+        """The steps to run, one after the other, until the faster way is known."""
         yield functools.partial(self._first, plan, captured)
         planned = plan.replay
         times: dict[Step, list[tuple[_Mark, _Mark]]] = {planned: [], captured: []}
@@ -126,7 +126,7 @@ class PlannedStep:
         times.append((begin, self._mark()))
 
     def _first(self, plan: WholeStep, captured: Step) -> None:
-        """The first step plans. Where that fails and nothing was done yet, the captured one is made."""
+        """Plan in the first step. If planning fails before the step changed anything, run the captured step instead."""
         before = int(self._progress.position)
         try:
             plan()
@@ -141,7 +141,7 @@ class PlannedStep:
             self._win(captured, uses_plan=False)
 
     def _win(self, step: Step, *, uses_plan: bool) -> Step:
-        """Make this step from now on, and free the memory of the other."""
+        """Run only this step from now on, and free the memory of the other."""
         self._winner, self._turns = step, iter(())
         if not uses_plan:
             self._plan = None
@@ -156,7 +156,7 @@ class PlannedStep:
 
     @property
     def outcome(self) -> str:
-        """What became of the plan, in a line."""
+        """One line: whether the plan is used, and the times."""
         if self._why is not None:
             return f"the whole step is not planned: {self._why}"[:300]
         if self._seconds is None:
@@ -167,7 +167,7 @@ class PlannedStep:
         return f"a plan of the whole step was tried and is not faster: {plan}, without it {captured}"
 
     def explain(self) -> list[str]:
-        """What became of the plan, and the plan itself where it is used."""
+        """The outcome, followed by the plan if it is used."""
         lines = self._plan.explain().splitlines() if self._plan is not None and self._seconds is not None else []
         return [f"  {self.outcome}", *(f"    {line}" for line in lines)]
 

@@ -1,4 +1,4 @@
-"""How far an epoch is, in numbers on the device: a captured step reads and moves them on without the host."""
+"""The progress of an epoch, in tensors on the device: a captured step reads and advances them without the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Progress:
-    """The epoch's order of samples, the place in it that the next batch begins at, and the number of its step."""
+    """The epoch's order of samples, the position in it where the next batch begins, and the number of the step."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.order = torch.zeros(count, dtype=torch.int64, device=device)
@@ -14,7 +14,7 @@ class Progress:
         self.step = torch.zeros((), dtype=torch.int64, device=device)
 
     def begin(self, order: torch.Tensor, sample: int, step: int) -> None:
-        """Take the order of an epoch, and where in it to begin."""
+        """Begin an epoch with this order of samples, at this sample and step."""
         self.order.copy_(order.pin_memory(), non_blocking=True)
         self.position.fill_(sample)
         self.step.fill_(step)

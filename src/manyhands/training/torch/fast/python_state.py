@@ -1,17 +1,17 @@
-"""Finds the Python in a step that a CUDA graph would freeze.
+"""Finds the Python state in a step that a CUDA graph would freeze.
 
 A graph repeats the kernels of the captured step, and Python does not run again: a counter keeps its value, a random
-choice repeats, a list is appended to once. So the warm-up steps are watched: Python state of the model that changes
-from step to step would be frozen in a graph. The first step does not count: many models fill a cache in it.
+choice repeats, a list is appended to once. So the trainer compares the model's Python state after each warm-up step: a
+graph would freeze whatever changes. Changes in the first step are ignored, because many models fill a cache in it.
 
-Watched are the attributes of every module (numbers, strings, lengths of collections, and tensors that are neither
-parameters nor buffers), the options of the optimizer per group of parameters, random numbers of Python, of NumPy and of
-PyTorch's CPU generator (a graph continues those of the GPU), and hooks. For example a model with ``self.calls += 1`` in
-its forward pass, after each of three steps::
+The comparison covers the attributes of every module (numbers, strings, lengths of collections, and tensors that are
+neither parameters nor buffers), the optimizer's options per parameter group, random numbers of Python, NumPy and
+PyTorch's CPU generator (the GPU's generator works in a graph), and hooks. For example, a model with ``self.calls += 1``
+in its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
-Not watched are globals, closures and attributes of objects that are not modules: give ``fast=False`` with those.
+It does not cover globals, closures and attributes of objects that are not modules: set ``fast=False`` with those.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Watch:
-    """The Python state of some modules, and of an optimizer, after each step so far."""
+    """Compares the Python state of some modules, and of an optimizer, from step to step."""
 
     def __init__(self, roots: Sequence[object], optimizer: torch.optim.Optimizer | None = None) -> None:
         self._optimizer = optimizer
@@ -46,17 +46,17 @@ class Watch:
         ]
         self._seen: dict[str, Any] | None = None
         self._drawn = _random_numbers()
-        self._tossed = 0  # steps in a row that have drawn numbers of PyTorch's on the CPU
+        self._tossed = 0  # steps in a row that drew from PyTorch's CPU generator
 
     def before(self) -> None:
-        """A step begins: only what it draws itself counts."""
+        """Call this before a step: random numbers drawn between steps do not count."""
         self._drawn = _random_numbers()
 
     def after(self) -> str | None:
-        """A step is over: the reason why a graph would compute something else, if there is one."""
+        """Call this after a step. Returns the reason why a graph would compute something else, or None."""
         drawn = [before != now for before, now in zip(self._drawn, _random_numbers(), strict=True)]
         self._tossed = self._tossed + 1 if drawn[2] else 0
-        # From PyTorch's CPU generator twice: a compiler may draw in one step.
+        # Draws from PyTorch's CPU generator count from the second in a row: a compiler may draw in one step.
         for name, seen in (("Python's random", drawn[0]), ("numpy.random", drawn[1]), ("the CPU's", self._tossed > 1)):
             if seen:
                 return (
@@ -87,7 +87,7 @@ class Watch:
 
 
 def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """The reason why hooks forbid a graph: they would run once. PyTorch's own compute with tensors alone."""
+    """The reason why hooks prevent a graph, in which they would not run; PyTorch's own hooks are fine."""
     for name, module in model.named_modules():
         if _has_hook(module, HOOKS):
             return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
@@ -106,17 +106,17 @@ def _has_hook(value: object, kinds: Sequence[str]) -> bool:
 
 
 def _look(value: object) -> Any:
-    """A comparable summary of a value; None where there is none."""
+    """A comparable summary of a value; None if the value is not compared."""
     if isinstance(value, _PLAIN):
-        return (type(value), value if value == value else "nan")  # no NaN: it is not equal to itself
+        return (type(value), value if value == value else "nan")  # NaN is not equal to itself
     if isinstance(value, torch.Tensor):
-        # One with a grad_fn is computed again in each step (weight normalisation leaves such a weight behind).
+        # Each step computes a tensor with a grad_fn again (such as the weight of a layer with weight normalisation).
         return ("tensor", id(value)) if value.grad_fn is None else None
     return ("length", len(value)) if isinstance(value, (list, tuple, dict, set, deque)) else None
 
 
 def _random_numbers() -> tuple[Any, Any, Any]:
     array: Any = np.random.get_state()
-    # The words, and the place among them, of the usual generator; a caller may have put in another one.
+    # The state words and position of NumPy's default generator; a caller may have replaced the generator.
     numpy = (array[1].tobytes(), *array[2:]) if isinstance(array, tuple) else repr(array)
     return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()

@@ -1,11 +1,11 @@
-"""Redundant biases: those of layers whose output goes into a BatchNorm, and nowhere else.
+"""Redundant biases: the biases of layers whose output only a BatchNorm reads.
 
-The pass :mod:`manyhands.backends.torch.passes.redundant_biases` says why they can be left out, by an example. Here a
-step is not traced: the layer runs without its bias, the running mean gets its share of it after the backward pass, and
-the bias a gradient of zeros.
+The pass :mod:`manyhands.backends.torch.passes.redundant_biases` explains with an example why they can be left out. This
+module does the same without a trace: the layer runs without its bias, the bias's share is added to the running mean
+after the backward pass, and the bias gets a gradient of zeros.
 
-Names and order of layers prove nothing: a model may use an output twice. So one step is watched (:class:`Search`), and
-a bias is redundant if three conditions hold in it:
+Names and order of layers prove nothing: a model may use an output twice. So :class:`Search` observes one step, and a
+bias is redundant if three conditions hold in that step:
 
 1. In autograd's graph a single edge leads to the layer's node, from the node of the BatchNorm; and a single edge from
    the layer's node to the bias (also through a cast). Nothing else that is differentiated uses them.
@@ -13,7 +13,8 @@ a bias is redundant if three conditions hold in it:
    updated late), and only operations of the layer read the bias.
 3. The output is not alive when the step is over.
 
-A CUDA graph repeats the watched step, and :mod:`.python_state` refuses Python that would change the next one.
+A CUDA graph repeats the observed step, and :mod:`.python_state` refuses models whose Python state changes between
+steps.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
 
 
 def may_have_redundant_biases(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a search is worth a step: there are candidates, and the optimizer can take a gradient of zeros."""
+    """Whether a search can succeed: there are candidates, and the optimizer can handle gradients of zeros."""
     layers, norms = _candidates(model)
     return bool(layers and norms) and _bears_zeros(optimizer)
 
 
 class RedundantBiases:
-    """The redundant biases of a model, and steps without them.
+    """Runs steps without the redundant biases of a model.
 
     ::
 
@@ -61,7 +62,7 @@ class RedundantBiases:
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-        # Made once: a compiler would take a new one for another program.
+        # Made once: a compiler would compile again for a new module.
         self._bare = [(layer, _without_bias(layer)) for layer, _ in pairs]
         self._shifts: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for layer, norm in pairs:
@@ -74,7 +75,7 @@ class RedundantBiases:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Within it the layers run without their biases; these stay the parameters that they are."""
+        """A context in which the layers run without their biases; the biases remain parameters of the model."""
         try:
             for layer, bare in self._bare:
                 layer.forward = bare.forward
@@ -85,14 +86,14 @@ class RedundantBiases:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After the backward pass, before the update: the effect of the biases on running means and gradients.
+        """Apply the biases' effect on running means and gradients; call it between backward pass and update.
 
-        Not right after each BatchNorm: it has kept its running mean for the backward pass.
+        It cannot be applied right after each BatchNorm, which saves its running mean for the backward pass.
         """
         for momentum, (means, biases) in self._shifts.items():
             compat.foreach_add_(means, biases, alpha=momentum)
         if self._zeros:
-            # Anew in each step: clipping by a norm that is NaN makes them that.
+            # In every step: gradient clipping by a norm of NaN turns the zeros into NaN.
             compat.foreach_zero_([zeros for _, zeros in self._zeros])
         for bias, zeros in self._zeros:
             bias.grad = zeros
@@ -104,7 +105,7 @@ class RedundantBiases:
 
 @dataclass
 class _Call:
-    """The call of a layer in the watched step: its output, and the BatchNorm that took it."""
+    """The call of a layer in the observed step: its output, and the BatchNorm that read it."""
 
     count: int = 0
     output: weakref.ref[torch.Tensor] | None = None
@@ -114,7 +115,7 @@ class _Call:
 
 
 class Search(TorchDispatchMode):
-    """Watches one step, without a change to its results.
+    """Observes one step without changing its results.
 
     ::
 
@@ -132,7 +133,7 @@ class Search(TorchDispatchMode):
         self._norm_calls = Counter[nn.Module]()
         self._inside: list[nn.Module] = []
         self._spoilt: set[nn.Module] = set()
-        # The owners of each storage, by its number; while a weak reference lives, no other storage gets that number.
+        # The owners of each storage by its id. The weak references in _numbers keep ids from being reused.
         self._owners: dict[int, list[nn.Module]] = {}
         self._numbers: list[StorageWeakRef] = []
         self._edges = Counter[Any]()
@@ -147,7 +148,7 @@ class Search(TorchDispatchMode):
                 self._watch(norm, norm.running_mean)
                 norm.forward = functools.partial(self._in_norm, norm)
             super().__enter__()  # type: ignore[no-untyped-call]
-        except BaseException:  # Ctrl-C, too: without an enter there is no exit
+        except BaseException:  # Ctrl-C, too: if __enter__ raises, __exit__ is not called
             self._put_back()
             raise
         return self
@@ -163,7 +164,7 @@ class Search(TorchDispatchMode):
             vars(module).pop("forward", None)
 
     def trace(self, loss: torch.Tensor) -> None:
-        """Count the edges of autograd's graph, by the nodes that they lead to; call it before the backward pass."""
+        """Count the incoming edges of each node in autograd's graph; call it before the backward pass."""
         self._traced = True
         seen, left = {loss.grad_fn}, [loss.grad_fn]
         while left:
@@ -175,7 +176,7 @@ class Search(TorchDispatchMode):
                     left.append(following)
 
     def redundant_biases(self) -> RedundantBiases | None:
-        """The redundant biases of the step that is over; None where there are none."""
+        """The redundant biases of the observed step; None if there are none."""
         pairs = [(layer, call.norm) for layer, call in self._calls.items() if self._is_redundant(layer, call)]
         return RedundantBiases(pairs) if pairs else None  # type: ignore[arg-type]
 
@@ -203,7 +204,7 @@ class Search(TorchDispatchMode):
         result = self._called(layer, args, kwargs)
         call = self._calls[layer]
         call.count += 1
-        # A linear layer on three dimensions, a convolution of one sample: their channels are not the BatchNorm's.
+        # Three-dimensional inputs of a linear layer, or unbatched ones of a convolution: BatchNorm has other channels.
         if call.count == 1 and type(result) is torch.Tensor and result.dim() == layer.weight.dim():  # type: ignore[operator]
             call.output, call.node = weakref.ref(result), result.grad_fn
             self._watch(layer, result)
@@ -238,7 +239,7 @@ class Search(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _may_read(self, owner: nn.Module, value: torch.Tensor) -> bool:
-        """Whether the current operation is one that may read the owner's memory."""
+        """Whether the current operation may read the owner's memory."""
         node = compat.current_autograd_node()
         if owner in self._norms:  # its running mean
             nodes = [call.norm_node for call in self._calls.values() if call.norm is owner]
@@ -256,7 +257,7 @@ class Search(TorchDispatchMode):
 
 
 def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """PyTorch's own layers and norms without hooks and without another ``forward``."""
+    """PyTorch's own layers and norms, if they have no hooks and no replaced ``forward``."""
     if is_compiled(model):
         return [], []
     plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, HOOKS)]
@@ -278,7 +279,10 @@ def _has(value: object, hooks: Sequence[str]) -> bool:
 
 
 def _bears_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a gradient of zeros is safe: PyTorch's own divide by the root of its square plus eps at most."""
+    """Whether a gradient of zeros is safe.
+
+    PyTorch's optimizers at most divide by the root of the squared gradient plus eps; others may do anything.
+    """
     tiny = torch.finfo(torch.float32).tiny
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     added = [group.get("eps", 1.0) for group in optimizer.param_groups]
@@ -286,7 +290,7 @@ def _bears_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _without_bias(layer: nn.Module) -> nn.Module:
-    """A layer that shares the weight and has no bias."""
+    """A copy of the layer that shares its weight and has no bias."""
     bare = copy.copy(layer)
     bare._parameters = {**layer._parameters, "bias": None}
     return bare

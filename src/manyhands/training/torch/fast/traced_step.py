@@ -1,14 +1,14 @@
 """The whole step through the pipeline: traced, rewritten by passes, scheduled on lanes, checked, one CUDA graph.
 
-    capture   the step as written, from the gather of its samples to its metrics, becomes a trace
-    passes    redundant biases, fused BatchNorm, casts and counters together (``backends/torch/passes``)
-    schedule  what the longest chain is waiting for on one lane; weight gradients, updates and short branches aside
-    check     an independent proof of the schedule
+    capture   trace the step as written, from the gather of its samples to its metrics
+    passes    leave out redundant biases, fuse BatchNorm, batch casts and counters (``backends/torch/passes``)
+    schedule  the critical path on one lane; weight gradients, updates and short branches on the others
+    check     prove the schedule independently
     run       one CUDA graph, replayed for every step
 
-The costs for the schedule are estimated by a roofline, not measured: it matters which operations nothing waits for.
-The captured step does the same by dispatch modes, with the same kernels; where the results are equal to the bit, the
-two can take turns (:mod:`.planned_step`).
+The schedule uses costs from a roofline model, not measurements: what matters is which operations nothing waits for.
+The captured step does the same with dispatch modes and the same kernels. If the results are equal to the bit, the two
+can alternate (:mod:`.planned_step`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manyhands.schedule.task import Task
 
 _ASIDE = 2  # lanes beside the main one
 _WAIT = 2e-6  # seconds that a wait between two lanes costs
-# Multiplications and additions, and bytes, a second: those of a GPU of a data centre. Only their ratio matters.
+# Floating-point operations and bytes per second, about those of a data-centre GPU. Only their ratio matters.
 _RATES = (400e12, 3e12)
 Executor = Callable[[Trace, Plan], Replay]
 
@@ -41,7 +41,7 @@ Executor = Callable[[Trace, Plan], Replay]
 class TracedStep:
     """The step as one CUDA graph on lanes.
 
-    The first call plans, compares the plan's results with the captured step's, and makes a step.
+    The first call plans, compares the plan's results with the captured step's, and runs one step.
 
     Args:
         step: The step as written.
@@ -84,7 +84,7 @@ class TracedStep:
             self._why = "its results are not those of the captured step to the bit"
             self._captured()
             return
-        together = planning.together(trace)  # parameters get their gradients
+        together = planning.together(trace)  # this sets the parameters' gradients
         self._run = lambda: together(run.replay([]))
         self._run()
 
@@ -106,14 +106,14 @@ class TracedStep:
         return "\n".join([f"{counts}, all checked", *self._passes])
 
     def _observed(self, step: Callable[[], object], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that a step writes; the next call draws the same random numbers."""
+        """Run the step and return copies of the tensors it writes; the next call draws the same random numbers."""
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             step()
         return [tensor.detach().clone() for tensor in written]
 
 
 def schedule_of(trace: Trace, devices: tuple[torch.device, ...], *, lanes: bool, held: int) -> Schedule:
-    """The step on lanes, with at most so many bytes more than one lane takes."""
+    """A schedule of the step on lanes that takes at most ``held`` bytes more memory than one lane."""
     tasks = [_estimated(trace, number, devices) for number in range(len(trace.steps))]
     whole = graph(tasks)
     if not lanes:
@@ -127,7 +127,7 @@ def schedule_of(trace: Trace, devices: tuple[torch.device, ...], *, lanes: bool,
 
 
 def _estimated(trace: Trace, number: int, devices: tuple[torch.device, ...]) -> Task:
-    """A task with what it should cost; views and allocations cost nothing."""
+    """A task with its estimated cost; views and allocations cost nothing."""
     step = trace.steps[number]
     if step.task.is_view or step.node.target is torch.ops.aten.empty_strided.default:
         return replace(step.task, seconds=1e-9, share=0.0)

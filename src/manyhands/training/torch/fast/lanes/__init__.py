@@ -1,1 +1,1 @@
-"""Weight gradients beside the backward pass, on separate lanes."""
+"""Weight gradients on side lanes, in parallel with the backward pass."""

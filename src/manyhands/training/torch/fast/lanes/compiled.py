@@ -1,7 +1,7 @@
-"""Side lanes for a compiled step: weight gradients of a compiled backward pass beside it.
+"""Side lanes for a compiled step: weight gradients in parallel with the compiled backward pass.
 
-A dispatch mode does not see what a compiler fuses, and a compiler reuses memory as it sees fit. So a pass puts the
-lanes into the graph that is compiled:
+A dispatch mode does not see what a compiler fuses, and a compiler decides itself when to reuse memory. So a pass adds
+the lanes to the graph before it is compiled:
 
     main chain                                      after the pass
 
@@ -12,12 +12,12 @@ lanes into the graph that is compiled:
                                                     return dw, ...
 
 The pass is in :mod:`.inductor_pass`, the operations that it inserts are here. ``convolution_aside`` forks its lane off
-where it stands. ``join_lanes`` declares that it writes to all results, so that nothing reads them earlier, and that it
-reads all inputs of the lanes, so that their memory is not reused earlier. All of this is verified: at a join every
-storage that a lane has read must be among the inputs of the join, everything must be joined at the end, and the checker
-proves what was issued.
+at its position in the graph. ``join_lanes`` declares that it writes to all results, so that nothing reads them earlier,
+and that it reads all inputs of the lanes, so that their memory is not reused earlier. All of this is verified: every
+storage that a lane has read must be among the inputs of its join, everything must be joined at the end, and the checker
+verifies the order of the issued work.
 
-Outside of ``with CompiledLanes(...)`` the operations are computed in program order.
+Outside of ``with CompiledLanes(...)`` the operations run in program order.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _aten = torch.ops.aten
 _Memories = dict[int, torch.UntypedStorage]
 _UNREAD = "results of side lanes are not joined: they might be read too early"
 
-# The lanes of the step that is being made. The backward pass runs in a thread of autograd: it is no thread's own.
+# The lanes of the current step. Not thread-local, because the backward pass runs in a thread of autograd.
 _current: CompiledLanes | None = None
 
 
 @dataclass
 class _Call:
-    """Work on a side lane, and the marks after it: in the journal, and on the lane."""
+    """Work on a side lane, and the marks after it in the journal and on the lane."""
 
     read: _Memories
     created: _Memories
@@ -56,7 +56,7 @@ class _Call:
 
 
 class CompiledLanes:
-    """``with CompiledLanes(lanes, 2): loss.backward()``, of a loss that was compiled with :class:`TakeAside`."""
+    """``with CompiledLanes(lanes, 2): loss.backward()``, for a loss that was compiled with :class:`TakeAside`."""
 
     def __init__(self, lanes: Lanes, count: int, *, device: str = "cpu") -> None:
         self._lanes, self._count = lanes, count
@@ -67,7 +67,7 @@ class CompiledLanes:
     def _begin(self) -> None:
         self.aside: list[str] = []
         self._journal = Journal(self._described)
-        self._calls: list[_Call] = []  # not joined yet; what they read is held until then
+        self._calls: list[_Call] = []  # not joined yet; their inputs are held until then
 
     def __enter__(self) -> CompiledLanes:
         global _current
@@ -87,7 +87,7 @@ class CompiledLanes:
                 raise UnsafeSchedule(_UNREAD)
 
     def call(self, lane: int, name: str, function: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Compute on a side lane, behind all that the main one has been given."""
+        """Compute on a side lane, after all work issued to the main lane so far."""
         lane = (lane - 1) % self._count + 1
         read = _memories(inputs)
         self._journal.task(0, Task("main chain", writes=frozenset(read.keys() - self._read(self._calls))))
@@ -102,9 +102,9 @@ class CompiledLanes:
         return results
 
     def join(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """The main lane waits for the work that computed these results, and for no other.
+        """Let the main lane wait for the work that computes these results, and for no other work.
 
-        ``inputs``: what that work read; it must not have been freed before.
+        ``inputs``: the tensors that the work reads; they must not have been freed before.
         """
         there = _memories(results).keys()
         joined = [call for call in self._calls if call.created.keys() & there]
@@ -121,7 +121,7 @@ class CompiledLanes:
             )
 
     def _join(self, joined: Sequence[_Call]) -> None:
-        for call in {call.lane: call for call in joined}.values():  # of each lane the last
+        for call in {call.lane: call for call in joined}.values():  # the last call of each lane
             self._journal.wait(0, call.recorded_mark)
             self._lanes.wait(0, call.mark)
         self._calls = [call for call in self._calls if call not in joined]

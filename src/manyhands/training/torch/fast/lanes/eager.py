@@ -1,25 +1,26 @@
-"""Weight gradients beside the backward pass: on separate lanes, joined before they are read.
+"""Weight gradients on side lanes, in parallel with the backward pass, and joined before anything reads them.
 
-A backward pass is a chain: each layer needs the gradient of the layer behind it. Nothing in the chain needs the
-gradients of the weights, but PyTorch issues all on one stream. Here a dispatch mode is active during the backward pass.
-A ``convolution_backward`` becomes two calls with complementary masks, for the input on the main lane, for weight and
-bias on a side lane; of the two products of a linear layer's backward the one for the weight goes aside; so does the
-gradient of an embedding. The operations are the same, so the results are equal to the bit.
+A backward pass is a chain: each layer needs the gradient of the layer after it. Nothing in the chain needs the weight
+gradients, but PyTorch issues everything on one stream. Here a dispatch mode is active during the backward pass. It
+splits a ``convolution_backward`` into two calls with complementary masks: the input's gradient on the main lane, those
+of weight and bias on a side lane. Of the two products in a linear layer's backward, it moves the weight's to a side
+lane, and likewise the gradient of an embedding. The operations are the same, so the results are equal to the bit.
 
     main lane     gradient of x3 ──┬── gradient of x2 ──┬── gradient of x1 ─────── join ── update
     side lane 1                    └── gradient of w3 ──│──────────────────────────┤
     side lane 2                                         └── gradient of w2 ────────┘
 
-A gradient goes aside if it goes straight to a parameter without hooks (through a cast or a transposition at most).
-Casts, sums of two uses and additions to an older gradient follow it to its lane; before any other operation on it the
-main lane waits.
+A gradient goes to a side lane if it leads straight to a parameter without hooks (at most through a cast or a
+transposition). Casts, sums of two uses and additions to an older gradient follow it to its lane; before any other
+operation on it, the main lane waits.
 
-Memory belongs to the lane that allocated it, whose later work may reuse it as soon as it is freed. So what a side lane
-touches is held until the main lane has waited for that lane: at the join, or earlier where more than ``most_held``
-bytes are held. Storages are held, not tensors: autograd copies a gradient that is referred to elsewhere into ``.grad``.
+Memory belongs to the lane that allocated it, and that lane's later work may reuse it as soon as it is freed. So all
+memory that a side lane touches is held until the main lane has waited for that lane: at the join, or earlier if more
+than ``most_held`` bytes are held. Storages are held, not tensors: autograd copies a gradient into ``.grad`` if it has
+other references.
 
-Every operation, mark and wait is recorded, also what comes before and after the backward pass, and at the join the
-checker proves that every conflicting pair, the freeing of memory included, is ordered.
+Every operation, mark and wait is recorded, also the work before and after the backward pass. At the join, the checker
+proves that every conflicting pair is ordered, including the freeing of memory.
 """
 
 from __future__ import annotations
@@ -49,22 +50,22 @@ _Memories = dict[int, torch.UntypedStorage]
 
 
 class Lanes(Protocol):
-    """Queues of work: number 0 is the caller's own, the others stand beside it."""
+    """Queues of work: number 0 is the caller's, the others are side lanes."""
 
     def mark(self, lane: int) -> Any:
-        """A point on a lane, behind all that was issued to it."""
+        """A point on a lane, after all work issued to it so far."""
 
     def wait(self, lane: int, mark: Any) -> None:
-        """Later work on the lane waits for the mark. The host does not wait."""
+        """Let later work on the lane wait for the mark. The host does not wait."""
 
     def on(self, lane: int) -> AbstractContextManager[Any]:
-        """Operations within it are issued to this lane."""
+        """A context whose operations are issued to this lane."""
 
 
 class StreamLanes:
-    """Lanes that are CUDA streams; the caller's own is the current one.
+    """CUDA streams as lanes; the caller's lane is the current stream.
 
-    ``together``: all work goes to the caller's own stream. Then nothing has run on the side lanes before a capture, and
+    ``together``: all work goes to the caller's stream. Then nothing has run on the side lanes before a capture, and
     the workspaces that cuBLAS needs on them are memory of the captured graph.
     """
 
@@ -72,7 +73,7 @@ class StreamLanes:
         self._device, self.together = device, False
         taken = {main.cuda_stream}
         self._streams: list[torch.cuda.Stream] = []
-        while len(self._streams) < count:  # they come in turns: the next may be one that is taken
+        while len(self._streams) < count:  # PyTorch hands out streams from a pool in turns: the next may be taken
             (stream,) = own_streams(device, 1)
             if stream.cuda_stream not in taken:
                 taken.add(stream.cuda_stream)
@@ -107,18 +108,18 @@ class SideLanes(TorchDispatchMode):
         self._begin()
 
     def _begin(self) -> None:
-        self.aside: list[str] = []  # what went aside
-        self._turns = -1  # how many went to the side lanes in turns, less one
+        self.aside: list[str] = []  # the kinds of gradients on side lanes
+        self._turns = -1  # how many gradients were assigned to the side lanes in turns, minus one
         self._journal = Journal(self._described)
         self._journal.task(_MAIN, Task("all before"))
-        self._main_count = 1  # tasks of the main lane
-        self._main_mark: tuple[int, int, Any] | None = None  # the main lane's tasks before it; as noted; the mark
-        self._behind_count = [0] * (self._count + 1)  # how many of the main lane's tasks each lane is behind
-        self._numbers: dict[int, StorageWeakRef] = {}  # while it lives, no other storage gets its number
+        self._main_count = 1  # tasks on the main lane so far
+        self._main_mark: tuple[int, int, Any] | None = None  # tasks before it, its number in the journal, the mark
+        self._behind_count = [0] * (self._count + 1)  # how many of the main lane's tasks each lane has waited for
+        self._numbers: dict[int, StorageWeakRef] = {}  # weak references keep ids from being reused
         self._created: set[int] = set()
         self._created_aside: set[int] = set()
         self._exclusive: list[set[int]] = [set() for _ in self._described]  # created on a lane and touched by no other
-        # For each memory the lanes that touched it since the main lane was last behind them: did they write?
+        # For each memory, the lanes that touched it since the main lane last waited for them, and whether they wrote.
         self._touched: dict[int, dict[int, bool]] = {}
         self._held = _Held()
 
@@ -142,7 +143,7 @@ class SideLanes(TorchDispatchMode):
             return self._on_its_lane(func, args, kwargs)
         lane = self._lane_for(func, args)
         self.aside.append(kind)
-        # The lane forks off here, before the gradient of a convolution's input: it need not wait for that.
+        # The lane forks off here, so that it does not wait for the gradient of a convolution's input.
         self._behind_main(lane)
         if func is not _aten.convolution_backward.default:
             return self._issue(lane, func, args, kwargs)
@@ -152,8 +153,8 @@ class SideLanes(TorchDispatchMode):
         return (first, *rest[1:])
 
     def _lane_for(self, func: Any, args: tuple[Any, ...]) -> int:
-        """The side lanes in turns. Convolutions computed as products all go to the first: cuBLAS needs a workspace on
-        every stream that it works on.
+        """Each side lane in turn. Convolutions computed as products all go to the first lane, because cuBLAS needs a
+        workspace on every stream that it runs on.
         """
         if weight_gradients.is_convolution_by_product(func, args):
             return 1
@@ -161,7 +162,7 @@ class SideLanes(TorchDispatchMode):
         return self._turns % self._count + 1
 
     def _on_its_lane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """On the main lane, after the side lanes that it depends on; or on the lane of the gradient that it follows."""
+        """Issue to the main lane, after the side lanes it depends on, or to the lane of the gradient it follows."""
         if is_view(func):
             return func(*args, **kwargs)
         lane = _MAIN
@@ -214,7 +215,7 @@ class SideLanes(TorchDispatchMode):
             self._let_go(self._most_held)
 
     def _let_go(self, most: int) -> None:
-        """Where too much is held, the main lane waits for the oldest work aside; its memory can then be freed."""
+        """If too much is held, let the main lane wait for the oldest work on side lanes, and release its memory."""
         gone: set[int] = set()
         last: dict[int, tuple[int, Any]] = {}
         while self._held.bytes > most:
@@ -238,7 +239,7 @@ class SideLanes(TorchDispatchMode):
         self._behind_count[lane] = self._main_count
 
     def _behind(self, lane: int, other: int) -> None:
-        """Later work on the lane waits for all work so far on the other, a side lane."""
+        """Let later work on the lane wait for all work so far on the other lane, a side lane."""
         self._journal.wait(lane, self._journal.mark(other))
         self._lanes.wait(lane, self._lanes.mark(other))
         if lane == _MAIN:
@@ -246,7 +247,7 @@ class SideLanes(TorchDispatchMode):
                 lanes.pop(other, None)
 
     def _join(self) -> Schedule:
-        """The main lane comes behind all others; then nothing needs to be held."""
+        """Let the main lane wait for all others, and release all memory."""
         for lane in range(1, self._count + 1):
             if self._journal.count(lane):
                 self._behind(_MAIN, lane)
@@ -259,7 +260,7 @@ class SideLanes(TorchDispatchMode):
         return self.schedule
 
     def _memories(self, values: Any) -> _Memories:
-        """The storages of all tensors in a tree, by their numbers."""
+        """The storages of all tensors in a tree, by their ids."""
         memories: _Memories = {}
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -271,7 +272,7 @@ class SideLanes(TorchDispatchMode):
 
 
 class _Held:
-    """Storages that must not be freed yet: some until the join, the others in the order in which they were taken."""
+    """Storages that must not be freed yet: some until the join, the others are released oldest first."""
 
     def __init__(self) -> None:
         self.to_the_end: list[torch.UntypedStorage] = []
@@ -280,14 +281,14 @@ class _Held:
         self._holders: dict[int, int] = {}
 
     def add(self, memories: _Memories, mark: Any) -> None:
-        """``mark``: the lane that touches them is through with them there."""
+        """``mark``: the point at which the lane that touches these memories is done with them."""
         self._entries.append((mark, memories))
         for memory, storage in memories.items():
             self._holders[memory] = self._holders.get(memory, 0) + 1
             self.bytes += storage.nbytes() if self._holders[memory] == 1 else 0
 
     def drop_oldest(self) -> tuple[Any, set[int]]:
-        """The mark of the oldest entry, and the memories that are no longer held."""
+        """Remove the oldest entry; returns its mark, and the memories that are no longer held."""
         mark, memories = self._entries.popleft()
         free: set[int] = set()
         for memory, storage in memories.items():

@@ -1,13 +1,13 @@
-"""Work that is forked off to a side lane, and joined before its results are read.
+"""Work that is forked off to a side lane, and joined before anything reads its results.
 
     main lane     allocate ─┬─ gather ── first operations ─┬─ read the results ...
     side lane 1             └─ write the results ──────────┘
 
 The results are allocated on the main lane, before the side lane forks off. So their memory belongs to the main lane,
-and what that lane had in it before is over. They are held until the main lane has waited, which it has to do before it
-reads them or writes to what the side lane reads.
+and that lane's earlier uses of it are over. The results are held until the main lane has waited, which it must do
+before it reads them or writes to the side lane's inputs.
 
-What the caller notes of the main lane meanwhile is recorded, and at the join the checker proves the order.
+The main lane's operations in between are recorded with ``note``, and at the join the checker proves the order.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class ForkedWork:
     def __init__(self, lanes: Lanes, device: str = "cpu") -> None:
         self._lanes, self._device = lanes, device
         self.schedule: Schedule | None = None  # of the last pass
-        self._journal: Journal | None = None  # while the main lane has not waited
+        self._journal: Journal | None = None  # None once the main lane has waited
         self._held: list[torch.Tensor] = []
         self._memories: frozenset[int] = frozenset()
 
     @property
     def is_running(self) -> bool:
-        """Whether the main lane has still to wait."""
+        """Whether the main lane still has to wait."""
         return self._journal is not None
 
     def begin(
         self, work: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """Issue work to the side lane that reads and writes these tensors alone."""
+        """Issue work to the side lane; it may read and write only these tensors."""
         read, written = (frozenset(map(memory_id, tensors)) for tensors in (reads, writes))
         self._held, self._memories = [*reads, *writes], read | written
         journal = self._journal = Journal([Lane(self._device, number=number) for number in (_MAIN, _SIDE)])
@@ -60,12 +60,12 @@ class ForkedWork:
             raise
 
     def note(self, name: str, read: set[int], written: set[int]) -> None:
-        """The main lane has been given an operation on some memories."""
+        """Record an operation that the main lane was given, and the memories it reads and writes."""
         if self._journal is not None and (touched := self._memories & (read | written)):
             self._journal.task(_MAIN, Task(name, touched, self._memories & written, self._device))
 
     def join(self) -> None:
-        """The main lane waits, where it has not yet; then nothing needs to be held."""
+        """Let the main lane wait, unless it already has, and release the tensors."""
         if self._journal is None:
             return
         journal, self._journal = self._journal, None

@@ -1,8 +1,8 @@
-"""Takes weight gradients aside in the graph of a compiled backward pass: the pass of :mod:`.compiled`.
+"""The pass of :mod:`.compiled`: moves weight gradients to side lanes in the graph of a compiled backward pass.
 
-A gradient goes aside if only casts, views and sums lie between it and the results of the backward pass. It is joined at
-the end. Until then the compiler keeps all inputs of the lanes; where these are too large there are joins in between,
-each for gradients that went aside early, whose lanes are likely done:
+A gradient moves if there are only casts, views and sums between it and the results of the backward pass. It is joined
+at the end. Until then the compiler keeps all inputs of the lanes. If these are too large, the pass inserts earlier
+joins, each for the oldest gradients, which are likely finished:
 
     dw1 = aside(g1, x1)     dw2 = aside(g2, x2)     join([dw1], [g1, x1])     dw3 = aside(g3, x3)     ...
 """
@@ -24,7 +24,7 @@ from manyhands.training.torch.fast.lanes.weight_gradients import multiplications
 
 _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
-# Operations that may lie between a gradient and the results of the backward pass.
+# Operations that are allowed between a gradient and the results of the backward pass.
 _LIGHT = {
     operator.getitem,
     _prims.convert_element_type.default,
@@ -39,10 +39,10 @@ _LIGHT = {
 
 
 class TakeAside(_CustomGraphPass):  # type: ignore[misc]
-    """Weight gradients to side lanes: ``torch.compile(f, options={"post_grad_custom_post_pass": TakeAside()})``.
+    """Moves weight gradients to side lanes: ``torch.compile(f, options={"post_grad_custom_post_pass": TakeAside()})``.
 
-    Of what the lanes read, about ``most_held`` bytes are held; beyond that the main lane waits for the oldest of them.
-    Products of less than ``least_product`` multiplications stay.
+    About ``most_held`` bytes of the lanes' inputs are held; beyond that the main lane waits for the oldest work.
+    Products of fewer than ``least_product`` multiplications stay on the main lane.
     """
 
     def __init__(self, most_held: int | None = None, least_product: int = 0) -> None:
@@ -53,7 +53,7 @@ class TakeAside(_CustomGraphPass):  # type: ignore[misc]
             _take_aside(graph, self._most_held, self._least_product)
 
     def uuid(self) -> bytes:
-        """Part of the key of Inductor's cache: it changes with the options and with these files."""
+        """Part of Inductor's cache key: it changes with the options and with the code of these files."""
         sources = [inspect.getsource(module) for module in (compiled, sys.modules[__name__])]
         return hashlib.sha256(repr((self._most_held, self._least_product, sources)).encode()).digest()
 
@@ -72,7 +72,7 @@ def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None
         results += gradients
         groups[-1].add(gradients)
         if most_held is not None and groups[-1].bytes > most_held / 2:
-            # The group before is joined only now: its lanes had all the time of this group.
+            # The previous group is joined only now: its lanes could run during all of this group.
             if len(groups) > 1:
                 groups[-2].join(graph, last.next)
             groups.append(_Group())
@@ -87,7 +87,7 @@ def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None
 
 
 class _Group:
-    """Results that are joined together, and what was read for them."""
+    """Results that are joined together, and the inputs that they are computed from."""
 
     def __init__(self) -> None:
         self.results: list[Node] = []
@@ -110,10 +110,10 @@ class _Group:
 
 
 def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
-    """The gradients of weight and bias on a lane, the input's in its place; nothing where others need them earlier.
+    """Move the gradients of weight and bias to a lane, unless the backward pass needs them; the input's stays.
 
-    Gives them, and the last of the operations that stand there now. The lane forks off before the gradient of the
-    input: it need not wait for that.
+    Returns the moved gradients, and the last operation that replaces the old one. The lane forks off before the
+    gradient of the input, so that it does not wait for it.
     """
     arguments: Any = node.args
     *arguments_before, (for_input, _, for_bias) = arguments
@@ -141,7 +141,7 @@ def _multiplications(node: Node) -> int:
 
 
 def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
-    """A product on a lane, where only results of the backward pass need it."""
+    """Move a product to a lane, if only results of the backward pass need it."""
     if not all(after.target in _LIGHT for after in _after([node])):
         return [], node
     dtype = _common_cast([node])
@@ -152,7 +152,7 @@ def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
 
 
 def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | None) -> list[Node]:
-    """Give the results of the call aside to those that took the old ones, and take those out."""
+    """Replace the old results (and casts of them to ``dtype``) by those of the call on the side lane."""
     values = [node.meta["val"] for node in wanted]
     aside.meta["val"] = [value if dtype is None else value.to(dtype) for value in values]
     parts = []
@@ -170,7 +170,7 @@ def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | 
 
 
 def _common_cast(wanted: list[Node]) -> torch.dtype | None:
-    """The number type that all of them are cast to, and taken in no other: the lane can do that too."""
+    """The dtype to which all users cast these results, so that the lane can cast; None if there is no such dtype."""
     users = [user for node in wanted for user in node.users]
     if not all(user.target is _prims.convert_element_type.default for user in users):
         return None
@@ -179,7 +179,7 @@ def _common_cast(wanted: list[Node]) -> torch.dtype | None:
 
 
 def _after(nodes: list[Node]) -> set[Node]:
-    """All nodes that depend on these, without the output."""
+    """All nodes that depend on these nodes, except the output."""
     following: set[Node] = set()
     left = list(nodes)
     while left:

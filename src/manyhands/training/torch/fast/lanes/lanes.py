@@ -1,9 +1,8 @@
 """The side lanes of a fast step, for each batch size, and their description.
 
-In a step that is not compiled a dispatch mode assigns the lanes (:mod:`.eager`); a compiled one has them in its graph
-(:mod:`.compiled`). Casts of weights begin with the forward pass, and the
-update has two halves (:mod:`.forked`). Each issue of a step is checked, in
-the warm-up and in the capture; replays repeat that order.
+In a step that is not compiled, a dispatch mode assigns the lanes (:mod:`.eager`); a compiled step has them in its graph
+(:mod:`.compiled`). Casts of weights and one half of the update also run on a lane (:mod:`.forked`). The order is
+checked each time a step is issued, in the warm-up and in the capture; replays repeat that order.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
     from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
 
 COUNT = 2  # side lanes of a backward pass
-# A lane that no pass uses: it allocates nothing that others have freed, and waits for none of them.
+# A lane that no pass uses: it never allocates memory that other lanes have freed, and waits for none of them.
 _METRICS = COUNT + 1
-# Multiplications of a product that is worth a lane: cuBLAS keeps 33 MB of memory for each stream that it works on.
+# The fewest multiplications for which a product is worth a lane: cuBLAS keeps 33 MB for each stream that it runs on.
 _LEAST_PRODUCT = 1 << 22
 
 
 class Beside:
-    """Side lanes for the steps of one device; each batch size has its own."""
+    """Side lanes for the steps of one device, separately for each batch size."""
 
     def __init__(
         self, lanes: Lanes, device: str = "cpu", *, most_held: int | None = None, least_product: int = 0
@@ -41,15 +40,15 @@ class Beside:
 
     @classmethod
     def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, most_held: int | None = None) -> Beside:
-        """Lanes that are streams beside the one that steps are captured on.
+        """CUDA streams as lanes, next to the stream that steps are captured on.
 
-        ``most_held``: about how many bytes may be held for them that one lane would have let go.
+        ``most_held``: about how many bytes the lanes may hold that a single lane would already have freed.
         """
         lanes, name = StreamLanes(device, COUNT + 1, main), f"gpu:{device.index or 0}"
         return cls(lanes, name, most_held=most_held, least_product=_LEAST_PRODUCT)
 
     def compile_options(self) -> dict[str, Any]:
-        """For ``torch.compile``: what puts lanes into the graphs that it compiles."""
+        """Options for ``torch.compile`` that add lanes to the compiled graphs."""
         from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
 
         return {"post_grad_custom_post_pass": TakeAside(self._most_held, self._least_product)}
@@ -57,7 +56,7 @@ class Beside:
     def around(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
         """``with beside.around(256, compiled=False): loss.backward()``."""
         if size not in self._of and compiled:
-            # Here and not above: it imports the compiler, which takes time.
+            # Imported here, because it imports the compiler, which takes time.
             from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
 
             self._of[size] = CompiledLanes(self._lanes, COUNT, device=self._device)
@@ -68,7 +67,7 @@ class Beside:
 
     @contextmanager
     def on_one_stream(self) -> Iterator[None]:
-        """Within it the lanes of streams are one: for steps that warm up."""
+        """A context in which all lanes use one stream: for warm-up steps."""
         lanes = self._lanes
         if not isinstance(lanes, StreamLanes):
             yield
@@ -80,14 +79,14 @@ class Beside:
             lanes.together = False
 
     def mark(self) -> Any:
-        """This point of the main lane."""
+        """The current point on the main lane."""
         return self._lanes.mark(0)
 
     @contextmanager
     def from_mark(self, mark: Any) -> Iterator[None]:
-        """Within it work goes to a lane of its own, behind a mark of the main lane, which waits for it at the end.
+        """A context whose work runs on a separate lane, after a mark on the main lane; at the end the main lane waits.
 
-        What it reads must be complete at the mark, and must be left alone and held until the end.
+        The inputs of the work must be complete at the mark, and must be neither changed nor freed until the end.
         """
         self._lanes.wait(_METRICS, mark)
         try:
@@ -97,7 +96,7 @@ class Beside:
             self._lanes.wait(0, self._lanes.mark(_METRICS))
 
     def explain(self, size: int) -> list[str]:
-        """Lanes, tasks and waits of a backward pass, and what goes aside."""
+        """The lanes, tasks and waits of a backward pass, and which gradients run on side lanes."""
         lanes = self._of.get(size)
         if lanes is None or lanes.schedule is None:
             return ["  no backward pass on lanes yet"]

@@ -1,8 +1,8 @@
-"""The update of the weights in two halves, side by side.
+"""The update of the weights in two halves that run in parallel.
 
-An optimizer's kernel gives each block a long piece of a weight, and takes few weights at once. So a model of some
-million weights is updated by several kernels one after the other, none of which fills a large GPU. An optimizer that
-treats each parameter alone may as well make its step in two halves:
+An optimizer's kernel gives each block a long piece of a weight, and takes few weights at once. So several kernels
+update a model of some million weights one after the other, and none of them fills a large GPU. An optimizer that treats
+each parameter independently can make its step in two halves:
 
     main lane     ... backward ──┬── update of the second half ──┬── ...
     side lane 1                  └── update of the first half ───┘
@@ -21,7 +21,7 @@ from manyhands.backends.torch.compat import memory_id
 from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.python_state import HOOKS_OF_OPTIMIZERS
 
-# They treat each parameter alone, and count the steps of each alone.
+# These treat each parameter independently, and count steps per parameter.
 _KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _WORTH = 1 << 20  # numbers in each half
 
@@ -29,8 +29,8 @@ _WORTH = 1 << 20  # numbers in each half
 def update_in_halves(optimizer: torch.optim.Optimizer, forked: ForkedWork, *, worth: int = _WORTH) -> bool:
     """Make a step of the optimizer in two halves.
 
-    Returns False, and does nothing, where halves do not pay or could give another result. ``worth``: how many numbers
-    each half has at least.
+    Returns False, and does nothing, if halves do not pay off or could give another result. ``worth``: the least size of
+    each half, in numbers.
     """
     if type(optimizer) not in _KINDS or not _is_as_written(optimizer):
         return False
@@ -40,7 +40,7 @@ def update_in_halves(optimizer: torch.optim.Optimizer, forked: ForkedWork, *, wo
 
     def update_first() -> None:
         with _without_gradients(second):
-            type(optimizer).step(optimizer)  # not that of a scheduler, which counts the steps
+            type(optimizer).step(optimizer)  # not a scheduler's wrapper, which counts the steps
 
     forked.begin(update_first, reads=_gradients(first), writes=first)
     try:
@@ -52,14 +52,14 @@ def update_in_halves(optimizer: torch.optim.Optimizer, forked: ForkedWork, *, wo
 
 
 def _is_as_written(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step runs PyTorch's code alone; a scheduler, which only notes that there was a step, may wrap it."""
+    """Whether a step runs only PyTorch's code; a scheduler may wrap it, which only notes that there was a step."""
     step = vars(optimizer).get("step")
     is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
     return not is_wrapped and not any(getattr(optimizer, name, None) for name in HOOKS_OF_OPTIMIZERS)
 
 
 def _halves(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those with a gradient, in two parts of about as many numbers."""
+    """The parameters that have a gradient, in two parts of about the same size."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if any(gradient.layout is not torch.strided for gradient in _gradients(trained)):
         return [], []
@@ -81,7 +81,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _memories(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> set[int]:
-    """Those of the parameters, their gradients and their state."""
+    """The memories of the parameters, their gradients and their state."""
     state = [value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()]
     tensors = [*parameters, *_gradients(parameters), *(value for value in state if isinstance(value, torch.Tensor))]
     return set(map(memory_id, tensors))

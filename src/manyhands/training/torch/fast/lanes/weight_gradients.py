@@ -1,9 +1,9 @@
-"""Which calls of a backward pass compute a gradient that goes straight to a parameter: nothing else needs it.
+"""Which calls of a backward pass compute a gradient that goes straight to a parameter, so that nothing else needs it.
 
 A dispatch mode sees operations, not layers. PyTorch knows which node of autograd's graph calls an operation, and where
 its results go (``next_functions``). The backward of a linear layer, y = x @ w.t() + b, calls two products and a sum.
-The product that reads the input, which the node has saved, is the weight's gradient; where input and weight share
-memory the two cannot be distinguished, and both stay on the main lane.
+The product that reads the saved input is the weight's gradient. If input and weight share memory, the two products
+cannot be distinguished, and both stay on the main lane.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyhands.backends.torch.convolutions.products import Product
 
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"
-_PASSED = ("ToCopyBackward0", "TBackward0")  # between a weight and the operation that takes it: a cast, a transposition
+_PASSED = ("ToCopyBackward0", "TBackward0")  # allowed between a weight and its operation: a cast, a transposition
 # For autograd nodes of products: the attribute with the saved input, and the positions of weight and bias.
 _PRODUCTS: dict[str, tuple[str, int, int | None]] = {
     "AddmmBackward0": ("_saved_mat1", 2, 0),
@@ -30,7 +30,7 @@ _PRODUCTS: dict[str, tuple[str, int, int | None]] = {
 
 
 def side_lane_kind(func: Any, args: tuple[Any, ...]) -> str | None:
-    """The kind of weight gradient that this call computes, in words; None where the chain needs its result."""
+    """The kind of weight gradient that this call computes, in words; None if the backward pass needs its result."""
     if func is _aten.convolution_backward.default:
         return _of_convolution(args)
     if func is _aten.mm.default:
@@ -43,7 +43,7 @@ def side_lane_kind(func: Any, args: tuple[Any, ...]) -> str | None:
 
 
 def multiplications(tensor: torch.Tensor, other: torch.Tensor) -> int:
-    """How many there are in a product of two matrices."""
+    """The number of multiplications in a product of two matrices."""
     return tensor.shape[0] * tensor.shape[1] * other.shape[1]
 
 
@@ -56,7 +56,7 @@ def is_convolution_by_product(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def is_cast_of_weight_gradient() -> bool:
-    """Whether what is called now casts a gradient on its way to a parameter."""
+    """Whether the current operation casts a gradient on its way to a parameter."""
     node = _node()
     return node is not None and node.name() in _PASSED and _way(node) is not None
 
@@ -80,10 +80,10 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
         return None
     try:
         source, weight_saved = getattr(node, saved), node._saved_mat2
-    except RuntimeError:  # saved in another way (checkpointing), and given out only once
+    except RuntimeError:  # saved by hooks (checkpointing), which allow one read
         return None
     memories = {memory_id(argument) for argument in args}
-    # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
+    # A node saves only what it needs: if it has not saved its input, it does not compute the weight's gradient.
     if (
         source is None
         or memory_id(source) not in memories
@@ -111,7 +111,7 @@ def _node() -> Any:
 
 
 def _is_straight(node: Any, number: int) -> bool:
-    """Whether a result of the node goes to a parameter on which there are no hooks, past casts at most."""
+    """Whether a result of the node goes to a parameter without hooks, at most through casts."""
     way = _way(node.next_functions[number][0])
     if way is None:
         return False
@@ -120,13 +120,13 @@ def _is_straight(node: Any, number: int) -> bool:
 
 
 def leads_to(node: Any, parameter: torch.Tensor) -> list[Any] | None:
-    """The nodes from this one to a parameter, which are casts and transpositions; None where it leads elsewhere."""
+    """The nodes from this one to the parameter: casts and transpositions. None if it leads elsewhere."""
     way = _way(node)
     return way if way is not None and way[-1].variable is parameter else None
 
 
 def _way(node: Any) -> list[Any] | None:
-    """The nodes from this one to a leaf, itself and the leaf included; None where it does not go straight to one."""
+    """The nodes from this one to a leaf, both included; None if it does not go straight to a leaf."""
     way = [node]
     while way[-1] is not None and way[-1].name() in _PASSED:
         way.append(way[-1].next_functions[0][0])

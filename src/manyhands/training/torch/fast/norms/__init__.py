@@ -1,1 +1,1 @@
-"""Normalisation by our own kernels, fused with the operations around it, without a change to the model."""
+"""Our own normalisation kernels, fused with the surrounding operations; the model does not change."""

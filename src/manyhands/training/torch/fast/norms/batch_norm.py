@@ -1,24 +1,25 @@
-"""BatchNorm fused with the addition and ReLU that follow it, without a change to the model.
+"""BatchNorm fused with the addition and ReLU that follow it; the model does not change.
 
-A model says ``relu(norm(conv(x)) + x)``, and PyTorch calls one operation after the other. A dispatch mode puts the
-normalisation off: it allocates the result without writing it, and notes what belongs there. The next operation on that
+A model computes ``relu(norm(conv(x)) + x)``, and PyTorch calls one operation after the other. A dispatch mode defers
+the normalisation: it allocates the result without writing it, and notes what belongs there. The next operation on that
 memory decides:
 
     norm                    note: y is norm(x)
     y += shortcut           note: y is norm(x) + shortcut
     z = relu(y)             one kernel writes z = relu(norm(x) + shortcut) and the statistics; y is never written
-    anything else with y    one kernel writes y and the statistics, then the other operation takes it
-    anything that reads     a kernel computes the statistics, then the other operation takes them
+    anything else with y    one kernel writes y and the statistics, then the other operation runs
+    anything that reads     a kernel computes the statistics, then the other operation runs
       the statistics first
 
-In the backward pass the ReLU, and the sum of two gradients that reach it, are put off the same way. Where the
-normalisation's backward takes them, one kernel does it all. If another operation reads that gradient too (the shortcut
-does), the same kernel writes it, from the second step on. If the other operation comes first (a convolution in the
-shortcut), the first half of the normalisation's backward runs then, which writes it, and the second half later.
+In the backward pass, the ReLU and the sum of the two gradients that reach it are deferred in the same way. If the
+normalisation's backward reads them next, one kernel computes everything. If another operation reads that gradient too
+(the shortcut does), the same kernel also writes it, from the second step on. If the other operation comes first (a
+convolution in the shortcut), the first half of the normalisation's backward runs then and writes the gradient; the
+second half runs later.
 
-Nothing has to be known of the model, and autograd's graph and what it saves do not change. A mode cannot see memory
-that is read past PyTorch, by a kernel that gets an address. So the first step fills unwritten memory with NaN, and if
-NaN reaches the loss, a gradient or a buffer, the job goes on without this.
+This works for any model and changes neither autograd's graph nor the tensors that it saves. But a mode cannot see reads
+that bypass PyTorch, by a kernel that gets an address. So the first step fills unwritten memory with NaN, and if NaN
+reaches the loss, a gradient or a buffer, the job continues without these kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _aten = torch.ops.aten
 
 
 class FusedBatchNorms(PuttingOff):
-    """Around forward and backward passes, inside of other modes::
+    """Use it around the forward and backward passes, as the innermost mode::
 
         norms.begin(poison=False)
         with norms:
@@ -54,18 +55,18 @@ class FusedBatchNorms(PuttingOff):
     def __init__(self) -> None:
         super().__init__()
         self._wanted: set[int] = set()
-        self._wanted_before: set[int] = set()  # gradients that another operation read too, in the step before
+        self._wanted_before: set[int] = set()  # gradients that another operation read too, in the previous step
         self.begin(poison=False)
 
     def begin(self, *, poison: bool) -> None:
-        """Begin a step. ``poison``: fill unwritten memory with NaN, to find out whether anything reads it."""
+        """Begin a step. ``poison``: fill unwritten memory with NaN, to detect reads of it."""
         self._poison = poison
         self._wanted_before, self._wanted = self._wanted or self._wanted_before, set()
         self._notes = {}
         self._untaken: list[Statistics] = []
         self._rectified: dict[int, Rectified] = {}
-        self._shapes: set[torch.Size] = set()  # of the results of these ReLUs
-        # By the memory of a gradient that was written early: the mean of its normalisation, and the sums for that.
+        self._shapes: set[torch.Size] = set()  # the shapes of these ReLUs' results
+        # For each gradient that was written early, by its memory: the mean of its normalisation, and the sums for it.
         self._reduced: dict[int, tuple[StorageWeakRef, int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._gradients = 0
         self.counts = Counter[str]()
@@ -73,7 +74,7 @@ class FusedBatchNorms(PuttingOff):
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         if kind is None:
-            self._write(list(self._notes))  # it may be read later
+            self._write(list(self._notes))  # something may read them later
             self._take(self._untaken)
         self._notes, self._untaken = {}, []
 
@@ -113,7 +114,7 @@ class FusedBatchNorms(PuttingOff):
         return tensor
 
     def _sum(self, func: Any, first: Any, second: Any) -> Any:
-        """Put off the sum of two gradients whose shape is that of a ReLU's result: the ReLU's backward may take it."""
+        """Defer the sum of two gradients with the shape of a ReLU's result: the ReLU's backward may read it."""
         both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape in self._shapes
         if (
             torch.is_grad_enabled()
@@ -246,7 +247,7 @@ class FusedBatchNorms(PuttingOff):
 
     @torch.no_grad()
     def _reduce(self, note: Note, pending: Gradient) -> bool:
-        """Write a gradient by the first half of the backward of its normalisation; False where there is none."""
+        """Write a gradient with the first half of its normalisation's backward; False if there is no such backward."""
         rectified = self._rectified.get(memory_id(pending.result))
         masked_gradient = note.tensor()
         if rectified is None or rectified.normal is None or masked_gradient is None:
@@ -262,7 +263,7 @@ class FusedBatchNorms(PuttingOff):
         return True
 
     def _sums_of(self, gradient: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What :meth:`_reduce` has summed up for this backward."""
+        """The sums that :meth:`_reduce` has computed for this backward."""
         memory, its_mean, sums = self._reduced.get(memory_id(gradient), (None, 0, None))
         return sums if memory is not None and not memory.expired() and its_mean == memory_id(mean) else None
 
@@ -283,7 +284,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def is_clean(values: Iterable[torch.Tensor]) -> bool:
-    """Whether there is no NaN in any of them; the host waits for the answer."""
+    """Whether no tensor contains NaN; the host waits for the answer."""
     has_nan = [value.isnan().any() for value in values if value.is_floating_point()]
     return not has_nan or not bool(torch.stack(has_nan).any())
 

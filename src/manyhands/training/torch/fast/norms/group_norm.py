@@ -1,8 +1,8 @@
-"""GroupNorm fused with the casts around it and the activation behind it, without a change to the model.
+"""GroupNorm fused with the casts around it and the activation after it; the model does not change.
 
-Under autocast PyTorch normalises groups in float32 and not in channels_last. A dispatch mode puts off all that happens
-on the way, as :mod:`.batch_norm` does for BatchNorm: it allocates each result without writing it, and notes what
-belongs there. Between two convolutions in 16 bits no result in 32 bits has to be written at all:
+Under autocast PyTorch computes GroupNorm in float32 and not in channels_last. A dispatch mode defers the operations
+between two convolutions, as :mod:`.batch_norm` does for BatchNorm: it allocates each result without writing it, and
+notes what belongs there. Between two 16-bit convolutions, no 32-bit result has to be written at all:
 
     x = conv(...)           16 bits, channels_last
     x32 = cast(x)           note: x32 is x, in 32 bits
@@ -10,14 +10,14 @@ belongs there. Between two convolutions in 16 bits no result in 32 bits has to b
     z32 = silu(y32)         note: z32 is silu(normalised x)
     z = cast(z32)           a kernel writes z, in 16 bits and channels_last
 
-The backward pass goes the same way, from the gradient of ``z`` to that of ``x``. Any other operation that reads an
-unwritten result has it written first. ``z`` is in channels_last, where PyTorch's is not: a model that asks for a
-``view`` of it that only PyTorch's allows raises in the first step, and the job goes on without this.
+The backward pass works in the same way, from the gradient of ``z`` to that of ``x``. Before any other operation reads
+an unwritten result, the mode writes it. ``z`` is in channels_last, but PyTorch's ``z`` is not: if a model takes a
+``view`` that only PyTorch's ``z`` allows, the first step raises and the job continues without these kernels.
 
-What autograd saves for the backward pass (``x32`` and ``y32``) stays unwritten, and is freed in the backward pass. What
-is alive after that is held by somebody else, and is written then. A mode cannot see memory that is read past PyTorch.
-So the first step fills unwritten memory with NaN, and if NaN reaches the loss, a gradient or a buffer, the job goes on
-without this.
+The tensors that autograd saves for the backward pass (``x32`` and ``y32``) stay unwritten until the backward pass frees
+them. If one is still alive after that, something else holds it, so it is written then. A mode cannot see reads that
+bypass PyTorch. So the first step fills unwritten memory with NaN, and if NaN reaches the loss, a gradient or a buffer,
+the job continues without these kernels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Widened:
 
 @dataclass
 class Normalised:
-    """An image past a GroupNorm and an activation, in float32."""
+    """An image after a GroupNorm and an activation, in float32."""
 
     x: torch.Tensor
     mean: torch.Tensor
@@ -88,7 +88,7 @@ class Normalised:
 
 @dataclass
 class PastActivation:
-    """The gradient of a GroupNorm's result, in float32: ``gradient`` is behind the activation, in 16 bits."""
+    """The gradient of a GroupNorm's result, in float32; ``gradient`` is that of the activation's result, in 16 bits."""
 
     gradient: torch.Tensor
     norm: Normalised
@@ -134,9 +134,9 @@ class InputGradient:
 
 
 class FusedGroupNorms(PuttingOff):
-    """Around the forward pass and then around the backward pass, inside of other modes.
+    """Use it around the forward pass and then around the backward pass, as the innermost mode.
 
-    It is used as :class:`.batch_norm.FusedBatchNorms` is. Nothing but autograd may read results between the passes.
+    The usage is that of :class:`.batch_norm.FusedBatchNorms`. Only autograd may read results between the passes.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class FusedGroupNorms(PuttingOff):
         self.begin(poison=False)
 
     def begin(self, *, poison: bool) -> None:
-        """Begin a step. ``poison``: fill unwritten memory with NaN, to find out whether anything reads it."""
+        """Begin a step. ``poison``: fill unwritten memory with NaN, to detect reads of it."""
         self._poison, self._passes = poison, 0
         self._notes = {}
         self.counts = Counter[str]()
@@ -153,8 +153,8 @@ class FusedGroupNorms(PuttingOff):
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         self._forget()
         self._passes += 1
-        # Between the passes only autograd reads results. After them, somebody else holds those that are alive. After an
-        # error the model may read what it holds, when the step is made again.
+        # Between the passes only autograd reads results. Those still alive after them are held by something else.
+        # After an error the step is repeated, and the model may read results that it holds.
         if self._passes > 1 or kind is not None:
             with nullcontext() if kind is None else suppress(Exception):
                 self._write(list(self._notes))
@@ -177,7 +177,7 @@ class FusedGroupNorms(PuttingOff):
         return NotImplemented
 
     def _clone(self, func: Any, x: Any, *, memory_format: Any = None) -> Any:
-        """A copy of what is not written yet is not written either."""
+        """Defer the copy of a pending result, too."""
         pending = self._pending(x)
         if pending is None:
             return NotImplemented
@@ -210,7 +210,7 @@ class FusedGroupNorms(PuttingOff):
     # Backward
 
     def _activation_backward(self, func: Any, gradient: Any, saved: Any, threshold: Any = 0) -> Any:
-        """``saved``: what SiLU was given, or the result of a ReLU."""
+        """``saved``: the input of a SiLU, or the result of a ReLU."""
         outer, norm = self._pending(gradient), self._pending(saved)
         activation, before = ("silu", "none") if func is _aten.silu_backward.default else ("relu", "relu")
         if not isinstance(outer, Widened) or not isinstance(norm, Normalised) or norm.activation != before:
@@ -248,7 +248,7 @@ class FusedGroupNorms(PuttingOff):
         return y
 
     def _pending(self, tensor: Any) -> Any:
-        """What belongs into a tensor's memory, where the tensor is all of it."""
+        """The pending result in a tensor's memory, unless the tensor is another view of it."""
         note = self._note(tensor)
         return None if note is None else note.pending
 

@@ -1,4 +1,4 @@
-"""Results that were put off: a note says what belongs into their memory, and a mode writes it where it is read."""
+"""Deferred results: a note describes what belongs in their memory, and a mode writes it before anything reads it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Statistics:
         self.taken = False
 
     def take(self, y: torch.Tensor | None = None, *behind: Any) -> None:
-        """Compute them; with ``y``, the same kernel writes the normalised result, with addition and ReLU."""
+        """Compute the statistics; with ``y``, the same kernel also writes the normalised result, addition and ReLU."""
         if not self.taken:
             self.taken = True
             behind = behind or (None, None, None, False)
             kernels.forward_(y, self.mean, self.deviation, self._x, *self._running, *self._options, *behind)
 
     def memories(self) -> set[int]:
-        """The memory that is written when they are computed."""
+        """The memory that :meth:`take` writes to."""
         return {memory_id(tensor) for tensor in (self.mean, self.deviation, *self._running) if tensor is not None}
 
 
@@ -62,14 +62,14 @@ class Norm:
         return [self.x, self.mean, self.statistics.deviation, self.weight, self.bias, self.added]
 
     def has_backward(self) -> bool:
-        """Whether autograd has recorded it: a frozen layer without a gradient to hand on has no backward."""
+        """Whether autograd records it: a frozen layer whose input needs no gradient has no backward."""
         parts = (self.x, self.weight, self.bias)
         return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
 
 
 @dataclass
 class Sum:
-    """A pending sum of two gradients; ``first`` is None where it is in place: then the memory holds it."""
+    """A pending sum of two gradients; ``first`` is None if the sum is in place: the memory still holds it."""
 
     first: torch.Tensor | None
     second: torch.Tensor
@@ -91,7 +91,7 @@ class Gradient:
     gradient: torch.Tensor
     more: torch.Tensor | None
     result: torch.Tensor
-    number: int  # of this gradient in the step
+    number: int  # the gradient's number in the step
 
     def write(self, y: torch.Tensor) -> None:
         gradient = self.gradient if self.more is None else torch.add(self.gradient, self.more, out=y)
@@ -102,36 +102,36 @@ class Gradient:
 
 
 class Pending(Protocol):
-    """A result that was put off."""
+    """A deferred result."""
 
     def write(self, y: torch.Tensor) -> None: ...
 
     def read(self) -> list[torch.Tensor | None]:
-        """What it is computed from."""
+        """The tensors that it is computed from."""
 
 
 class Note:
-    """The result that belongs into unwritten memory."""
+    """Describes the result that belongs in unwritten memory."""
 
     def __init__(self, y: torch.Tensor, pending: Pending) -> None:
         self.pending = pending
-        self.memory = StorageWeakRef(y.untyped_storage())  # while it lives, no other storage gets its id
+        self.memory = StorageWeakRef(y.untyped_storage())  # a weak reference keeps the storage's id from being reused
         self._kind: Any = {"dtype": y.dtype, "device": y.device}
         self._where = y.storage_offset(), y.shape, y.stride()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is all of that memory, and not a view of it."""
+        """Whether a tensor is the noted result itself, and not another view of its memory."""
         where = tensor.storage_offset(), tensor.shape, tensor.stride()
         return self._kind["dtype"] is tensor.dtype and self._where == where
 
     def tensor(self) -> torch.Tensor | None:
-        """The memory as a tensor, if one that could read it is still alive."""
+        """The memory as a tensor; None if no tensor uses it any more."""
         storage = compat.storage_from_weak_pointer(self.memory.cdata)
         return None if storage is None else torch.empty(0, **self._kind).set_(storage, *self._where)
 
     @torch.no_grad()  # autograd has recorded the operations already
     def write(self) -> None:
-        """Write the result, where anybody could read it."""
+        """Write the result, unless its memory was freed."""
         if (tensor := self.tensor()) is not None:
             self.pending.write(tensor)
 
@@ -140,14 +140,14 @@ class Note:
 
 
 class PuttingOff(TorchDispatchMode):
-    """A dispatch mode that puts results off, and writes them before anything else reads them."""
+    """A dispatch mode that defers results, and writes them before another operation reads them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes: dict[int, Note] = {}
 
     def _handler(self, func: Any) -> Callable[..., Any] | None:
-        """What takes an operation's place; it may give ``NotImplemented``."""
+        """The replacement of an operation; it may return ``NotImplemented``."""
         raise NotImplementedError
 
     def __torch_dispatch__(
@@ -165,16 +165,16 @@ class PuttingOff(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note(self, tensor: Any) -> Note | None:
-        """The note of a tensor's memory, where the tensor is all of it."""
+        """The note of a tensor's memory, unless the tensor is another view of it."""
         note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
         return note if note is not None and note.is_of(tensor) else None
 
     def _forget(self) -> None:
-        """Drop notes of memory that was freed."""
+        """Drop the notes of freed memory."""
         self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
 
     def _settle(self, values: Any) -> None:
-        """Write pending results that are read now."""
+        """Write the pending results among these values: an operation is about to read them."""
         if self._notes:
             self._write(memories_of(values))
 
@@ -195,35 +195,35 @@ class PuttingOff(TorchDispatchMode):
 
 
 class Rectified:
-    """The result of a ReLU after a normalisation. The backward pass may compute its sign again from the input."""
+    """The result of a ReLU after a normalisation. The backward pass may recompute its sign from the input."""
 
     def __init__(self, result: torch.Tensor, norm: Norm) -> None:
         self.result = StorageWeakRef(result.untyped_storage())
         self.bias = norm.bias
         self.weight = norm.weight
-        # Input, mean and deviation of the normalisation until its backward is over: autograd keeps them as long, where
-        # there will be a backward.
+        # Input, mean and deviation of the normalisation, until its backward is over. Autograd keeps them as long, if
+        # there is a backward.
         parts = norm.x.detach(), norm.mean, norm.statistics.deviation
         self.normal: tuple[torch.Tensor, ...] | None = parts if norm.has_backward() else None
         self._taken = {memory_id(tensor) for tensor in (*parts, norm.weight) if tensor is not None}
-        self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it identifies the call
+        self._mean = StorageWeakRef(norm.mean.untyped_storage())  # identifies the call: every call computes a new mean
         self._version = _version(norm.bias)
         self._read = {memory_id(tensor) for tensor in (result, *norm.read()) if tensor is not None}
         self._unchanged = norm.added is None
 
     def changes(self, changed: set[int]) -> None:
-        """Memory was written to, perhaps past autograd (``bias.data``)."""
+        """Note that memory was written to, perhaps without autograd's knowledge (``bias.data``)."""
         self._unchanged = self._unchanged and not self._read & changed
         if self._taken & changed:
             self.normal = None
 
     def over(self, mean: torch.Tensor) -> None:
-        """The backward of a normalisation is over; it may be this one's."""
+        """Note that the backward of a normalisation, perhaps of this one, is over."""
         if self._mean.cdata == memory_id(mean):
             self.normal = None
 
     def can_recompute_sign(self, mean: torch.Tensor) -> bool:
-        """Whether the kernel can compute the sign again instead of reading the ReLU's result."""
+        """Whether the kernel can recompute the sign instead of reading the ReLU's result."""
         return self._unchanged and self._mean.cdata == memory_id(mean) and self._version == _version(self.bias)
 
 
