@@ -29,7 +29,7 @@ _FORWARD = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _at
 
 
 def make_pure(trace: Trace) -> Trace:
-    """The same trace with pure batch normalisations; the very same where there are none."""
+    """The trace with pure batch normalisations; the same object if there are none."""
     if not any(node.target in _FORWARD for node in trace.module.graph.nodes):
         return trace
     graph, _ = trace.copied_graph()
@@ -45,7 +45,7 @@ def make_pure(trace: Trace) -> Trace:
 
 
 def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
-    """Gives the copies into its running statistics."""
+    """Returns the copies into its running statistics."""
     arguments: Any = node.args
     x, weight, bias, mean, variance, training, momentum, epsilon = arguments[:8]
     whole = node.meta["val"]
@@ -80,7 +80,7 @@ def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
 
 
 def _make_backward_plain(graph: Graph, node: Node) -> None:
-    """cuDNN's backward without its note: what it saved is what PyTorch's own saves."""
+    """Replace cuDNN's backward by PyTorch's: apart from the reserve space, both use the same saved values."""
     arguments: Any = node.args
     x, gradient, weight, _, _, saved_mean, saved_deviation, epsilon = arguments[:8]
     plain_arguments = (gradient, x, weight, None, None, saved_mean, saved_deviation, True, epsilon, [True, True, True])
@@ -95,9 +95,9 @@ def _make_backward_plain(graph: Graph, node: Node) -> None:
 
 
 def _copy_together(trace: Trace, copies: Sequence[Node]) -> bool:
-    """Put these copies into one operation for all of a kind; False where there are none."""
+    """Batch these copies into one operation per device and dtype; False if there are none."""
     kinds: dict[Any, list[Node]] = {}
-    touched: set[int] = set()  # later than the step
+    touched: set[int] = set()  # by later steps
     for step in reversed(trace.steps):
         node = step.node
         if node in copies and not step.task.writes & touched:

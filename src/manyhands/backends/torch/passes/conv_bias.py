@@ -2,8 +2,8 @@
 
 On a GPU a convolution's bias is not part of its kernel: another kernel goes over the whole result to add it, and the
 backward pass goes over the whole gradient once more to sum it. In a trace both are hidden inside the convolution, which
-is not compiled. As operations of their own they are small like others, and cost next to nothing in the kernels that
-read and write these tensors anyway:
+is not compiled. As separate operations they are small, and cost almost nothing in the kernels that read and write
+these tensors anyway:
 
     y = convolution(x, w, bias)                       y = convolution(x, w, None)
     z = batch_norm(y)                                 z = batch_norm(y + bias)
@@ -11,12 +11,11 @@ read and write these tensors anyway:
     g = batch_norm_backward(dz, y)                    g = batch_norm_backward(dz, y + bias)
     dw, dbias = convolution_backward(g, x, w)         dw = convolution_backward(g, x, w);  dbias = g.sum((0, 2, 3))
 
-The addition is written twice, once for each of its two users: each computes it again from what is in memory anyway.
-With one addition for both, its result would have to be stored for the backward pass, beside the convolution's own
-result. Where it must be in memory (for operations that are not compiled, for results, for views), it is stored once for
-all.
+The addition is written twice, once for each of its two users: each recomputes it from values that are in memory anyway.
+With one addition for both, its result would have to be stored for the backward pass, besides the convolution's result.
+If it must be in memory (for operations that are not compiled, for results, for views), it is stored once for all.
 
-On a CPU oneDNN's kernels add the bias at no cost, and it stays there.
+On a CPU the bias stays in the convolution: oneDNN's kernels add it at no cost.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _aten = torch.ops.aten
 
 
 def take_out_biases(trace: Trace, kinds: Sequence[str] = ("cuda",)) -> Trace:
-    """The same trace with biases beside convolutions on these kinds of devices; the very same where there are none."""
+    """The trace with biases outside convolutions on these kinds of devices; the same object if there are none."""
     forward = [step.node for step in trace.steps if _adds_bias(step.node) and _kind(step.node) in kinds]
     backward = [step.node for step in trace.steps if _sums_bias(step.node) and _kind(step.node) in kinds]
     if not forward and not backward:
@@ -43,7 +42,7 @@ def take_out_biases(trace: Trace, kinds: Sequence[str] = ("cuda",)) -> Trace:
     computing = {step.node for step in trace.steps if is_small(step, written) and not is_view(step)}
     graph, new = trace.copied_graph()
     for node in forward:
-        # What writes to the result in place, by itself or through a view, is a user that is in the way.
+        # A user that writes to the result in place, directly or through a view, needs one addition for all users.
         _add_after(graph, new[node], for_each_user=computing.issuperset(node.users))
     for node in backward:
         _sum_beside(graph, new[node])
@@ -59,13 +58,13 @@ def _sums_bias(node: Node) -> bool:
 
 
 def _kind(node: Node) -> str:
-    """Of the device that a convolution, or its backward pass, runs on."""
+    """The type of device that a convolution, or its backward pass, runs on."""
     first: Any = node.args[0]
     return str(first.meta["val"].device.type)
 
 
 def _add_after(graph: Graph, node: Node, *, for_each_user: bool) -> None:
-    """The convolution without its bias, and an addition for all users, or one again for each."""
+    """Write the convolution without its bias, and one addition for all users or one for each."""
     arguments: Any = node.args
     x, weight, bias, *others = arguments
     result, bias_value = node.meta["val"], bias.meta["val"]
@@ -75,7 +74,7 @@ def _add_after(graph: Graph, node: Node, *, for_each_user: bool) -> None:
 
     def added(value: torch.Tensor) -> Node:
         across = graph.call_function(_aten.view.default, (bias, shape))
-        # A constant has its own number as memory; two views of the real tensor would seem to write to the same.
+        # A constant counts as a memory of its own; two views of the real tensor would seem to write to one memory.
         across.meta["val"] = (like(bias_value) if bias.op == "get_attr" else bias_value).view(shape)
         total = graph.call_function(_aten.add.Tensor, (bare, across))
         total.meta["val"] = value
@@ -87,18 +86,18 @@ def _add_after(graph: Graph, node: Node, *, for_each_user: bool) -> None:
         for user in list(node.users) if for_each_user else ():
             user.replace_input_with(node, added(like(result)))
         if not for_each_user:
-            node.replace_all_uses_with(added(result))  # views of it are views of this memory
+            node.replace_all_uses_with(added(result))  # its views are views of this memory
     graph.erase_node(node)
 
 
 def _keeps_form(result: torch.Tensor, bias: Sequence[int]) -> bool:
-    """Whether adding a bias of this shape gives the strides that the convolution's result has."""
+    """Whether adding a bias of this shape keeps the strides of the convolution's result."""
     form = torch.empty_strided(result.shape, result.stride(), device="meta")
     return (form + torch.empty(bias, device="meta")).stride() == result.stride()
 
 
 def _sum_beside(graph: Graph, node: Node) -> None:
-    """The gradient of the bias as a sum, and the other gradients without it."""
+    """Compute the gradient of the bias as a sum, outside the operation for the other gradients."""
     *arguments, mask = node.args
     gradient: Any = arguments[0]
     whole = node.meta["val"]

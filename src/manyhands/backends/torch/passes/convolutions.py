@@ -21,7 +21,7 @@ from manyhands.backends.torch.passes.rewriting import Rewriting
 
 
 def choose_convolutions(trace: Trace) -> tuple[Trace, str | None]:
-    """Every convolution that has a faster way, in that way."""
+    """Use the faster way for every convolution that has one."""
     rewriting = Rewriting(trace)
     count = replaced = 0
     for node in rewriting.nodes(*INSTEAD):
@@ -35,7 +35,7 @@ def choose_convolutions(trace: Trace) -> tuple[Trace, str | None]:
 
 
 def tune_convolutions(trace: Trace, calls: int) -> tuple[Trace, str | None]:
-    """The same, with ways chosen now for those of a GPU, for a function that is called about so many times."""
+    """The same, but choose ways for convolutions on a GPU now; the function is called about ``calls`` times."""
     if not may_choose():
         return trace, None
     problems = Counter[Problem]()

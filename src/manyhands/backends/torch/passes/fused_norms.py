@@ -1,6 +1,6 @@
 """BatchNorm in training, fused with the addition and the ReLU that follow it, forward and backward.
 
-Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need one forward and two backward:
+Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) are one forward and two backward:
 
     y = native_batch_norm(x, ...)            mean, deviation, r = empty
     z = add(y, shortcut)
@@ -8,10 +8,10 @@ Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need one fo
     ...                                      ...
     g = add(g1, g2)                          kept = empty
     t = threshold_backward(g, r, 0)          dx, dw, db = batch_norm_backward(g1, g2, x, mean, ..., r, True, kept)
-    dx, dw, db = native_batch_norm_backward(t, x, ...)      (kept is t, where something else uses it: the shortcut)
+    dx, dw, db = native_batch_norm_backward(t, x, ...)      (kept is t, if something else uses it: the shortcut)
 
-Where something uses the statistics before the ReLU, they are computed by an operation of their own.
-Without an addition the ReLU's mask is computed again from ``x``, so ``r`` is not read in the backward pass. Results are
+If something uses the statistics before the ReLU, a separate operation computes them.
+Without an addition the ReLU's mask is recomputed from ``x``, so the backward pass does not read ``r``. Results are
 equal up to the order in which the statistics are summed.
 """
 
@@ -35,7 +35,7 @@ _ADD = (_aten.add.Tensor, _aten.add_.Tensor)
 
 @dataclass
 class _Norm:
-    """A normalisation: its operation, what is added to it, and the ReLU behind that."""
+    """A normalisation: its operation, the addition, and the ReLU that follows."""
 
     node: Node
     y: Node | None  # its result, if something uses it
@@ -43,16 +43,16 @@ class _Norm:
     relu: Node | None = None
     mean: Node | None = None  # of our own statistics
     deviation: Node | None = None
-    whole: bool = False  # statistics and result in one operation, at the place of the last one
+    whole: bool = False  # statistics and result in one operation, at the place of the last
 
     @property
     def last(self) -> Node:
-        """The operation whose result one kernel writes."""
+        """The last fused operation, whose result our kernel writes."""
         return self.relu or self.addition or self.y or self.node
 
     @property
     def added(self) -> Any:
-        """The other operand of the addition; asked when it is used, because it may have been rewritten."""
+        """The other operand of the addition; a property, because it may have been rewritten in the meantime."""
         if self.addition is None:
             return None
         first, second = self.addition.args[:2]
@@ -84,7 +84,7 @@ def fuse_norms(trace: Trace) -> tuple[Trace, str | None]:
     ]
     for norm in norms:
         _write_statistics(rewriting, norm)
-    for node, norm in backward:  # it may use the ReLU's node, which the forward pass replaces
+    for node, norm in backward:  # first, because it may use the ReLU's node, which rewriting the forward replaces
         done += _write_backward(rewriting, node, norm)
     for norm in norms:
         done += _write_forward(rewriting, norm)
@@ -92,7 +92,7 @@ def fuse_norms(trace: Trace) -> tuple[Trace, str | None]:
 
 
 def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm:
-    """The normalisation with what can be fused to it; ``taken`` are additions that are fused to another one."""
+    """The normalisation and the operations to fuse with it; ``taken`` are additions fused with other normalisations."""
     y = next(iter(parts(node).get(0, ())), None)
     norm = _Norm(node, y)
     following = _only_user(y)
@@ -100,7 +100,7 @@ def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm
         return norm
     if following is not None and following.target in _ADD and following.kwargs.get("alpha", 1) == 1:
         first, second = following.args[:2]
-        # In place, the sum is in the memory of its first operand: that has to be the normalisation's own.
+        # An in-place sum is in the memory of its first operand: that has to be the normalisation's result.
         other = second if first is y else first if following.target is _aten.add.Tensor else None
         if isinstance(other, Node) and other is not y and _same_form(other, node.args[0]):
             norm.addition = following
@@ -146,7 +146,7 @@ def _same_form(first: Any, second: Any) -> bool:
 
 
 def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
-    """Our own statistics instead of the normalisation, whose results are written later; or memory for them."""
+    """Replace the normalisation by our statistics, or by memory for them; its result is written later."""
     node = norm.node
     forms = tuple(node.meta["val"][1:3])
     with rewriting.graph.inserting_before(node):
@@ -162,20 +162,20 @@ def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
 
 
 def _of_statistics(norm: _Norm) -> tuple[Any, ...]:
-    """What an operation that computes them is given."""
+    """The arguments of an operation that computes the statistics."""
     arguments: Any = norm.node.args
     x, _, _, running_mean, running_variance, _, momentum, epsilon = arguments[:8]
     return x, running_mean, running_variance, momentum, epsilon
 
 
 def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
-    """One kernel that writes what the last of the fused operations gave."""
+    """Write one kernel that computes the result of the last fused operation."""
     if norm.y is None:
         rewriting.graph.erase_node(norm.node)
         return Counter(normalisations=1)
     x, weight, bias = norm.inputs
     last = norm.last
-    # The part that is the result may stand behind operations that follow the normalisation.
+    # The node that takes the result out may come after operations that follow the normalisation.
     with rewriting.graph.inserting_before(norm.node if last is norm.y else last):
         result = rewriting.empty(x.meta["val"])
         behind = (weight, bias, norm.added, norm.relu is not None)
@@ -255,7 +255,7 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
 
 
 def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) -> bool:
-    """Whether the gradient comes through the ReLU that is fused to this normalisation, and can be fused, too."""
+    """Whether the gradient comes through the ReLU fused with this normalisation, and can be fused, too."""
     if norm.relu is None or gradient.target is not _aten.threshold_backward.default:
         return False
     incoming, result, threshold = gradient.args
@@ -265,6 +265,6 @@ def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) ->
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether it adds two tensors of one form."""
+    """Whether a node adds two tensors of the same form."""
     first, second = node.args[:2]
     return isinstance(first, Node) and isinstance(second, Node) and first is not second and _same_form(first, second)

@@ -45,24 +45,24 @@ def is_small(step: Step, written: set[int]) -> bool:
 
 
 def is_view(step: Step) -> bool:
-    """Whether an operation computes nothing: what it gives lies in the memory of what it is given."""
+    """Whether an operation computes nothing: its result is in the memory of its argument."""
     schema: Any = step.node.target._schema  # type: ignore[union-attr]
     return step.node.target in HIDDEN_VIEWS or any(result.alias_info is not None for result in schema.returns)
 
 
 def written_in_place(trace: Trace) -> set[int]:
-    """Memories that some operation writes to that did not make them."""
+    """Memories that an operation other than their maker writes to."""
     return {memory for step in trace.steps for memory in step.task.writes & step.task.reads}
 
 
 def tensors(node: Node) -> Iterator[torch.Tensor]:
-    """Like those that an operation gives."""
+    """Fake tensors of an operation's results."""
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
             yield value
 
 
 def like(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A fake tensor of the same form, as the result of another operation of a trace."""
+    """A fake tensor of the same form, for the result of another operation of a trace."""
     with FakeTensorMode():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)

@@ -1,14 +1,14 @@
-"""Replaces in-place operations of a trace by pure ones, where the difference cannot be seen.
+"""Replaces in-place operations of a trace by pure ones, if the difference is not observable.
 
-Nets save memory by ``relu(inplace=True)`` and ``out += identity``. In a trace these are writes, and the operation whose
-result they overwrite cannot be compiled with others, because its result is gone afterwards.
+Nets save memory with ``relu(inplace=True)`` and ``out += identity``. In a trace these are writes, and the operation
+whose result they overwrite cannot be compiled with others, because its result is lost.
 
     y = batch_norm(x)                      y = batch_norm(x)
     y' = relu_(y)                          z = relu(y)
     w = convolution(y)                     w = convolution(z)
 
 Every operation after the write uses the new result. Not replaced: a write to memory of the caller, a write to memory
-that has other views, and a write whose pure counterpart gives another dtype.
+that has other views, and a write whose pure counterpart returns another dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manyhands.backends.torch.passes.fusible import like, tensors
 
 
 def make_out_of_place(trace: Trace) -> Trace:
-    """The same trace with such operations; the very same where there are none."""
+    """The trace with these operations replaced; the same object if there are none."""
     pure_ones = _replaceable(trace)
     if not pure_ones:
         return trace
@@ -38,14 +38,14 @@ def make_out_of_place(trace: Trace) -> Trace:
 
 
 def _replaceable(trace: Trace) -> dict[Node, OpOverload]:
-    """The operations in place, in the program's order, and the pure one for each."""
+    """The in-place operations in program order, each with its pure counterpart."""
     candidates: dict[Node, OpOverload] = {}
     for step in trace.steps:
         pure = _pure(step.node)
         if pure is not None and _gives_the_same(pure, step.node):
             candidates[step.node] = pure
     of_caller = trace.callers_memories()
-    shared: set[int] = set()  # memories that are looked at, or written to, in another way than by these
+    shared: set[int] = set()  # memories that have views or other writes
     for step in trace.steps:
         if step.node in candidates and not trace.storages[step.node] & of_caller:
             continue
@@ -62,7 +62,7 @@ def _memories(node: Node) -> set[int]:
 
 
 def _pure(node: Node) -> OpOverload | None:
-    """The operation that gives as a result what this one writes to its first argument."""
+    """The operation that returns what this one writes to its first argument."""
     target: Any = node.target
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], Node):
@@ -83,13 +83,13 @@ def _pure(node: Node) -> OpOverload | None:
 
 
 def _gives_the_same(pure: OpOverload, node: Node) -> bool:
-    """Whether results have the form of what was written to: ``bfloat16 += float32`` stays what it was."""
+    """Whether the result has the form of the tensor written to: ``bfloat16 += float32`` is not replaced."""
     value = node.meta["val"]
     try:
         with compat.no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
             arguments, named = map_arg((node.args, node.kwargs), _substitute)
             result = pure(*arguments, **named)
-    except Exception:  # what fake tensors cannot do stays as it is
+    except Exception:  # the operation does not support fake tensors
         return False
     return (result.shape, result.stride(), result.dtype, result.device) == (
         value.shape,

@@ -1,15 +1,15 @@
 """Leaves out biases that a BatchNorm cancels.
 
-A BatchNorm in training subtracts the mean of the batch, and with it whatever was added to all samples alike. With
+A BatchNorm in training subtracts the mean of the batch, and with it any constant that was added to all samples. With
 x = (1, 3) and a bias of 10::
 
     x          mean  2    x - mean         = (-1, 1)
     x + 10     mean 12    x + 10 - mean    = (-1, 1)      the same; only the running mean moves by momentum * 10 more
 
-So the gradient of such a bias is zero (a backward pass computes what rounding leaves), and adding the bias and summing
-its gradient are two passes over the layer's output for nothing: a fifth of a step of ResNet-18. Here the layer computes
-without its bias, the running mean gets its share of it, and the bias gets a gradient of zeros, so that weight decay,
-momentum and checkpoints stay what they are:
+So the gradient of such a bias is zero (a backward pass computes only rounding errors), and adding the bias and summing
+its gradient are two useless passes over the layer's output: a fifth of a step of ResNet-18. This pass removes the bias
+from the layer, adds its share to the running mean, and gives the bias a gradient of zeros, so that weight decay,
+momentum and checkpoints do not change:
 
     y = convolution(x, w, b)                        y = convolution(x, w, None)
     z = native_batch_norm(y, ..., running_mean)     z = native_batch_norm(y, ..., running_mean)
@@ -33,16 +33,16 @@ from manyhands.backends.torch.passes.rewriting import Rewriting, parts
 _aten = torch.ops.aten
 _BACKWARD = _aten.convolution_backward.default
 _LINEAR = _aten.addmm.default
-_LAYERS: dict[Any, int] = {_aten.convolution.default: 2, _LINEAR: 0}  # and where their bias is
+_LAYERS: dict[Any, int] = {_aten.convolution.default: 2, _LINEAR: 0}  # the position of each layer's bias argument
 
 
 @dataclass
 class _Redundant:
-    """A layer, the normalisation behind it, and the nodes that are gradients of its bias."""
+    """A layer, the normalisation after it, and the nodes that are gradients of its bias."""
 
     layer: Node
     norm: Node
-    backward: list[Node]  # operations that compute such a gradient beside others
+    backward: list[Node]  # operations that compute such a gradient and others
     gradients: list[Node]
 
     @property
@@ -77,7 +77,7 @@ def _without_bias(layer: Node) -> None:
 
 
 def _matched(rewriting: Rewriting, layer: Node) -> _Redundant | None:
-    """The layer with the normalisation that alone uses its result, forward and backward."""
+    """The layer with its normalisation, if nothing else uses the layer's result, forward and backward."""
     if layer.args[_LAYERS[layer.target]] is None or layer.kwargs:
         return None
     norm, backward = None, []
@@ -99,13 +99,13 @@ def _matched(rewriting: Rewriting, layer: Node) -> _Redundant | None:
 
 
 def _is_of(rewriting: Rewriting, backward: Node, layer: Node) -> bool:
-    """Whether it computes the gradient of this convolution's bias."""
+    """Whether ``backward`` computes the gradient of this convolution's bias."""
     mask: Any = backward.args[-1]
     return bool(mask[2]) and all(map(rewriting.same, backward.args[1:3], layer.args[:2]))
 
 
 def _can_shift(rewriting: Rewriting, match: _Redundant) -> bool:
-    """Whether the bias and the running mean are tensors of one kind that can be added."""
+    """Whether the bias can be added to the running mean."""
     bias, mean = _parameter(match.bias), match.norm.args[3]
     if mean is None:
         return True
@@ -123,7 +123,7 @@ def _parameter(bias: Any) -> Any:
 
 
 def _shift_running_means(rewriting: Rewriting, redundant: list[_Redundant]) -> None:
-    """Add each bias's share to its running mean: together after the last normalisation, if nothing looks before."""
+    """Add each bias's share to its running mean: all after the last normalisation, if nothing reads them earlier."""
     together: dict[Any, list[_Redundant]] = {}
     last = max((match.norm for match in redundant), key=rewriting.place)
     for match in redundant:
@@ -143,7 +143,7 @@ def _shift_running_means(rewriting: Rewriting, redundant: list[_Redundant]) -> N
 
 
 def _write_zeros(rewriting: Rewriting, redundant: list[_Redundant]) -> None:
-    """The gradients of all these biases: parts of one tensor of zeros, made anew in each step."""
+    """Write the gradients of these biases: parts of one tensor of zeros, allocated in each step."""
     wanted: list[Node] = []
     for match in redundant:
         for gradient in match.gradients:

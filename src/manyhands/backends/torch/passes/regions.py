@@ -2,7 +2,7 @@
 
 Lanes run independent operations side by side; a compiler makes one kernel of operations that follow each other. To have
 both, parts of the trace (regions) are compiled, and each is then a task like any other. A region starts when all of its
-inputs are there, and its results are there when all of it is done. So a careless choice makes lanes useless: in
+inputs are ready, and its results are ready when all of it is done. So a careless choice makes lanes useless: in
 
     p = sin(a @ b)           q = cos(c @ d)          r = p + q
 
@@ -14,14 +14,14 @@ waits for it: if only the sum uses ``p`` and ``q``, all three are one region. (A
 region yet: each of them may join another.) Regions never depend on each other in a cycle: along every path the sets
 only grow.
 
-Some operations are split first, so that their small parts can be in regions: batch normalisation updates its statistics
+Some operations are split first, so that their small parts can join regions: batch normalisation updates its statistics
 as a side effect (:mod:`.batch_norm`), activations overwrite their arguments (:mod:`.out_of_place`), convolutions have
-biases (:mod:`.conv_bias`). Single casts whose inputs are there from the start are batched instead
-(:mod:`.small_together`): a compiler would make a kernel of each, as their sizes differ. At last convolutions get their
-fastest ways (:mod:`.convolutions`), which no compiler looks for.
+biases (:mod:`.conv_bias`). Single casts whose inputs exist from the start are batched instead (:mod:`.small_together`):
+a compiler would generate a kernel for each, because their sizes differ. Finally, convolutions get their fastest ways
+(:mod:`.convolutions`), which no compiler looks for.
 
-The other extreme is one region of everything (:func:`fuse_whole`): nothing is left for lanes, but the compiler sees all
-of it and chooses layouts for the whole. Which of the two is better is measured.
+The other extreme is one region for everything (:func:`fuse_whole`): nothing is left for lanes, but the compiler sees
+the whole function and chooses layouts for it. Which of the two is better is measured.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ from manyhands.backends.torch.passes.small_together import cast_together
 from manyhands.errors import CannotFuse
 from manyhands.schedule.task import needs
 
-_CALLS = 20_000  # of a function that somebody has compiled, by which the time for its convolutions is won back
+_CALLS = 20_000  # assumed calls of a compiled function, in which tuning its convolutions has to pay off
 _LEAST = 2  # operations in a region that compute something
-# How far results may be from plain execution's where there are no exact results to compare with (run/float64.py): then
-# what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
+# How far results may be from plain execution's if there are no exact results to compare with (run/float64.py). Then
+# values that are zero up to noise (the gradient of a bias before a BatchNorm) count too. Wrong results differ by about
+# one.
 _CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
 _LOW = (torch.bfloat16, torch.float16)
 
-# Makes a function of a region's graph and of tensors like its inputs.
+# Compiles a region's graph to a function, given tensors like its inputs.
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
 
 
@@ -64,8 +65,8 @@ class Region:
     """A compiled part of a trace, called like an operation."""
 
     def __init__(self, words: str, digest: str, compiled: Callable[..., Any], *, is_whole: bool = False) -> None:
-        self.is_whole = is_whole  # all of a trace: nothing is gained by measuring it apart
-        # In words and in the digest of its code: costs are remembered by it.
+        self.is_whole = is_whole  # the whole trace: measuring it separately gains nothing
+        # A description and the digest of its code: the key under which its cost is stored.
         self.words = f"{words} [{digest}]"
         self.__name__ = f"fused_{digest}"
         self.__module__ = __name__
@@ -80,7 +81,7 @@ class Region:
 
 @dataclass
 class _Unit:
-    """A region and what compiles it, or one step."""
+    """A region with its compiler, or one step."""
 
     steps: list[int]
     compiler: Compiler | None = None
@@ -107,9 +108,9 @@ def fuse(trace: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
 
 
 def fuse_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
-    """The same function compiled as one task; :class:`CannotFuse` says why it cannot be.
+    """The same function compiled as one task; :class:`CannotFuse` says why it cannot be compiled.
 
-    What it writes to, as a training step does to its weights, the compiled code writes to as well.
+    The compiled code also makes the function's writes, such as a training step's updates of its weights.
     """
     _must_be_alone()
     as_written = trace
@@ -118,13 +119,13 @@ def fuse_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
     graph = _Writer(trace).write([_Unit([*range(len(trace.steps))], compiler or inductor, is_whole=True)])
     fused = _described(trace.rewritten(graph), as_written)
     written = trace.written_memories() & fused.callers_memories()
-    for step in fused.steps:  # the one: its schema says nothing of what it writes to
+    for step in fused.steps:  # the only one: its schema does not say what it writes to
         step.task = replace(step.task, writes=step.task.writes | written)
     return fused
 
 
 def _described(fused: Trace, as_written: Trace) -> Trace:
-    """With the trace that it is of, and how near its results have to be."""
+    """Record the original trace, and how close the results have to be."""
     fused.as_written = as_written
     low = any(value.dtype in _LOW for node in as_written.storages for value in tensors(node))
     fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
@@ -137,7 +138,7 @@ def _must_be_alone() -> None:
 
 
 def _must_be_compilable(trace: Trace) -> None:
-    """Refuse what one compiled task cannot be: on several devices, with numbers that a compiler draws by itself."""
+    """Refuse traces that cannot be one compiled task: on several devices, with random numbers or checks of values."""
     if len({step.task.device for step in trace.steps}) > 1 or any(step.task.kind != "compute" for step in trace.steps):
         raise CannotFuse("the whole function is not compiled: it runs on several devices")
     if any(step.task.token is not None for step in trace.steps):
@@ -187,12 +188,12 @@ def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
 
 
 def _computing(trace: Trace, members: Sequence[int]) -> int:
-    """How many of these operations are more than views."""
+    """How many of these operations are not views."""
     return sum(not is_view(trace.steps[member]) for member in members)
 
 
 def _dissolve_few(trace: Trace, member: list[int], root: Callable[[int], int]) -> None:
-    """What would be no region, an operation and views of it, is apart again: other regions may take it in."""
+    """Dissolve groups of one operation and its views, which are no regions: other regions may take them in."""
     for members in _sets(member, root):
         if len(members) > 1 and _computing(trace, members) < _LEAST:
             for step in members:
@@ -202,7 +203,7 @@ def _dissolve_few(trace: Trace, member: list[int], root: Callable[[int], int]) -
 def _take_in(
     trace: Trace, wanted: Sequence[set[int]], small: Sequence[bool], member: list[int], root: Callable[[int], int]
 ) -> None:
-    """A small operation alone, all of whose users are in one region, joins that region."""
+    """Add a single small operation to a region if all of its users are in that region."""
     sizes = Counter(map(root, range(len(member))))
     followers: list[set[int]] = [set() for _ in wanted]
     for index, earlier in enumerate(wanted):
@@ -222,7 +223,7 @@ def _take_in(
 
 
 def _without_outside_views(trace: Trace, members: list[int]) -> list[int]:
-    """Without views of what comes from outside that somebody outside takes: a region's results are its own."""
+    """Omit views of outside tensors that are used outside: a region must not return views of its arguments."""
     left = list(members)
     while True:
         inside = {node for step in left for node in trace.steps[step].nodes}
@@ -250,7 +251,7 @@ def _memories(step: Step) -> set[int]:
 
 
 def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
-    """The units so that each comes after what it needs, otherwise in the program's order."""
+    """The units in topological order, and otherwise in program order."""
     unit_of = {step: number for number, unit in enumerate(units) for step in unit.steps}
     followers: list[set[int]] = [set() for _ in units]
     for number, unit in enumerate(units):
@@ -281,7 +282,7 @@ class _Writer:
     def __init__(self, trace: Trace) -> None:
         self._trace, self._graph = trace, Graph()
         self._new: dict[Node, Node] = {}
-        self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat themselves
+        self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat the same blocks
 
     def write(self, units: Sequence[_Unit]) -> Graph:
         for node in self._trace.inputs + self._trace.constants:
@@ -338,7 +339,7 @@ class _Writer:
 
 
 def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Results lie in memory as those of the function do: a caller may look at strides."""
+    """Return results with the function's strides: a caller may look at them."""
     forms = [(tuple(meta.shape), meta.stride()) for meta in metas]
 
     def laid_out(result: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -359,8 +360,8 @@ def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[...
             torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device) for meta in metas
         ]
     try:
-        # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And what
-        # folding leaves of x + 0 is x itself: a region would give back its argument as a result of its own.
+        # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And
+        # folding turns x + 0 into x itself: a region would return its argument as if it were a new result.
         how = {"cpp.dynamic_threads": True, "joint_graph_constant_folding": False}
         with torch.no_grad():
             return compat.inductor_compile(module, inputs, how)

@@ -1,7 +1,7 @@
-"""Helpers of all passes: a graph to rewrite, and what happens to memory between two of its operations.
+"""Helpers for all passes: a graph to rewrite, and what happens to memory between two of its operations.
 
 A pass takes a :class:`Trace` and returns a better one. It matches patterns of operations, so it has to know that
-nothing comes between them: a value that is used later than before must not be written to meanwhile.
+nothing comes between them: if a value is now used later, nothing may write to it in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 class Pass:
     """One rewrite of a trace, for the list that a step goes through.
 
-    ``apply`` returns the new trace and what was done in a few words, or the very same trace and None.
+    ``apply`` returns the new trace and a short description of what was done, or the same object and None.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Rewriting:
         return [node for node in self.graph.nodes if node.op == "call_function" and node.target in targets]
 
     def place(self, node: Node) -> int:
-        """Where the operation stands in the program; inputs and constants come before all others."""
+        """The operation's position in the program; inputs and constants come before all others."""
         return self._place.get(self._old[node], -1)
 
     def unchanged(self, nodes: Iterable[object], after: Node, before: Node) -> bool:
@@ -56,7 +56,7 @@ class Rewriting:
         return not any(memories & step.task.writes for step in between)
 
     def untouched(self, nodes: Iterable[object], after: Node, last: Node) -> bool:
-        """Whether no operation between these two, nor the second, reads or writes the memory of the nodes."""
+        """Whether no operation after the first, up to and including the second, touches the memory of the nodes."""
         memories = self._memories(nodes)
         between = self.trace.steps[self.place(after) + 1 : self.place(last) + 1]
         return not any(memories & (step.task.writes | step.task.reads) for step in between)
@@ -66,7 +66,7 @@ class Rewriting:
         return frozenset[int]().union(*(self.trace.storages[node] for node in known))
 
     def takers(self, node: Node) -> set[Node]:
-        """The operations that take a node's result, or a view of it."""
+        """The operations that use a node's result, or a view of it."""
         takers: set[Node] = set()
         for user in node.users:
             if user.op != "output":
@@ -74,11 +74,11 @@ class Rewriting:
         return takers
 
     def value(self, node: Node) -> Any:
-        """The tensor behind a constant, which several nodes may stand for."""
+        """The tensor of a constant, which several nodes may refer to."""
         return self.trace.constant(node) if node.op == "get_attr" else None
 
     def same(self, first: object, second: object) -> bool:
-        """Whether two nodes stand for the same tensor."""
+        """Whether two nodes refer to the same tensor."""
         if first is second:
             return True
         if not isinstance(first, Node) or not isinstance(second, Node):
@@ -94,11 +94,11 @@ class Rewriting:
         return node
 
     def form(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What stands for a result of this form in the trace."""
+        """A fake tensor for a result of this form."""
         return like(torch.empty(shape, dtype=dtype, device="meta"), device)
 
     def node_of_input(self, node: object) -> Node:
-        """A node for the same tensor of the caller's, to be used at the place where nodes are inserted."""
+        """A node for the same tensor of the caller, for use at the current insertion point."""
         assert isinstance(node, Node)
         if node.op == "placeholder":
             return node
@@ -107,7 +107,7 @@ class Rewriting:
         return copy
 
     def call(self, target: Any, arguments: tuple[Any, ...], forms: Any = None, **named: Any) -> Node:
-        """An operation whose results have these forms and memory of their own."""
+        """An operation whose results have these forms, in new memory."""
         node = self.graph.call_function(target, arguments, named)
         node.meta["val"] = (
             tuple(map(like, forms)) if isinstance(forms, tuple) else None if forms is None else like(forms)
@@ -133,7 +133,7 @@ class Rewriting:
 
 
 def parts(node: Node) -> dict[int, list[Node]]:
-    """The nodes that take results out of an operation, by the result's number."""
+    """The ``getitem`` nodes of an operation, by the result's number."""
     by_number: dict[int, list[Node]] = {}
     for user in node.users:
         if user.target is operator.getitem:
@@ -143,7 +143,7 @@ def parts(node: Node) -> dict[int, list[Node]]:
 
 
 def without_detaches(trace: Trace) -> tuple[Trace, str | None]:
-    """Every ``detach`` replaced by what it detaches: in a trace there is no autograd graph to detach from."""
+    """Replace every ``detach`` by its argument: a trace has no autograd graph to detach from."""
     rewriting = Rewriting(trace)
     detaches = rewriting.nodes(_aten.detach.default)
     for node in detaches:

@@ -1,7 +1,7 @@
 """Batches small operations: casts of weights, and counters of batches.
 
 Under autocast each weight is cast where its layer uses it, and each BatchNorm counts its batches: in ResNet-18 nearly
-forty tiny kernels, each of which a GPU has to start and to end. One operation over a list replaces all of a kind;
+forty tiny kernels, each of which a GPU has to start and end. One operation over a list replaces all of a kind;
 results are the same to the bit:
 
     a16 = _to_copy(a)                      a16, b16, c16 = empty, empty, empty
@@ -25,9 +25,9 @@ _aten = torch.ops.aten
 
 
 def cast_together(trace: Trace) -> tuple[Trace, str | None]:
-    """Make all casts that need nothing at the place of the first one.
+    """Move all casts of the caller's tensors to the place of the first one.
 
-    What the first operation needs is cast alone: it does not wait for the weights of all layers behind it.
+    The arguments of the first operation are cast separately: it does not wait for the weights of all later layers.
     """
     rewriting = Rewriting(trace)
     casts = [node for node in rewriting.nodes(_aten._to_copy.default) if _needs_nothing(node)]
@@ -50,14 +50,14 @@ def cast_together(trace: Trace) -> tuple[Trace, str | None]:
 
 
 def _needs_nothing(node: Node) -> bool:
-    """Whether it casts one of the caller's tensors, and does nothing else."""
+    """Whether a node casts one of the caller's tensors, and does nothing else."""
     source: Any = node.args[0]
     is_callers = source.op in ("get_attr", "placeholder") and isinstance(source.meta["val"], torch.Tensor)
     return is_callers and set(node.kwargs) == {"dtype"}
 
 
 def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
-    """By device and types."""
+    """The nodes grouped by device and dtypes."""
     groups: dict[Any, list[Node]] = {}
     for node in nodes:
         before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -66,7 +66,7 @@ def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
 
 
 def count_together(trace: Trace) -> tuple[Trace, str | None]:
-    """Add to all counters at the place of the last one, unless something looks at them before."""
+    """Add to all counters at the place of the last one, unless something reads them earlier."""
     rewriting = Rewriting(trace)
     counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if _is_count(node)]
     if len(counts) < 2:
@@ -91,7 +91,7 @@ def count_together(trace: Trace) -> tuple[Trace, str | None]:
 
 
 def _is_count(node: Node) -> bool:
-    """Whether it adds a whole number to one of the caller's tensors that is a single whole number, and nothing else."""
+    """Whether a node only adds an integer to one of the caller's tensors that holds a single integer."""
     if node.target is not _aten.add_.Tensor:
         return False
     counter, amount = node.args[:2]

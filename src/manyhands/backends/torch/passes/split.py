@@ -1,24 +1,24 @@
-"""Splits operations of a trace that do several things which need not wait for each other.
+"""Splits operations of a trace that do several independent things.
 
 A convolution's backward is one operation in ATen. It computes the gradient of the input, which the rest of the backward
 pass waits for, and those of weight and bias, which nothing waits for: it becomes two operations.
 
 An optimizer's update of all weights is a few operations over lists, each of which waits for all gradients. Cut into
-parts of about equal bytes, each part waits for its own, and runs beside the rest of the backward pass:
+parts of about equal bytes, each part waits only for its own gradients and runs beside the rest of the backward pass:
 
     _foreach_add_([w, v, u], [dw, dv, du], alpha=-0.1)        _foreach_add_([w, v], [dw, dv], alpha=-0.1)
                                                               _foreach_add_([u], [du], alpha=-0.1)
 
 Gradients come last layer first, so the second of these begins when the backward pass is only at the layer of ``v``.
 Every list as long as the first one is cut at the same places, tensors and numbers alike; results of operations that are
-not in place are found in their part. Each part comes in the program where all that it needs has been done: schedules
-that keep the program's order would find it at the end otherwise. Of parts that share memory the one that is earlier in
-the list stays the earlier one: a tensor twice in a list is updated twice, as eager does it.
+not in place are taken from their part. Each part is placed in the program as soon as its inputs are ready: otherwise
+schedules that keep program order would run it at the end. Parts that share memory keep their order in the list: a
+tensor that occurs twice in a list is updated twice, as in eager mode.
 
-Where it pays: on a GPU (on a CPU such an operation is a loop), where a part is large compared with the start of a
-kernel, and where parts could begin at different times. For each memory it is known which operations must be done before
-it can be used; neighbouring parts with the same such operations stay together. So an update whose tensors all existed
-from the start stays whole, and so does everything after gradients were scaled by the norm of all of them.
+This pays on a GPU (on a CPU such an operation is a loop), if a part is large compared with the start of a kernel and
+if parts could begin at different times. For each memory, the pass knows which operations must be done before it can be
+used; neighbouring parts with the same such operations stay together. So an update whose tensors all existed from the
+start stays whole, and so does everything after gradients were scaled by the norm of all of them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from manyhands.backends.torch.capture.trace import Step, Trace, has_effects
 from manyhands.backends.torch.run.bindings import FUSED_UPDATES
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
-# What an operation's name begins with: those with a point after it are in place.
+# Prefixes of operations over lists; those that end with a dot are in place.
 _OVER_LISTS = ("aten._foreach_", *FUSED_UPDATES)
 _MOST = 4  # parts of one operation
-_LEAST = 4 << 20  # bytes of a part: moving them takes about as long as the two microseconds of a kernel more
+_LEAST = 4 << 20  # bytes of a part: moving them takes about as long as one more kernel (2 us)
 
 # Places in lists: where a part begins and ends.
 Part = tuple[int, int]
 
 
 def split(trace: Trace, kinds: Sequence[str] = ("cuda",), least: int = _LEAST) -> Trace:
-    """The same function with such operations taken apart; the very same where there are none.
+    """The trace with such operations split; the same object if there are none.
 
-    Updates are cut on these kinds of devices, into parts of at least so many bytes of the first list.
+    Updates are cut on these kinds of devices, into parts with at least ``least`` bytes of the first list.
     """
     return _split_updates(_split_convolutions(trace), kinds, least)
 
@@ -57,7 +57,7 @@ def split(trace: Trace, kinds: Sequence[str] = ("cuda",), least: int = _LEAST) -
 
 
 def _split_convolutions(trace: Trace) -> Trace:
-    """Two operations for every convolution's backward that gives both input and weight gradients."""
+    """Write two operations for every convolution's backward that returns both input and weight gradients."""
     whole = [step.node for step in trace.steps if _gives_both(step.node)]
     if not whole:
         return trace
@@ -74,7 +74,7 @@ def _split_convolutions(trace: Trace) -> Trace:
         for user in list(node.users):
             user.replace_input_with(node, for_input if user.args[1] == 0 else for_weight)
         graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=has_effects)  # nobody may take the input's gradient
+    graph.eliminate_dead_code(is_impure_node=has_effects)  # the input's gradient may be unused
     return trace.rewritten(graph)
 
 
@@ -102,13 +102,13 @@ def _split_updates(trace: Trace, kinds: Sequence[str], least: int) -> Trace:
 
 
 def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
-    """Whether it does the same to every place of its lists, and on parts of them by the same kernels."""
+    """Whether an operation treats every list element alike, and runs the same kernels on parts of the lists."""
     node, lists, first = step.node, _lists(step.node), _first(step.node)
     if not first or not str(node.target).startswith(_OVER_LISTS):
         return False
     if first[0].device.type not in kinds or len({(item.device, item.dtype) for item in first}) > 1:
         return False
-    # A tensor beside the lists may hold a number for each place.
+    # A tensor argument outside the lists may hold one number per list element.
     beside = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, Node)]
     results = node.meta.get("val") or ()
     if any(item.meta["val"].numel() > 1 for item in beside) or any(
@@ -116,8 +116,8 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
     ):
         return False
     if [result.shape for result in results] not in ([], [item.shape for item in first]):
-        return False  # a norm of each tensor: how it is summed up may depend on the largest of the list
-    # PyTorch has one kernel for a list of tensors that are all alike at their place, and a loop otherwise.
+        return False  # a norm of each tensor: the order of its sum may depend on the largest in the list
+    # PyTorch has one kernel if the tensors at the same position of all lists are alike, and a loop otherwise.
     same_form = [
         all(
             _form(value) == _form(item)
@@ -138,7 +138,7 @@ def _lists(node: Node) -> list[Sequence[Any]]:
 
 
 def _first(node: Node) -> list[torch.Tensor]:
-    """The tensors of the first list, or nothing where it is no list of tensors."""
+    """The tensors of the first list; empty if it is not a list of tensors."""
     values = [_value(item) for item in next(iter(_lists(node)), ())]
     return values if all(isinstance(value, torch.Tensor) for value in values) else []
 
@@ -152,7 +152,7 @@ def _form(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _cuts(node: Node, least: int) -> list[Part]:
-    """Parts of the lists of about equal bytes, none of them smaller than the least."""
+    """Parts of the lists of about equal bytes, each with at least ``least`` bytes."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in _first(node)]
     wanted = max(least, -(-sum(sizes) // _MOST))
     cuts: list[Part] = []
@@ -169,7 +169,7 @@ def _cuts(node: Node, least: int) -> list[Part]:
 
 @dataclass(frozen=True)
 class _When:
-    """What must be over before something can be done: steps, as the bits of a number; and the place of the last one."""
+    """The steps that must be done before another can run, as the bits of a number; and the place of the last one."""
 
     steps: int = 0
     place: int = -1
@@ -179,7 +179,7 @@ class _When:
 
 
 def _holds_no_memory(node: Node) -> bool:
-    """Whether an operation over lists is in place, or gives a number for each of them."""
+    """Whether an operation over lists is in place, or its lists hold single numbers."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
     return schema.is_mutable or all(tensor.numel() == 1 for tensor in _first(node))
 
@@ -189,15 +189,15 @@ class _Ready:
 
     def __init__(self, trace: Trace) -> None:
         self._storages = trace.storages
-        self._handles = range(len(trace.storages))  # a view writes to no memory, only to these
+        self._handles = range(len(trace.storages))  # a view writes only to these, not to memory
         self._written: dict[int, _When] = {}
         self._read: dict[int, _When] = {}
 
     def parts(self, step: Step, number: int, cuts: Sequence[Part]) -> list[tuple[Part, int]]:
-        """Go on behind a step. The parts that it is to be cut into, if any, each with the step that it can follow.
+        """Advance past a step; returns the parts to cut it into, if any, each with the step that it can follow.
 
-        One part is the whole: what parts of later operations wait for must not stand at the end of the program. It
-        stays there where it would only hold memory for longer.
+        A single part is the whole operation, moved forward: parts of later operations may wait for it. It is not moved
+        if that would only hold memory for longer.
         """
         reads, writes = step.task.reads, step.task.writes
         parts: list[tuple[Part, _When]] = []
@@ -218,7 +218,7 @@ class _Ready:
         return [(part, when.place) for part, when in parts]
 
     def _memories(self, node: Node, part: Part) -> frozenset[int]:
-        """That a part touches: its pieces of lists, what is given beside lists, its results."""
+        """The memories that a part touches: its slices of the lists, other arguments, its results."""
         begin, end = part
         values: list[Any] = [*node.args, *node.kwargs.values()]
         values += [tensor for tensors in _lists(node) for tensor in tensors[begin:end]]
@@ -242,7 +242,7 @@ class _Ready:
 
 
 def _in_parts(trace: Trace, moved: set[Node], placed: Mapping[int, Sequence[tuple[Node, Part]]]) -> Graph:
-    """The graph with these operations in parts, each behind the step that it can follow."""
+    """The graph with these operations in parts, each placed after the step that it can follow."""
     graph, new = Graph(), dict[Node, Node]()
     for node in trace.inputs + trace.constants:
         new[node] = graph.node_copy(node, new.__getitem__)
@@ -256,7 +256,7 @@ def _in_parts(trace: Trace, moved: set[Node], placed: Mapping[int, Sequence[tupl
 
 
 def _write_part(graph: Graph, new: dict[Node, Node], node: Node, part: Part) -> None:
-    """The operation on a part of its lists, and its results taken from there."""
+    """Write the operation for a part of its lists, and take its results from there."""
     begin, end = part
     length = len(_lists(node)[0])
 

@@ -1,4 +1,4 @@
-"""The passes that a training step goes through, in their order.
+"""The passes that a training step goes through, in order.
 
 Each is one file, with its reason. ``explain`` lists what each of them did. Splitting ``convolution_backward`` and the
 optimizer's update (:mod:`.split`) is part of every capture and comes before them.
