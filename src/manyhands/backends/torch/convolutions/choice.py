@@ -1,7 +1,7 @@
 """Chooses how each convolution is computed: candidates are compared and timed once, and the choice is stored on disk.
 
 Trying candidates costs time that a job has to win back. The convolutions that are farthest from what the GPU could do
-come first. Candidates run behind a pause of the device, so that the time of the device is measured and not that of
+come first. Candidates are launched while the device pauses, so that the measured time is the device's and not that of
 launching. A job may spend half of what its choices so far will save over all of its steps, plus a small fixed stake.
 The next job continues from there.
 """
@@ -28,21 +28,21 @@ from manyhands.cache import CacheFile
 _FORMAT = 2
 _STAKE = 0.5  # seconds that a job may spend on cuDNN's plans without having won anything yet
 _MOST_PLANS = 48  # of cuDNN's, for one problem
-_PATIENCE = 12  # ways one after the other that are not faster: then the rest is not tried
-# Multiplications and additions, and bytes, a second: those of a GPU of a data centre. Only their ratio matters much.
+_PATIENCE = 12  # consecutive ways that are not faster, after which the rest is not tried
+# Multiplications and additions per second, and bytes per second, of a data centre GPU. Mainly their ratio matters.
 _RATES = (700e12, 3.5e12)
-_FASTER = 0.98  # of PyTorch's time: less is not worth another way
-_CLEARING = 1.5e-6  # seconds: what a way is faster in a captured graph if its workspace is cleared ahead (on an H200)
-_PAUSE = 400_000  # cycles of the device for each launch that is timed: longer than launching takes
+_FASTER = 0.98  # of PyTorch's time: a smaller gain is not worth another way
+_CLEARING = 1.5e-6  # seconds saved in a captured graph if the way's workspace is cleared ahead (on an H200)
+_PAUSE = 400_000  # device cycles per timed launch: longer than launching takes
 _FIRST, _MORE, _ROUNDS = 3, 6, 3  # launches in a first timing, in each of the rounds of the second
 _FINALISTS = 3
 _aten = torch.ops.aten
 
 
 class Way(Protocol):
-    """Solves one problem; forward, ``bias`` is added to its result.
+    """Solves one problem; in a forward problem, ``bias`` is added to the result.
 
-    ``is_cleared_ahead``: a captured graph clears its workspace at the start, with all others, and not at its place.
+    ``is_cleared_ahead``: a captured graph clears the way's workspace at its start, together with all others.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The way of a problem, None: PyTorch's; the form of its result; the seconds that it and PyTorch's take.
+    """The chosen way of a problem (None: PyTorch's), the form of its result, the seconds of it and of PyTorch's way.
 
     ``is_complete``: everything was tried.
     """
@@ -69,7 +69,7 @@ class Chosen:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the convolutions of a step."""
+    """The choices for the convolutions of a step."""
 
     faster: dict[str, int]  # how many are solved by each kind of way
     all: int = 0
@@ -98,13 +98,13 @@ _lock = threading.Lock()
 
 
 def way_of(problem: Problem | None) -> Way | None:
-    """The way that was chosen for a problem; None: PyTorch's."""
+    """The chosen way of a problem; None: PyTorch's."""
     chosen = chosen_for(problem)
     return None if chosen is None else chosen.way
 
 
 def chosen_for(problem: Problem | None) -> Chosen | None:
-    """What is known of a problem."""
+    """The stored choice for a problem, if there is one."""
     return _table.get(problem) if problem is not None else None
 
 
@@ -116,9 +116,9 @@ def forget() -> None:
 
 
 def choose(problems: Mapping[Problem, int], steps: int) -> Report:
-    """Find the fastest ways of problems; each is given with how often it comes in a step of which so many are made.
+    """Find the fastest ways of problems, given how often each occurs in a step and the number of steps.
 
-    Products are tried at once. cuDNN's plans, of which there are many, as long as that can be won back.
+    Products are always tried. cuDNN has many plans: they are tried as long as the job can win back the time.
     """
     begin = time.perf_counter()
     with _lock, torch.random.fork_rng(sorted({p.device.index or 0 for p in problems if p.device.type == "cuda"})):
@@ -133,7 +133,7 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
             before = _table[problem]
             try:
                 _table[problem] = _Trial(problem).by_plans(before)
-            except Exception:  # no memory, for example: the way before stays
+            except Exception:  # out of memory, for example: keep the previous way
                 _table[problem] = replace(before, is_complete=True)
             newly_tried.append(problem)
             end += steps * (_gain(problem) - (before.theirs - before.seconds)) * problems[problem] / 2
@@ -143,7 +143,7 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
 
 
 def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
-    """Take what is remembered, and try products; gives the problems that nothing was remembered of."""
+    """Load stored choices and try products; returns the problems without a stored choice."""
     new = [problem for problem in problems if problem not in _table]
     known = _file(new[0].device).read() if new else {}
     newly_tried: list[Problem] = []
@@ -151,7 +151,7 @@ def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
         try:
             remembered = _remembered(problem, known.get(problem.key))
             _table[problem] = remembered or _Trial(problem).by_products()
-        except Exception:  # no memory, for example: PyTorch's way it is
+        except Exception:  # out of memory, for example: use PyTorch's way
             continue
         if remembered is None:
             newly_tried.append(problem)
@@ -159,7 +159,7 @@ def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
 
 
 def _remembered(problem: Problem, entry: Any) -> Chosen | None:
-    """What a file says of a problem, if it can be done; a plan of cuDNN is compared with PyTorch's result again."""
+    """The stored choice for a problem, if it still works; a cuDNN plan is compared with PyTorch's result again."""
     try:
         data, (shape, stride), seconds, theirs, complete = entry
         result = Form(tuple(shape), tuple(stride))
@@ -171,7 +171,7 @@ def _remembered(problem: Problem, entry: Any) -> Chosen | None:
             if not _Trial(problem).is_right(way):
                 return None
         return Chosen(way, result, float(seconds), float(theirs), is_complete=bool(complete))
-    except Exception:  # nothing, or of another version, or made by hand
+    except Exception:  # no entry, another version, or edited by hand
         return None
 
 
@@ -189,12 +189,12 @@ def _report(problems: Mapping[Problem, int], spent: float) -> Report:
 
 
 def _gain(problem: Problem) -> float:
-    """Seconds that the chosen way is faster than PyTorch's."""
+    """Seconds that the chosen way saves compared with PyTorch's."""
     return _table[problem].theirs - _table[problem].seconds
 
 
 def _hope(problem: Problem) -> float:
-    """How much may still be won: the more, the farther it is from the roofline."""
+    """How much may still be gained: the distance from the roofline."""
     seconds = _table[problem].seconds
     computing, moving = (amount / rate for amount, rate in zip(problem.work, _RATES, strict=True))
     far = max(0.0, seconds - max(computing, moving))
@@ -209,7 +209,7 @@ class _Trial:
         self._operands = operands = _random(problem, problem.first), _random(problem, problem.second)
         channels = problem.second.shape[0]
         self._bias = _random(problem, Form((channels,), (1,))) if problem.has_bias else None
-        # What the result is a gradient of: PyTorch asks for it, and takes nothing but its form.
+        # The tensor that the result is a gradient of: PyTorch requires it, but uses only its form.
         form = problem.shape or (0,)
         other = torch.empty(form, dtype=problem.dtype, device=problem.device)
         self._other = other.contiguous(memory_format=layout(*operands)) if len(form) == 4 else other  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ class _Trial:
         return self._chosen(products.candidates(self.problem, self.result), None, is_complete=not on_gpu)
 
     def by_plans(self, before: Chosen) -> Chosen:
-        """The fastest of PyTorch's way, the one before, and cuDNN's plans."""
+        """The fastest of PyTorch's way, the previous choice, and cuDNN's plans."""
         plans = cudnn_plans.candidates(self.problem, self.result, _MOST_PLANS)
         return self._chosen(plans, before.way, is_complete=True)
 
@@ -232,7 +232,7 @@ class _Trial:
         for way in candidates:
             try:
                 timed.append((self._time(way, _FIRST), len(timed), way))
-            except Exception:  # one that cannot be run is no candidate
+            except Exception:  # a way that cannot run is not a candidate
                 continue
             if len(timed) - min(timed)[1] > _PATIENCE:
                 break
@@ -245,12 +245,12 @@ class _Trial:
         return Chosen(finalists[place], self.result, best[place], best[0], is_complete=is_complete)
 
     def _race(self, ways: list[Way | None]) -> list[float]:
-        """The seconds of each, in turns."""
+        """The seconds of each way, timed in turns."""
         rounds = [[self._time(way, _MORE) for way in ways] for _ in range(_ROUNDS)]
         return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
     def _time(self, way: Way | None, times: int) -> float:
-        """Its seconds; as far as it is known, those that it takes in a captured graph."""
+        """The seconds of a way; as far as known, those in a captured graph."""
         saved = _CLEARING if way is not None and way.is_cleared_ahead else 0.0
         return _seconds(self._run(way), self.problem.device, times) - saved
 
@@ -258,10 +258,10 @@ class _Trial:
         return self._theirs if way is None else lambda: way(*self._operands, self._bias)
 
     def is_right(self, way: Way) -> bool:
-        """Whether its result is PyTorch's up to rounding, in the same form, and the same each time."""
+        """Whether the way's result equals PyTorch's up to rounding, has the same form, and is the same each time."""
         try:
             first, second = (way(*self._operands, self._bias) for _ in range(2))
-        except Exception:  # no memory, for example
+        except Exception:  # out of memory, for example
             return False
         if Form.of(first) != self.result or not torch.equal(first, second):
             return False
@@ -270,7 +270,7 @@ class _Trial:
         return bool(error <= torch.finfo(self.problem.dtype).eps)
 
     def _theirs(self) -> torch.Tensor:
-        """PyTorch's way."""
+        """The result of PyTorch's way."""
         problem, (first, second) = self.problem, self._operands
         result: torch.Tensor
         how: Any = (problem.stride, problem.padding, problem.dilation, False, (0, 0), problem.groups)
@@ -315,7 +315,7 @@ def _as_data(chosen: Chosen) -> list[object]:
 
 
 def _file(device: torch.device) -> CacheFile:
-    """Where ways are remembered: they depend on the device, the driver and the libraries."""
+    """The file of stored choices, which depend on the device, the driver and the libraries."""
     words = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         driver = f"CUDA {torch.version.cuda}, driver {driver_version()}"

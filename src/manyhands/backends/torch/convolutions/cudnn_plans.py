@@ -1,7 +1,7 @@
-"""cuDNN's plans for a convolution, through ``nvidia-cudnn-frontend``, where that is installed.
+"""cuDNN's plans for a convolution, through ``nvidia-cudnn-frontend``, if that is installed.
 
-A plan is an engine of cuDNN with its settings ("knobs"). Plans that compile a kernel first, whose results depend on the
-order in which blocks finish, or that need much memory beside the result are left out.
+A plan is an engine of cuDNN with its settings ("knobs"). Plans are excluded if they compile a kernel first, if their
+results depend on the order in which blocks finish, or if they need a large workspace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _lock = threading.Lock()  # a handle belongs to one stream at a time
 
 @functools.cache
 def missing() -> str | None:
-    """Why cuDNN's plans cannot be asked for; None where they can."""
+    """Why cuDNN's plans are not available; None if they are."""
     if not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return "there is no cuDNN"
     try:
@@ -39,7 +39,7 @@ def missing() -> str | None:
 
 
 def version() -> str:
-    """What plans depend on; known without importing anything."""
+    """The versions that plans depend on; known without importing anything."""
     try:
         installed = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -63,11 +63,11 @@ class CudnnPlan:
         self._workspace = int(graph.description.get_workspace_size_plan_at_index(index))
         if self._workspace > _MOST_WORKSPACE:
             raise ValueError("it needs too much memory")
-        # Seen with cuDNN 9.19: it clears its small workspaces, and only those.
+        # Observed with cuDNN 9.19: it clears only its small workspaces.
         self.is_cleared_ahead = 0 < self._workspace <= LARGEST and has_rooms()
 
     def data(self) -> list[object]:
-        """What is remembered of this way."""
+        """What is stored of this way."""
         engine, knobs = self._graph.description.get_engine_and_knobs_at_index(self._index)
         return [self.name, int(engine), sorted([int(knob), int(value)] for knob, value in (knobs or {}).items())]
 
@@ -79,7 +79,7 @@ class CudnnPlan:
 
 
 def candidates(problem: Problem, result: Form, most: int) -> Iterator[CudnnPlan]:
-    """The plans that cuDNN's heuristics name first."""
+    """The plans that cuDNN's heuristics rank first."""
     if missing() is not None:
         return
     library = _library()
@@ -91,12 +91,12 @@ def candidates(problem: Problem, result: Form, most: int) -> Iterator[CudnnPlan]
     for index in range(min(graph.description.get_execution_plan_count(), most)):
         try:
             yield CudnnPlan(graph, index, result)
-        except Exception:  # a plan that this cuDNN cannot build, or that was left out
+        except Exception:  # this cuDNN cannot build the plan, or it is excluded
             continue
 
 
 def remembered(problem: Problem, result: Form, data: list[Any]) -> CudnnPlan:
-    """The plan of :meth:`CudnnPlan.data`; raises where it cannot be made any more."""
+    """The plan of :meth:`CudnnPlan.data`; raises if it can no longer be built."""
     _, engine, knobs = data
     library = _library()
     graph = _Graph(problem, result)
@@ -105,7 +105,7 @@ def remembered(problem: Problem, result: Form, data: list[Any]) -> CudnnPlan:
 
 
 class _Graph:
-    """cuDNN's own graph of one operation."""
+    """cuDNN's graph of one operation."""
 
     def __init__(self, problem: Problem, result: Form) -> None:
         library = _library()
@@ -137,21 +137,21 @@ class _Graph:
         return self.description.tensor(dim=list(form.shape), stride=list(form.stride), data_type=numbers)
 
     def execute(self, index: int, tensors: tuple[torch.Tensor, ...], memory: torch.Tensor) -> None:
-        """Put a plan on the current stream."""
+        """Launch a plan on the current stream."""
         pack = dict(zip(self._tensors, tensors, strict=True))
         with _lock:
             self.description.execute_plan_at_index(pack, memory, index, handle=_handle(tensors[0].device))
 
 
 def close() -> None:
-    """Give back what cuDNN has: it complains of what is left when the process ends."""
+    """Release cuDNN's handles: it warns about those that are left when the process ends."""
     with _lock:
         while _handles:
             _library().destroy_handle(_handles.popitem()[1])
 
 
 def _handle(device: torch.device) -> Any:
-    """cuDNN's handle of a device, on the current stream."""
+    """cuDNN's handle for a device, set to the current stream."""
     if device not in _handles:
         with torch.cuda.device(device):
             _handles[device] = _library().create_handle()

@@ -1,7 +1,7 @@
 """Two operations that replace PyTorch's convolution and its backward, and compute each in its chosen way.
 
-They take the arguments of ``aten.convolution`` and ``aten.convolution_backward``, so that a pass over a trace replaces
-one name by another, and a dispatch mode (:class:`ChosenConvolutions`) does the same to operations as they are called.
+They take the arguments of ``aten.convolution`` and ``aten.convolution_backward``. So a pass over a trace only replaces
+the targets, and a dispatch mode (:class:`ChosenConvolutions`) does the same to operations as they are called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INSTEAD: dict[object, Any] = {
     _aten.convolution.default: convolution,
     _aten.convolution_backward.default: convolution_backward,
 }
-for _theirs, _replacement in INSTEAD.items():  # they cost what PyTorch's cost, as far as estimates go
+for _theirs, _replacement in INSTEAD.items():  # estimates give them the cost of PyTorch's
     flop_registry[_replacement.overloadpacket] = flop_registry[_theirs.overloadpacket]  # type: ignore[attr-defined]
 
 
@@ -53,7 +53,7 @@ def problems_of(target: object, args: tuple[Any, ...]) -> list[Problem]:
 def _forward_problem(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Sequence[Any]
 ) -> Problem | None:
-    """``how``: what follows the bias in the arguments of PyTorch's operation."""
+    """``how``: the arguments of PyTorch's operation after the bias."""
     stride, padding, dilation, transposed, _, groups = how
     if transposed:
         return None
@@ -103,7 +103,7 @@ def _convolution_backward(
 
 
 def _can_sum(gradient: torch.Tensor) -> bool:
-    """Whether our kernel gives the gradient of a bias."""
+    """Whether our kernel can compute the gradient of a bias."""
     on_gpu = gradient.device.type == "cuda" and gradient.dtype in HALVES
     return on_gpu and batch_norm.fits(gradient) and _has_kernels(gradient.device, gradient.dtype)
 
@@ -119,32 +119,32 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 _library.impl("convolution", _convolution, "CompositeExplicitAutograd")
 _library.impl("convolution_backward", _convolution_backward, "CompositeExplicitAutograd")
-# In a trace, where tensors have no memory, they are PyTorch's.
+# For meta tensors, as in a trace, they are PyTorch's operations.
 _library.impl("convolution", _aten.convolution.default, "Meta")
 _library.impl("convolution_backward", _aten.convolution_backward.default, "Meta")
 
 
 def may_choose() -> bool:
-    """Whether results may depend on what was fastest: not where every run has to give the same, or without cuDNN."""
+    """Whether results may depend on timing: not if runs must be deterministic, or without cuDNN."""
     settings = torch.backends.cudnn
     return settings.enabled and not settings.deterministic and not torch.are_deterministic_algorithms_enabled()
 
 
 class ChosenConvolutions(TorchDispatchMode):
-    """Around passes: convolutions are solved in their chosen ways. Those of the first pass are noted, then chosen.
+    """Computes convolutions in their chosen ways. Those of the first pass are recorded, then ways are chosen for them.
 
-    It has to be entered before other modes, which see PyTorch's operations then.
+    Enter it before other modes, so that these see PyTorch's operations.
     """
 
     def __init__(self, steps: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._steps = steps
-        self.problems = Counter[Problem]()  # those of the passes that were noted
+        self.problems = Counter[Problem]()  # of the recorded passes
         self.noting = False
         self.report: Report | None = None
 
     def choose(self) -> None:
-        """Choose ways for what was noted, and note nothing more."""
+        """Choose ways for the recorded problems, and stop recording."""
         self.noting = False
         if self.problems:
             self.report = choose(self.problems, self._steps)

@@ -10,11 +10,11 @@ from enum import Enum
 import torch
 
 HALVES = (torch.bfloat16, torch.float16)
-ALIGNED = 16  # bytes: where the memory of tensors begins that ways are given
+ALIGNED = 16  # bytes: the alignment of tensors that ways accept
 
 
 class Kind(Enum):
-    """Which of the three products of a convolutional layer."""
+    """One of the three products of a convolutional layer."""
 
     FORWARD = "forward"
     INPUT_GRADIENT = "input gradient"
@@ -37,9 +37,9 @@ class Form:
 class Problem:
     """A convolution in two dimensions, or one of its gradients.
 
-    ``first`` and ``second`` are what is given: image and weight forward, the gradient of the result and the weight for
-    the input's gradient, the gradient of the result and the image for the weight's. ``shape`` is what is asked for,
-    where these do not say it.
+    ``first`` and ``second`` are the operands: image and weight for the forward pass, output gradient and weight for the
+    input's gradient, output gradient and image for the weight's. ``shape`` is the shape of the result, if the operands
+    do not determine it.
     """
 
     kind: Kind
@@ -52,11 +52,11 @@ class Problem:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    has_bias: bool = False  # forward alone
+    has_bias: bool = False  # forward only
 
     @property
     def key(self) -> str:
-        """The same for equal problems in other processes."""
+        """Equal for equal problems, in other processes too."""
         forms = (self.first.shape, self.first.stride, self.second.shape, self.second.stride, self.shape)
         how = (self.stride, self.padding, self.dilation, self.groups)
         kind = self.kind.value + " with bias" * self.has_bias
@@ -64,14 +64,14 @@ class Problem:
 
     @property
     def work(self) -> tuple[float, float]:
-        """Multiplications and additions, and bytes that are at least moved."""
+        """Multiplications and additions, and the minimum number of bytes to move."""
         image, weight, output = self._shapes()
         pixels = output[0] * output[2] * output[3]
         numbers = sum(map(math.prod, (image, weight, output)))
         return 2.0 * pixels * math.prod(weight), float(numbers * self.dtype.itemsize)
 
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Those of image, weight and output."""
+        """The shapes of image, weight and output."""
         if self.kind is Kind.INPUT_GRADIENT:
             return self.shape, self.second.shape, self.first.shape
         if self.kind is Kind.WEIGHT_GRADIENT:
@@ -98,7 +98,7 @@ def problem(
     groups: int,
     has_bias: bool = False,
 ) -> Problem | None:
-    """The problem of these tensors; None where only PyTorch's way is used."""
+    """The problem of these tensors; None if only PyTorch's way is used."""
     if first.dim() != 4 or second.dim() != 4 or first.dtype is not second.dtype or not first.numel():
         return None
     if first.dtype not in HALVES and first.device.type != "cpu":
@@ -122,7 +122,7 @@ def _pair(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format | None:
-    """The order in which both are dense: channels last, or channels first; None where there is none."""
+    """The memory format in which both are dense: channels last or channels first; None if there is none."""
     formats = (torch.channels_last, torch.contiguous_format)
     both = (
         format for format in formats if all(tensor.is_contiguous(memory_format=format) for tensor in (first, second))

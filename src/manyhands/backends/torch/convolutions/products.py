@@ -1,9 +1,9 @@
 """Computes a convolution as one matrix product.
 
-A 1x1 convolution is the product of pixels x channels with channels x channels; a strided one first takes every second
-pixel or so. A convolution of few channels, as the first of a net, wastes most of a tensor core; as a product over
-patches (the neighbourhood of each pixel as one row) it does not. The rows are padded to a multiple of eight numbers. On
-a GPU our own kernel writes patches, and takes the pixels of a strided convolution.
+A 1x1 convolution is the product of pixels x channels with channels x channels; a strided one first selects every
+``stride``-th pixel. A convolution with few channels, as the first of a net, wastes most of a tensor core; a product
+over patches (the neighbourhood of each pixel as one row) does not. The rows are padded to a multiple of eight numbers.
+On a GPU our own kernel writes patches, and selects the pixels of a strided convolution.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Product:
         self._problem, self._result = problem, result
 
     def data(self) -> list[object]:
-        """What is remembered of this way."""
+        """What is stored of this way."""
         return [self.name]
 
     def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Product:
         return self._as_result(_image(product, self._result.shape))
 
     def _input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Of a 1x1 convolution: pixels that were not taken have no gradient."""
+        """The input's gradient of a 1x1 convolution: it is zero for pixels that the stride skips."""
         down, across = self._problem.stride
         rows = _image(_pixels(gradient) @ _filters(weight), (gradient.shape[0], weight.shape[1], *gradient.shape[2:]))
         if (down, across) == (1, 1):
@@ -66,7 +66,7 @@ class Product:
         return self._as_result(product.reshape(channels, high, wide, taken).permute(0, 3, 1, 2))
 
     def _rows(self, x: torch.Tensor, pixels: tuple[int, ...]) -> torch.Tensor:
-        """One row for each pixel of the result: what it is computed from."""
+        """One row for each pixel of the result: the inputs that it is computed from."""
         if self._problem.kernel == (1, 1):
             down, across = self._problem.stride
             if (down, across) == (1, 1) or x.shape[1] % _PAD or not _has_patches(x.device):
@@ -83,12 +83,12 @@ class Product:
 
 
 def candidates(problem: Problem, result: Form) -> list[Product]:
-    """The product, where the problem can be one."""
+    """The product, if the problem can be computed as one."""
     if problem.groups != 1:
         return []
     if problem.kernel == (1, 1):
         if problem.stride != (1, 1):
-            _has_patches(problem.device)  # loads the kernel now: a capture cannot
+            _has_patches(problem.device)  # loads the kernel now: it cannot be loaded during a capture
         return [Product(problem, result)] if not any(problem.padding) else []
     image = problem.second if problem.kind is Kind.WEIGHT_GRADIENT else problem.first
     high, wide = problem.kernel
@@ -112,7 +112,7 @@ def _has_patches(device: torch.device) -> bool:
 
 
 def patches(x: torch.Tensor, problem: Problem, pixels: tuple[int, ...]) -> torch.Tensor:
-    """The neighbourhoods of all pixels: a row for each, first the channels of its first place, padded with zeros."""
+    """The neighbourhoods of all pixels: one row each, channels innermost, padded with zeros."""
     (high, wide), channels = problem.kernel, x.shape[1]
     length = channels * high * wide
     padded = -(-length // _PAD) * _PAD

@@ -1,9 +1,9 @@
 """BatchNorm fused with the addition and the ReLU that follow it, as our own PyTorch operations.
 
 PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels, each of which reads the whole layer and three of which
-write it: statistics, normalisation, addition, ReLU; and as three more backward. The GPU computes next to nothing in
-them, it waits for memory. Here it is one kernel forward and two backward (``batch_norm.cu``), and what is only read to
-be passed on is not written:
+write it: statistics, normalisation, addition, ReLU; and as three more backward. The GPU computes almost nothing in
+them; it waits for memory. Here it is one kernel forward and two backward (``batch_norm.cu``), and intermediate results
+are not written:
 
     batch_norm_forward_(y, mean, deviation, x, ...)      both of these, in one kernel:
     batch_norm_statistics(x)                          -> mean, deviation (one over it); running statistics move on
@@ -14,12 +14,12 @@ be passed on is not written:
                                                          others need what the ReLU let through (masked_gradient) sooner
     batch_norm_input_gradient(masked_gradient, x, ...) -> the second half
 
-The one kernel forward gives what the two give, to the bit. All of its blocks have to run at the same time. Backward,
-two kernels are better: weight gradients run beside them, and a kernel that waits until it has the whole GPU takes as
-much from them as it wins. So the second begins early, while the first one ends.
+The single forward kernel gives the results of the two, to the bit. All of its blocks have to run at the same time.
+Backward, two kernels are better: weight gradients run beside them, and a kernel that waits until it has the whole GPU
+slows these down by as much as it gains. So the second kernel starts early, while the first one ends.
 
-They are for numbers that lie channel by channel on an NVIDIA GPU (:func:`fits`). Elsewhere the same operations are made
-of PyTorch's (:mod:`.batch_norm_reference`).
+The kernels are for channels_last tensors on an NVIDIA GPU (:func:`fits`). Elsewhere the same operations are built from
+PyTorch's (:mod:`.batch_norm_reference`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FILE = "batch_norm.cu"
 _NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "Float"}
 _VECTOR = 16  # bytes that a thread reads at once
 _WIDEST = 32  # vectors of a row that a block reads
-_WIDE = {"sums": 8, "numbers": 32}  # rather; sums of few columns are quickly added up over blocks
+_WIDE = {"sums": 8, "numbers": 32}  # preferred; sums of few columns are quickly added up over blocks
 _THREADS = {"sums": 512, "numbers": 128}
 _BLOCKS = {"sums": 1, "numbers": 4}  # for each multiprocessor
 _ROWS = {"sums": 4, "numbers": 4}  # at least, for each thread
@@ -81,19 +81,19 @@ input_gradient = torch.ops.manyhands.batch_norm_input_gradient.default
 
 
 def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> None:
-    """Compile the kernels for a device, where they are kernels; :class:`CannotCompile` says why that cannot be."""
+    """Compile the kernels if the device is a GPU; :class:`CannotCompile` says why that is not possible."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise CannotCompile("the GPU is older than these kernels are written for")
-    with ThreadPoolExecutor(len(dtypes)) as pool:  # a compiler works without Python's lock
+    with ThreadPoolExecutor(len(dtypes)) as pool:  # the compiler releases Python's lock
         for compilation in [pool.submit(compiled, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
             compilation.result()
     _tickets(device)
 
 
 def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
-    """Whether the operations can take this, and these numbers of its channels: weight, bias, running statistics."""
+    """Whether the operations accept ``x`` and these per-channel tensors: weight, bias, running statistics."""
     if x.dim() < 2 or not _is_by_channel(x):
         return False
     if x.device.type == "cpu":
@@ -104,7 +104,7 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
 
 
 def fits_form(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
-    """The same for tensors that stand for others of their form in a trace: allocated memory begins at a vector."""
+    """The same for fake tensors of a trace, which have offsets but no addresses: allocated memory is aligned."""
     if x.device.type == "cpu":
         return fits(x, *channels)
     if x.dim() < 2 or not _is_by_channel(x) or x.dtype not in _NUMBERS:
@@ -128,14 +128,14 @@ def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
 
 
 def per_channel(x: torch.Tensor, running_mean: torch.Tensor | None) -> torch.Tensor:
-    """Memory for the means or the deviations of this, of the type that :func:`statistics` gives them."""
+    """Memory for the means or the deviations of ``x``, in the dtype that :func:`statistics` returns."""
     if x.device.type == "cpu":
         return torch.empty(x.shape[1], dtype=x.dtype if running_mean is None else running_mean.dtype)
     return _per_channel(x)
 
 
 def _is_by_channel(x: torch.Tensor) -> bool:
-    """Whether the channels of one place lie side by side, and all places one after the other."""
+    """Whether the channels are innermost in memory, without gaps."""
     return x.movedim(1, -1).is_contiguous()
 
 
@@ -161,7 +161,7 @@ def _shape(x: torch.Tensor, kind: str) -> tuple[int, int, tuple[int, int], tuple
 
 
 def _run_together(kernels: Kernels, device: torch.device, grid: tuple[int, int]) -> bool:
-    """Whether all blocks of such a grid can run at the same time, each on a multiprocessor of its own."""
+    """Whether all blocks of such a grid can run at the same time, each on its own multiprocessor."""
     return grid[0] * grid[1] <= multiprocessors(device) and kernels.can_launch(Launch.TOGETHER)
 
 
@@ -170,9 +170,9 @@ _boards: dict[torch.device, torch.Tensor] = {}
 
 
 def _counters(device: torch.device, which: int) -> torch.Tensor:
-    """Numbers by which the blocks of one launch count themselves; they leave them ready for the next launch.
+    """Counters for the blocks of one launch, which leave them ready for the next launch.
 
-    Launches that run at the same time need different ones: they come in turns out of very many.
+    Concurrent launches need different counters: these are used in rotation, out of very many.
     """
     if device not in _boards:
         _boards[device] = torch.zeros(2, _TICKETS, dtype=torch.int32, device=device)
@@ -181,12 +181,12 @@ def _counters(device: torch.device, which: int) -> torch.Tensor:
 
 
 def _tickets(device: torch.device) -> torch.Tensor:
-    """For blocks of which the last one has to know that it is the last."""
+    """Counters by which the last block knows that it is the last."""
     return _counters(device, 0)
 
 
 def _gates(device: torch.device) -> torch.Tensor:
-    """For blocks that wait for each other."""
+    """Counters for blocks that wait for each other."""
     return _counters(device, 1)
 
 
@@ -195,7 +195,7 @@ def _per_channel(x: torch.Tensor) -> torch.Tensor:
 
 
 def _partial(x: torch.Tensor, grid: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
-    """For two sums of each channel of each block."""
+    """Memory for two sums of each channel of each block."""
     count = grid[0] * grid[1] * 2 * block[0] * _VECTOR // x.element_size()
     return torch.empty(count, dtype=torch.float32, device=x.device)
 
@@ -270,7 +270,7 @@ def _forward_on_gpu(
 ) -> None:
     kernels = _of(x)
     rows, vectors, grid, block = _shape(x, "sums")
-    wait = grid[0] > 1  # for each other: blocks of the same columns
+    wait = grid[0] > 1  # blocks of the same columns wait for each other
     if y is None or (wait and not _run_together(kernels, x.device, grid)):
         _take_statistics(mean, deviation, x, running_mean, running_variance, momentum, epsilon)
         if y is not None:
@@ -285,7 +285,7 @@ def _forward_on_gpu(
 
 
 def _early(kernels: Kernels) -> Launch:
-    """For the second of two kernels that follow each other."""
+    """How the second of two consecutive kernels is launched."""
     return Launch.EARLY if kernels.can_launch(Launch.EARLY) else Launch.AFTER
 
 
@@ -321,7 +321,7 @@ def _reduced(
     result: torch.Tensor | None,
     masked_gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of weight and bias; ``masked_gradient`` gets what the ReLU let through."""
+    """The gradients of weight and bias; writes the gradient before the ReLU to ``masked_gradient``."""
     rows, vectors, grid, block = _shape(x, "sums")
     for_weight, for_bias = _per_channel(x), _per_channel(x)
     name = "_".join([mask] + ["keep"] * (masked_gradient is not None) + ["sum"] * (more is not None))
@@ -375,9 +375,9 @@ def _input_gradient_on_gpu(
 
 
 def channel_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sum of each channel over all else, of numbers on a GPU that fit: the gradient of a bias.
+    """The sum of each channel over all other dimensions, for GPU tensors that fit: the gradient of a bias.
 
-    PyTorch takes up to ten times as long for it where channels lie side by side.
+    For channels_last tensors PyTorch takes up to ten times as long.
     """
     rows, vectors, grid, block = _shape(x, "sums")
     result = torch.empty(x.shape[1], dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""The operations of :mod:`.batch_norm`, written slowly with PyTorch's operations: for CPUs and for tests.
+"""The operations of :mod:`.batch_norm`, implemented with PyTorch's operations: slow, for CPUs and for tests.
 
 Each has the parameters of the operation that it implements.
 """

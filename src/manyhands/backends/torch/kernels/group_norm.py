@@ -1,8 +1,8 @@
 """GroupNorm fused with the activation that follows it, as our own PyTorch operations.
 
-PyTorch normalises groups only where each channel's numbers lie together, and under autocast in float32. So a 16-bit
-image in channels_last is cast, transposed, normalised, activated and cast again, and the next convolution transposes it
-back: seven passes over memory, most of them in 32 bits. Here two passes read the image and one writes it
+PyTorch's GroupNorm needs contiguous (channels-first) tensors, and under autocast float32. So a 16-bit image in
+channels_last is cast, transposed, normalised, activated and cast again, and the next convolution transposes it back:
+seven passes over memory, most of them in 32 bits. Here two passes read the image and one writes it
 (``group_norm.cu``); the arithmetic is in float32 as well, and only the result is rounded:
 
     group_norm_statistics(x, groups, epsilon)          -> mean and deviation (one over it) of each group
@@ -12,8 +12,8 @@ back: seven passes over memory, most of them in 32 bits. Here two passes read th
 
 ``activation`` is ``"none"``, ``"relu"`` or ``"silu"``; with ``wide`` the result is in float32.
 
-They are for 16-bit images in channels_last on an NVIDIA GPU (:func:`fits`). On a CPU they are made of PyTorch's
-operations, for tests.
+The kernels are for 16-bit images in channels_last on an NVIDIA GPU (:func:`fits`). On a CPU the operations are built
+from PyTorch's, for tests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ input_gradient = torch.ops.manyhands.group_norm_input_gradient.default
 
 
 def ready(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compile the kernels for a device, where they are kernels; :class:`CannotCompile` says why that cannot be."""
+    """Compile the kernels if the device is a GPU; :class:`CannotCompile` says why that is not possible."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -62,7 +62,7 @@ def ready(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
-    """Whether the operations can take this image, and these numbers of its channels: weight and bias."""
+    """Whether the operations accept this image and these per-channel tensors: weight and bias."""
     if x.dim() < 3 or x.dtype not in _NUMBERS or not x.numel() or not x.movedim(1, -1).is_contiguous():
         return False
     if x.shape[1] % _VECTOR or x.shape[1] > _MOST_CHANNELS or x.shape[0] >= 2**16 or math.prod(x.shape[2:]) >= 2**30:
@@ -97,7 +97,7 @@ def _floats(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _partial(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Two sums of each channel of each block."""
+    """Memory for two sums of each channel of each block."""
     return _floats(x, grid[1], grid[0], 2, x.shape[1])
 
 
@@ -175,7 +175,7 @@ def _statistics(x: torch.Tensor, groups: int, epsilon: float) -> tuple[torch.Ten
 
 
 def _by_channel(numbers: torch.Tensor | None, x: torch.Tensor, otherwise: float) -> torch.Tensor:
-    """One number for each channel, or for each group of each sample, in the form of the image."""
+    """One number per channel, or per group of each sample, in a shape that broadcasts with the image."""
     if numbers is None:
         return torch.full((), otherwise)
     if numbers.dim() == 2:
@@ -203,7 +203,7 @@ def _apply(
 
 
 def _past(gradient: torch.Tensor, y: torch.Tensor, activation: str) -> torch.Tensor:
-    """The gradient before the activation, of the one behind it."""
+    """The gradient before the activation, from the gradient after it."""
     gradient = gradient.float()
     if activation == "relu":
         return gradient * (y > 0)

@@ -6,7 +6,7 @@ toolkit, no C++ compiler and no headers; so the sources include none but ours (`
     kernels = compiled("batch_norm.cu", device, NUMBER="BFloat")
     kernels.launch("apply_relu", (blocks, 1), (32, 16), y, x, None, rows)
 
-A launch can be captured in a CUDA graph like any other. Compiling and loading cannot: they come before.
+A launch can be captured in a CUDA graph like any other. Compiling and loading cannot: they must happen before.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Kernels:
         *arguments: torch.Tensor | int | None,
         how: Launch = Launch.AFTER,
     ) -> None:
-        """Put a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
+        """Launch a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
         values = [
             ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_void_p(_address(argument))
             for argument in arguments
@@ -88,7 +88,7 @@ class Kernels:
         places: ctypes.Array[ctypes.c_void_p],
         how: Launch = Launch.AFTER,
     ) -> None:
-        """The same, with the places of its arguments in memory."""
+        """The same, with the addresses of its arguments."""
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         kernel = self.function(name)
         with torch.cuda.device(self._device):
@@ -102,7 +102,7 @@ class Kernels:
 
     @functools.cache  # noqa: B019  there is one for each device and source, for ever
     def can_launch(self, how: Launch) -> bool:
-        """Whether device and driver can start kernels like this, in a CUDA graph too."""
+        """Whether device and driver can start kernels this way, also in a CUDA graph."""
         if how is Launch.EARLY:
             return driver_version() >= 12030 and torch.cuda.get_device_capability(self._device) >= (9, 0)
         if how is Launch.TOGETHER:
@@ -122,7 +122,7 @@ class Kernels:
 
 
 def float_bits(number: float) -> int:
-    """The bits of a float32 as a whole number: kernels are given nothing else."""
+    """The bits of a float32 as an integer: a launch passes numbers only as integers."""
     return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
@@ -137,7 +137,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 def compiled(file: str, device: torch.device, **definitions: str) -> Kernels:
     """The kernels of a source file beside this one; :class:`CannotCompile` says why there are none.
 
-    ``definitions``: names that stand for something else in the source. It is tried once.
+    ``definitions``: preprocessor macros for the source. Compilation is tried once.
     """
     kernels = _tried(file, device, **definitions)
     if isinstance(kernels, str):
@@ -162,7 +162,7 @@ def _loaded(file: str, device: torch.device, **definitions: str) -> Kernels:
     driver = cuda_driver()
     module = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes sure of a context
+        torch.cuda.current_stream().synchronize()  # ensures that there is a context
         _check(driver, driver.cuModuleLoadData(ctypes.byref(module), binary), "compiled kernels could not be loaded")
     return Kernels(driver, module, device)
 
@@ -202,7 +202,7 @@ def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, pro
 
 
 def _nvrtc() -> ctypes.CDLL:
-    """PyTorch's own NVRTC: by its name, if the loader knows it, or from where its packages put it."""
+    """PyTorch's NVRTC: by name, if the loader finds it, or from the folder of its package."""
     if torch.version.cuda is None:
         raise CannotCompile("this PyTorch is not built for NVIDIA GPUs")
     major = torch.version.cuda.partition(".")[0]
@@ -213,7 +213,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 @functools.cache
 def driver_version() -> int:
-    """The version of CUDA that the driver is made for, as 13000."""
+    """The CUDA version that the driver supports, such as 13000."""
     version = ctypes.c_int()
     driver = cuda_driver()
     _check(driver, driver.cuDriverGetVersion(ctypes.byref(version)), "the driver does not report its version")
@@ -221,7 +221,7 @@ def driver_version() -> int:
 
 
 def cuda_driver() -> ctypes.CDLL:
-    """CUDA's driver; :class:`CannotCompile` where it is not there."""
+    """CUDA's driver; raises :class:`CannotCompile` if it is missing."""
     return _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
