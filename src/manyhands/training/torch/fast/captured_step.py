@@ -160,7 +160,7 @@ class GraphStep:
         # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
         self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._beside = Beside.on_streams(eager.device, self._stream, most_held=self._held) if side_lanes else None
-        # By feature ("norms", "convolutions", "casts", "lanes", "compiler", "plan"): why it is not used.
+        # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
         self.reasons: dict[str, str] = {}
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
@@ -220,14 +220,11 @@ class GraphStep:
             return True
         has_modes = not self._is_compiled(size)  # a compiled step uses no dispatch modes
         if self._norms is not None and has_modes:
-            self._norms = None
+            self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
             self._without("norms", f"normalisation not fused ({why})")
-        elif (self._convolutions is not None or self._casts is not None) and has_modes:
-            if self._convolutions is not None:
-                self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
-            else:
-                self._without("casts", f"casts of weights are not batched ({why})")
-            self._convolutions = self._casts = None
+        elif self._convolutions is not None and has_modes:
+            self._convolutions = None
+            self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
         elif self._beside is not None:
             self._beside = None
             self._without("lanes", f"no side lanes ({why})")
@@ -300,8 +297,7 @@ class GraphStep:
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "not compiled"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
-            modes = ("norms", "convolutions", "casts")
-            reasons = [self.reasons[feature] for feature in modes if feature in self.reasons]
+            reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
             lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
             if self._beside is not None:
