@@ -17,15 +17,15 @@ from manyhands.schedule import timing
 
 _LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
 _MOST_CALLS = 1000
-_ROUNDS = {True: (3, 15), False: (7, 31)}  # by quick: at least, at most
+_ROUNDS = {True: (3, 15), False: (7, 31)}  # with and without --quick: least, most
 _BUDGET = {True: 1.5, False: 8.0}  # seconds for one call of `trials`, beyond the least number of rounds
 
 
 class Bench:
-    """One experiment's workplace in one framework.
+    """The tools of one experiment in one framework.
 
-    ``mh`` is the framework's door, ``quick`` asks for small sizes, ``operations`` are the few functions that
-    experiments need of every framework (:mod:`manyhands.lab.operations`).
+    ``mh`` is the framework's door, ``quick`` asks for small sizes, ``operations`` has the few functions that
+    experiments need from every framework (:mod:`manyhands.lab.operations`).
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Bench:
     # Devices and tensors
 
     def devices(self, count: int) -> list[Any]:
-        """So many devices: GPUs, or virtual ones if there are fewer GPUs.
+        """This many devices: GPUs, or virtual devices if there are fewer GPUs.
 
-        One device is the GPU, else the CPU; with ``@experiment(apart=True)`` it is never the host.
+        A single device is the GPU, else the CPU; with ``@experiment(apart=True)`` it is never the host.
         """
         if count > self._most:
             raise ValueError(f"devices({count}): write @experiment(..., devices={count})")
@@ -63,7 +63,7 @@ class Bench:
             return [self.mh.gpu(index) for index in range(count)]
         if self._most == 1 and not self._apart:
             return [self.mh.cpu()]
-        # In all frameworks but PyTorch virtual device 0 is the host.
+        # In all frameworks except PyTorch, virtual device 0 is the host.
         first = 1 if self._apart else 0
         if not self._virtual_devices:
             self._virtual_devices = list(self.mh.virtual_devices(self._most + first))
@@ -71,15 +71,15 @@ class Bench:
         return self._virtual_devices[first : first + count]
 
     def for_trainer(self, count: int) -> Any:
-        """So many devices as ``mh.Trainer(devices=...)`` takes them: GPUs, or virtual CPU devices.
+        """This many devices, in the form that ``mh.Trainer(devices=...)`` takes: GPUs, or virtual CPU devices.
 
-        All of them are GPUs or none is: one GPU is not compared with two cores.
+        Either all are GPUs or none is, so that one GPU is not compared with two cores.
         """
         if self.real_gpus >= max(count, self._most):
             return [self.mh.gpu(index) for index in range(count)]
         if self.framework != "torch":
             return self.devices(self._most)[:count]
-        # PyTorch's trainer has a process for each, not a virtual device of this process.
+        # PyTorch's trainer starts a process for each device, and uses no virtual devices of this process.
         self.virtual = [str(Device("virtual", index)) for index in range(max(count, len(self.virtual)))]
         return "cpu" if count == 1 else f"cpu:{count}"
 
@@ -88,7 +88,7 @@ class Bench:
         return self.mh.gpu(0) if self.real_gpus and not self._virtual_devices else None
 
     def size(self, *, gpu: int, cpu: int, quick: int) -> int:
-        """A size that takes a sensible time: on real GPUs, on a CPU, and with ``--quick``."""
+        """Choose the size for real GPUs, for a CPU, or for ``--quick``, so that trials take a sensible time."""
         if self.quick:
             return quick
         return gpu if self.real_gpus >= self._most else cpu
@@ -101,13 +101,13 @@ class Bench:
         return self.tensor(values * numpy.float32(scale), device)
 
     def tensor(self, values: Any, device: Any) -> Any:
-        """A NumPy array's numbers on a device."""
+        """Copy a NumPy array to a device."""
         return self.mh.to(self.operations.tensor(values), device)
 
     # Measuring
 
     def say(self, text: str) -> None:
-        """Show what is going on; a line of progress."""
+        """Show a line of progress."""
         self._say(text)
 
     def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, what: str = "the two ways") -> None:
@@ -126,16 +126,16 @@ class Bench:
                 raise ResultsDiffer(f"{what}: result {position} has the shape {a.shape} instead of {b.shape}")
             far = float(numpy.max(numpy.abs(a - b), initial=0.0))
             allowed = tolerance * float(numpy.max(numpy.abs(b), initial=0.0))
-            if not far <= allowed:  # NaN is not
+            if not far <= allowed:  # also true for NaN
                 raise ResultsDiffer(f"{what} differ: result {position} by {far:.3g}, {allowed:.3g} is allowed")
 
     def trials(
         self, ways: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0
     ) -> Times:
-        """Time each way in turns, after a warm-up, with a wait for all devices at the end of each.
+        """Time the ways in alternation, after a warm-up; each call ends with a wait for all devices.
 
-        ``settings`` go with the raw trials into the report (a size, a batch size). ``rounds``: exactly this many; by
-        default as many as a few seconds allow, and at least 3 (7 without ``quick``).
+        The report lists ``settings`` with the raw trials (a size, a batch size). ``rounds``: exactly this many; by
+        default as many as a few seconds allow, and at least 3 with ``quick``, 7 without.
         """
         settings = dict(settings or {})
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -158,14 +158,14 @@ class Bench:
         raise AssertionError  # rounds has no end
 
     def _seconds(self, way: Callable[[], Any], calls: int) -> float:
-        """Of one call, the devices' work included."""
+        """Seconds of one call, including the devices' work."""
         self.mh.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             result = way()
         self.mh.synchronize()
         spent = time.perf_counter() - begin
-        del result  # after the clock has stopped: what it takes to free it is not the question
+        del result  # after the clock has stopped: freeing it is not measured
         return spent / calls
 
     def not_here(self, why: str) -> NoReturn:

@@ -16,24 +16,24 @@ would write, the trials, the plot, and the sentence that the figures support::
                 tasks = [mh.task(products)(x) for x in inputs]
             return [task.result() for task in tasks]
         ...
-        bench.equal(at_once(), one_after_the_other())        # before any time is believed: raises if they differ
+        bench.equal(at_once(), one_after_the_other())        # before any timing: raises if they differ
         times = bench.trials({"one after the other": one_after_the_other, "at once": at_once})
         gain = times.compare("at once", to="one after the other")
         conclusion = f"At once {gain}." if gain.faster else ...
         return Finding(conclusion, [times.table(to="one after the other")], [times.bars("Two devices")])
 
-What the runner does, so that no experiment has to:
+The runner does the rest:
 
-- Each experiment runs in its own process. Where it asks for more ``devices`` than there are real ones, they are
-  virtual: each is one core of the CPU, and the report marks every table, plot and conclusion of theirs.
-- Every trial of ``bench.trials`` is kept, timed in turns with the others, and ends with a wait for all devices.
-- An error is shown in the report, and the other experiments go on. ``bench.not_here("why")`` is no error: the
-  experiment has nothing to show on this machine or in this framework.
+- It runs each experiment in a separate process. If an experiment asks for more ``devices`` than the machine has, they
+  are virtual: each is one core of the CPU, and the report marks every table, plot and conclusion that uses them.
+- It keeps every trial of ``bench.trials``. Trials alternate, and each ends with a wait for all devices.
+- It shows errors in the report, and continues with the other experiments. ``bench.not_here("why")`` is not an error:
+  the experiment has nothing to show on this machine or in this framework.
 
-Use framework-neutral code: ``bench.random``, ``bench.operations.matmul``, ``norm``, ``relu`` compute where their
-arguments are; ``a + b`` and ``a * b`` work everywhere (where there is a GPU, TensorFlow computes them on it). The
-conclusion follows from figures, so write one sentence for each outcome: a gain, no clear difference, a loss.
-``--quick`` has to end in about fifteen seconds on two cores.
+Write framework-neutral code: ``bench.random``, ``bench.operations.matmul``, ``norm``, ``relu`` compute on the device of
+their arguments; ``a + b`` and ``a * b`` work everywhere (if there is a GPU, TensorFlow computes them on it). The
+conclusion follows from the figures, so write one sentence for each outcome: a gain, no clear difference, a loss.
+With ``--quick`` an experiment must end in about fifteen seconds on two cores.
 '''
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Experiment:
     one_core: bool = False
 
     def uses_one_core(self, gpus: int) -> bool:
-        """Whether each device is one core of the CPU, where there are this many GPUs."""
+        """Whether each device is one core of the CPU, on a machine with this many GPUs."""
         return self.virtual(gpus) or (self.one_core and not gpus)
 
     def virtual(self, gpus: int) -> bool:
-        """Whether virtual devices stand in, where there are this many GPUs."""
+        """Whether it uses virtual devices, on a machine with this many GPUs."""
         return self.devices > (gpus if self.apart else max(1, gpus))
 
 
@@ -79,12 +79,13 @@ def experiment(
     apart: bool = False,
     one_core: bool = False,
 ) -> Callable[[Callable[[Bench], Finding]], Experiment]:
-    """Make an experiment of a function.
+    """Turn a function into an experiment.
 
-    ``frameworks``: where it makes sense. ``devices``: how many ``bench.devices`` may be asked for; where fewer are
-    real, this many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU. ``apart``:
-    none of them may be the host, because there are copies to show. ``one_core``: without a GPU the CPU computes with
-    one thread, because ways are compared and not numbers of threads (beside other programs two can be much slower).
+    ``frameworks``: the frameworks in which it makes sense. ``devices``: how many it may ask ``bench.devices`` for; if
+    the machine has fewer, this many virtual ones are made. ``devices=1`` means the GPU if there is one, else the CPU.
+    ``apart``: none of them may be the host, because the experiment shows copies. ``one_core``: without a GPU, the CPU
+    computes with one thread, because the experiment compares ways and not numbers of threads (if other programs run,
+    two threads can be much slower).
     """
 
     def make(function: Callable[[Bench], Finding]) -> Experiment:

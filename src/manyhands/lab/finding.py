@@ -12,12 +12,12 @@ from manyhands.schedule.pictures.timeline import Span
 
 Kind = Literal["bar", "line", "timeline", "drawing"]
 
-_CLEAR = 0.05  # a difference below this is not called one
+_CLEAR = 0.05  # smaller differences are not reported as a difference
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One timed repetition: the way that ran, its settings, and the seconds of one call (of ``calls`` in a row)."""
+    """One timed repetition: the way that ran, its settings, and the mean seconds of one of ``calls`` calls in a row."""
 
     name: str
     settings: Mapping[str, Any]
@@ -27,7 +27,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Headers and rows; every cell is text, as it is shown. ``seconds(0.012)`` writes a time with its unit."""
+    """Headers and rows; every cell is text, shown unchanged. ``seconds(0.012)`` writes a time with its unit."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -57,10 +57,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture, described. ``spans`` are drawn by the kind ``timeline``, ``series`` by bars and lines; a ``drawing``
-    is finished SVG, as ``mh.parallel(fn).draw`` gives it.
+    """The description of a plot. The kind ``timeline`` draws ``spans``, bars and lines draw ``series``; a ``drawing``
+    is finished SVG, such as ``mh.parallel(fn).draw`` writes.
 
-    A bar plot has one group of bars for each ``x``; ``y_label`` names what the bars' length is. Times are given in
+    A bar plot has one group of bars for each ``x``; ``y_label`` says what the length of a bar means. Times are in
     seconds, and ``unit="s"`` writes them with their unit.
     """
 
@@ -120,7 +120,7 @@ class Comparison:
         return self.ratio < 1 - _CLEAR and self.highest < 1
 
     def __str__(self) -> str:
-        """In words, to stand after a way's name.
+        """In words that follow a way's name.
 
         >>> str(Comparison(1.92, 1.8, 2.0)), str(Comparison(0.5, 0.4, 0.6)), str(Comparison(1.2, 0.9, 1.5))
         ('is 1.92 times as fast', 'takes 2 times as long', 'is 0.9 to 1.5 times as fast, round by round')
@@ -133,7 +133,7 @@ class Comparison:
 
 
 class Times(dict[str, list[float]]):
-    """Seconds of each way in every round, as :meth:`Bench.trials` gives them."""
+    """Seconds of each way in every round; :meth:`Bench.trials` returns them."""
 
     def median(self, name: str) -> float:
         return statistics.median(self[name])
@@ -141,7 +141,7 @@ class Times(dict[str, list[float]]):
     def compare(self, name: str, to: str) -> Comparison:
         """How many times as fast ``name`` is as ``to``, round by round: the two ran right after each other.
 
-        With five rounds or more the outermost ones on both sides are left out: a busy moment is no finding.
+        With five rounds or more, the range leaves out the lowest and the highest: they may come from a busy moment.
         """
         ratios = sorted(other / mine for mine, other in zip(self[name], self[to], strict=True))
         middle = statistics.median(ratios)

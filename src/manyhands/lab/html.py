@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 
 
 def facts(report: Report) -> list[str]:
-    """Where and when: lines of text."""
+    """Where and when the report was made, as lines of text."""
     host = report.host
     cores = f"{host['usable_cores']} of {host['cores']} cores" if "cores" in host else ""
     lines = [f"{report.date}, manyhands {report.manyhands}{', quick (small sizes)' if report.quick else ''}"]

@@ -1,7 +1,7 @@
-"""The few functions that experiments need of every framework: a module ``lab/<framework>/operations.py`` has them.
+"""The few functions that experiments need from every framework, in a module ``lab/<framework>/operations.py`` each.
 
-Each computes on the device of its (first) argument, as its framework does it. What two experiments need belongs here;
-what a door offers (``mh.to``, ``mh.parallel``, ...) does not.
+Each function computes on the device of its first argument. A function that two experiments need belongs here, unless a
+door offers it (``mh.to``, ``mh.parallel``, ...).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 class Operations(Protocol):
     def tensor(self, values: Any, /) -> Any:
-        """A tensor of a NumPy array's numbers, on the host."""
+        """A NumPy array as a tensor on the host."""
 
     def numpy(self, value: Any, /) -> Any:
-        """A NumPy array (or number) of a tensor's numbers; other values as they are."""
+        """A tensor as a NumPy array (or number); other values unchanged."""
 
     def matmul(self, left: Any, right: Any, /) -> Any: ...
 
@@ -26,7 +26,7 @@ class Operations(Protocol):
     def transpose(self, x: Any, /) -> Any: ...
 
     def join(self, tensors: Any, /) -> Any:
-        """All numbers of some tensors of one device, as one tensor with one dimension."""
+        """All tensors, flattened and concatenated; they are on one device."""
 
     def cut(self, joined: Any, shapes: Any, /) -> Any:
         """The inverse of ``join``: a list of tensors of these shapes."""
@@ -35,7 +35,7 @@ class Operations(Protocol):
         """The number in row 0 and this column of a matrix, on the host."""
 
     def with_number(self, x: Any, index: int, value: float, /) -> Any:
-        """The matrix with another number in row 0 and this column: itself where it can be changed in place."""
+        """The matrix with another number in row 0 and this column; changed in place if possible, else a copy."""
 
     def pin(self, x: Any, /) -> Any:
-        """The same numbers in page-locked memory of the host; None where the framework offers none."""
+        """A copy in page-locked memory of the host; None if the framework has no such memory."""

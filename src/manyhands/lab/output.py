@@ -1,4 +1,4 @@
-"""Where a report goes: the files, checked before anything is run, and what a terminal shows."""
+"""Where a report goes: the files, checked before anything runs, and the text for a terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from manyhands.schedule.pictures.output_path import check_writable
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The page, the raw trials, and a folder for both and for every plot as a file; None is not written."""
+    """The paths of the page, of the raw trials, and of a folder for both and every plot; None: not written."""
 
     html: Path | None = None
     json: Path | None = None
     folder: Path | None = None
 
     def check(self) -> None:
-        """Refuse what could not be written. The folder is made."""
+        """Raise if a file could not be written. Creates the folder."""
         if self.folder is not None:
             try:
                 (self.folder / "plots").mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class Output:
         return [path for path in (self.html, self.json, *inside) if path is not None]
 
     def write(self, report: Report) -> list[Path]:
-        """Write all files; gives the paths of the page and the trials."""
+        """Write all files; returns the paths of the page and the trials."""
         path = self.folder
         try:
             for path in self.pages():
@@ -50,7 +50,7 @@ class Output:
             if self.folder is not None and report.results:
                 _draw(report.results[-1], self.folder / "plots")
         except OSError as error:
-            # An error while writing, as of a full disk, does not name the file.
+            # An error while writing, such as a full disk, does not name the file.
             raise BadSettings(f"{str(error.filename or path)!r} cannot be written: {error.strerror}") from error
         return self.pages()
 
@@ -75,7 +75,7 @@ def _draw(result: Result, folder: Path) -> None:
 
 
 def text(result: Result) -> str:
-    """A result as a terminal shows it."""
+    """A result as text for a terminal."""
     lines = [f"{result.question} ({result.experiment}, {result.framework}, {result.seconds:.0f} s)"]
     if result.why:
         lines.append(f"  {result.status}: {result.why}")

@@ -26,13 +26,13 @@ STYLE = (
 )
 _WIDTH = 480
 _TITLE = 18  # height of a line of text
-_FEW = 8  # figures that an axis has room for: then it shows those that were measured
-# The width of a letter, about, in the widest of the usual fonts: for where to break lines. Titles are bold.
+_FEW = 8  # up to this many figures, an axis shows the measured figures themselves
+# The approximate width of a letter in the widest of the usual fonts, to decide where to break lines. Titles are bold.
 _LETTER, _BOLD_LETTER, _WIDE_LETTER = 6.6, 8.4, 11.5
 
 
 def svg(plot: Plot, *, alone: bool = False) -> str:
-    """The picture; ``alone``: as a file of its own, with its style inside."""
+    """The plot as SVG; ``alone``: as a separate file that includes its style."""
     title = _wrapped(plot.title, _WIDTH)
     drawn = {"bar": _bars, "line": _lines, "timeline": _timeline, "drawing": _drawing}[plot.kind](
         plot, len(title) * _TITLE + 10
@@ -69,7 +69,7 @@ def _bars(plot: Plot, top: float) -> tuple[list[str], float]:
             text = _figure(series.y[position], plot)
             body.append(f'<text class="small" x="{end:.1f}" y="{y + 12:.1f}">{text}</text>')
             y += 18
-        # Beside the bars only: through the names they could not be read.
+        # Only beside the bars: lines through the names would make them unreadable.
         places = [axis.place(bound.value) for bound in plot.bounds]
         body += [_dashed(x, begin - 2, x, y) for x in places]
         y += 8
@@ -155,7 +155,7 @@ def _timeline(plot: Plot, top: float) -> tuple[list[str], float]:
 
 
 def _drawing(plot: Plot, top: float) -> tuple[list[str], float]:
-    """As an image within the picture, so that the page's style does not reach into it; scaled down where it is wide."""
+    """The drawing as a nested image, so that the page's style does not affect it; scaled down if it is too wide."""
     size = re.search(r'<svg[^>]*\bwidth="([\d.]+)"[^>]*\bheight="([\d.]+)"', plot.drawing)
     assert size is not None, "a drawing says its width and height"
     width, height = map(float, size.groups())
@@ -166,7 +166,7 @@ def _drawing(plot: Plot, top: float) -> tuple[list[str], float]:
 
 
 class _Axis:
-    """Where a figure is drawn, and at which figures there are lines."""
+    """The position of each figure, and the figures that get a grid line."""
 
     def __init__(self, values: Sequence[float], ends: tuple[float, float], log: bool, *, zero: bool = False) -> None:
         usable = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
@@ -188,7 +188,7 @@ class _Axis:
             first = math.ceil(self.low / step - 1e-9)
             return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for steps in ((1,), (1, 3), (1, 2, 5)):  # as few lines as there can be, but three
+        for steps in ((1,), (1, 3), (1, 2, 5)):  # as few lines as possible, but at least three
             ticks = [step * 10.0**decade for decade in decades for step in steps]
             ticks = [tick for tick in ticks if self.low * 0.999 <= tick <= self.high * 1.001]
             if len(ticks) >= 3:
@@ -209,7 +209,7 @@ def _legend(plot: Plot, top: float) -> tuple[list[str], float]:
 
 
 def _key(names: Sequence[str], top: float) -> tuple[list[str], float]:
-    """Coloured squares with names, in as many rows as they need; and where the picture may begin."""
+    """The legend, in as many rows as it needs; also returns where the plot may begin."""
     body, x, y = [], 0.0, top
     for number, name in enumerate(names):
         wide = sum(letter in "mwMW" for letter in name)

@@ -1,4 +1,4 @@
-"""Draws a plot as PNG with matplotlib, for documents that take no SVG."""
+"""Draws a plot as PNG with matplotlib, for documents that do not take SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DASHES = ("--", ":", "-.") * 4
 
 
 def draw(plot: Plot, path: Path) -> Path | None:
-    """The path, or None where matplotlib is not installed or the plot is a drawing, which is SVG already."""
+    """Returns the path, or None if matplotlib is not installed or the plot is a drawing, which is already SVG."""
     if plot.kind == "drawing":
         return None
     try:
@@ -88,7 +88,7 @@ def _lines(axes: Axes, plot: Plot) -> None:
 
 
 def _minor(value: float, plot: Plot) -> str:
-    """Between powers of ten: 2 and 5 of them."""
+    """Labels between powers of ten: only at 2 and 5 times the power."""
     if f"{value:.0e}"[0] not in "25":
         return ""
     return seconds(value) if plot.unit == "s" else f"{value:g}"
@@ -102,7 +102,7 @@ def _timeline(axes: Axes, plot: Plot) -> None:
         for span in (span for span in plot.spans if span.name == name):
             width = span.stop - span.start
             axes.barh(lanes.index(span.lane), width, 0.7, span.start - begin, color=COLOURS[number % len(COLOURS)])
-        # matplotlib leaves names with an underscore in front out of the legend: _to_copy
+        # matplotlib omits names that begin with an underscore, such as _to_copy, from the legend.
         axes.plot([], [], "s", color=COLOURS[number % len(COLOURS)], label=name.lstrip("_") or name)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()

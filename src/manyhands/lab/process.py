@@ -1,9 +1,9 @@
 """Runs one experiment in a separate process.
 
-Virtual devices and numbers of threads are settled when a framework starts, one framework takes all of a GPU's memory,
-and a crash must not take the other experiments with it. What the child says goes through a pipe, one JSON object per
-line: ``say`` (progress) and at last ``result``. What frameworks print goes to a file, whose end is shown if the child
-dies without a result.
+There are three reasons: virtual devices and the number of threads are fixed when a framework starts, one framework
+takes all of a GPU's memory, and a crash must not stop the other experiments. The child writes to a pipe, one JSON
+object per line: ``say`` (progress) and finally ``result``. The output of frameworks goes to a file, whose end is shown
+if the child dies without a result.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from manyhands.lab.experiment import Experiment
 from manyhands.lab.result import Result, marked
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
-# A virtual device is one core: otherwise a single one would use all cores, and two could not be faster.
+# A virtual device is one core: otherwise a single device would use all cores, and two could not be faster.
 _AS_DEVICES = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",  # products still use all cores: `marked` says so
-    # Memory is used again, as GPUs' allocators do it: pages that the kernel clears for every large tensor would cost
-    # more than the copies that are to be seen.
+    # Memory is reused, as GPU allocators do. Otherwise the kernel would clear new pages for every large tensor, which
+    # costs more than the copies that the experiment shows.
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_ARENA_MAX": "1",
@@ -45,7 +45,7 @@ _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
 
 
 def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: Callable[[str], None]) -> Result:
-    """Its result; an interrupt (Ctrl-C) ends the child and goes on to the caller."""
+    """Run the experiment and return its result; an interrupt (Ctrl-C) ends the child and reaches the caller."""
     reading, writing = os.pipe()
     settings = {"experiment": experiment.name, "framework": framework, "quick": quick, "gpus": gpus, "pipe": writing}
     begin, answer = time.perf_counter(), None
@@ -56,7 +56,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
             stdout=noise,
             stderr=noise,
             pass_fds=(writing,),
-            start_new_session=True,  # a terminal's Ctrl-C is ours; the child is ended by us
+            start_new_session=True,  # a terminal's Ctrl-C reaches only us; we end the child
             env=environment(one_core=experiment.uses_one_core(gpus)),
         )
         os.close(writing)
@@ -69,7 +69,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
                     answer = message.get("result", answer)
             child.wait()
         except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)  # with the processes that the experiment has started
+            os.killpg(child.pid, signal.SIGKILL)  # including the processes that the experiment has started
             child.wait()
             raise
         finally:
@@ -85,7 +85,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
 
 
 def environment(*, one_core: bool) -> dict[str, str]:
-    """The child's environment; it makes its virtual devices itself."""
+    """The child's environment variables; the child creates its virtual devices itself."""
     threads = dict(_AS_DEVICES) if one_core else {}
     if "XLA_FLAGS" in threads and "XLA_FLAGS" in os.environ:
         threads["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {threads['XLA_FLAGS']}"
@@ -94,7 +94,7 @@ def environment(*, one_core: bool) -> dict[str, str]:
 
 
 def perform(experiment: Experiment, bench: Bench) -> Result:
-    """Run it in this process; the result says how it ended."""
+    """Run the experiment in this process; the result says how it ended."""
     begin = time.perf_counter()
     status, finding, why = "done", None, ""
     try:
@@ -143,7 +143,7 @@ def _child(settings: dict[str, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # not sys.stdin: a thread in its lock when Python ends is a fatal error
+    os.read(0, 1)  # not sys.stdin: if a thread holds its lock when Python exits, that is a fatal error
     os._exit(1)
 
 

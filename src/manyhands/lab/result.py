@@ -17,7 +17,7 @@ Status = Literal["done", "not here", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """``why``: the reason where it is not done. ``virtual``: the virtual devices that stood in for real ones."""
+    """``why``: the reason if it did not finish. ``virtual``: the virtual devices that replaced real ones."""
 
     experiment: str
     question: str
@@ -40,7 +40,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results in the order in which they came, and where they were measured."""
+    """The results in the order of their runs, and the machine they were measured on."""
 
     quick: bool
     host: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def warning(self) -> str | None:
-        """What to know before times are believed: other programs were running."""
+        """A warning about the times if other programs were running, or None."""
         load = self.host.get("load_percent", 0.0)
         if load <= _BUSY:
             return None
@@ -73,14 +73,14 @@ class Report:
 
 
 def marked(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
-    """The same finding; where devices were virtual every table, plot and conclusion says so."""
+    """The same finding; if devices were virtual, every table, plot and conclusion says so."""
     if not virtual:
         return finding
     mark = f"{len(virtual)} virtual devices" if len(virtual) > 1 else "a virtual device"
     tables = [replace(table, title=f"{table.title or 'Times'} ({mark})") for table in finding.tables]
     plots = [replace(plot, title=f"{plot.title} ({mark})") for plot in finding.plots]
     each = "each " if len(virtual) > 1 else ""
-    # XLA divides a product over all cores, whatever its flags say.
+    # XLA uses all cores for a product, regardless of its flags.
     part = "with all cores of the CPU, which JAX cannot divide" if framework == "jax" else "one core of the CPU"
     note = f"Measured on {mark} ({each}{part}), because this machine has too few GPUs."
     return replace(finding, conclusion=f"{finding.conclusion} {note}", tables=tables, plots=plots)

@@ -1,4 +1,4 @@
-"""The experiments: a module each, in the order in which they are listed and run."""
+"""The experiments, one per module, in the order in which they are listed and run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = (
 
 
 def load(name: str) -> Experiment:
-    """The experiment of that name."""
+    """The experiment with this name."""
     if name not in NAMES:
         near = nearest(name)
         guess = f"; there are {', '.join(NAMES)}" if near is None else f"; did you mean {near}?"
@@ -38,7 +38,7 @@ def load(name: str) -> Experiment:
 
 
 def nearest(name: str) -> str | None:
-    """The experiment that a name was probably meant for.
+    """The experiment that the user probably meant.
 
     >>> nearest("hidden_wait"), nearest("list")
     ('hidden-wait', None)

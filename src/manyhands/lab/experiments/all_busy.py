@@ -1,7 +1,7 @@
 """The CPU, a device and the bus between them, all busy at once.
 
-They are three resources: a product on the host, a product on the device and a copy between them need nothing of each
-other. At best all three together take as long as the longest of them.
+They are three resources: a product on the host, a product on the device and a copy between them do not depend on each
+other. At best, all three together take as long as the longest of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(bench: Bench) -> Finding:
     on_device = bench.random((bench.size(gpu=4000, cpu=600, quick=400),) * 2, device, 2)
     large = bench.random((bench.size(gpu=64, cpu=4, quick=2), 2**20), host, 3)
     if not bench.virtual and (pinned := bench.operations.pin(large)) is not None:
-        large = pinned  # page-locked memory is read without the host's help
+        large = pinned  # the device reads page-locked memory without the host's help
 
     def compute(x: Any) -> Any:
         for _ in range(_REPEATS):
@@ -34,7 +34,7 @@ def run(bench: Bench) -> Finding:
         return result
 
     def copy() -> Any:
-        if bench.virtual:  # between devices of one CPU a move may share memory, a copy may not
+        if bench.virtual:  # between devices of one CPU, a move may share memory; a copy may not
             return [mh.copy(large, device) for _ in range(_REPEATS)][-1]
         for _ in range(_REPEATS):
             arrival = mh.to(large, device, wait=False)
@@ -76,14 +76,14 @@ def run(bench: Bench) -> Finding:
 
 
 def _spans(bench: Bench, work: dict[str, Callable[[], Any]]) -> list[Span]:
-    """When each part began and ended in one run of all of them."""
+    """When each part began and ended, in one run of all parts."""
     mh = bench.mh
 
     def timed(name: str, part: Callable[[], Any]) -> Span:
         begin = time.perf_counter()
         result = part()
         if name != "bus":  # the copies have arrived
-            bench.operations.number(result, 0)  # read on the host: then it is over
+            bench.operations.number(result, 0)  # the host waits for the result
         return Span(name, name, begin, time.perf_counter())
 
     with mh.parallel(threads=len(work)):

@@ -1,6 +1,6 @@
 """The CPU against the GPU, by matrix size; and many small products against one large one of the same work.
 
-A GPU has a fixed cost for every operation and for every copy. Small products do not earn it back.
+A GPU has a fixed cost for every operation and for every copy. Small products are not worth that cost.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _where_it_pays(bench: Bench, measured: dict[int, Times]) -> str:
         )
 
     def pays_from(name: str) -> str:
-        """The first size from which on it is always clearly faster than the CPU."""
+        """The smallest size from which on the device is always clearly faster than the CPU."""
         gains: dict[int, Comparison] = {size: times.compare(name, to="CPU") for size, times in measured.items()}
         sizes = [size for size in gains if all(gains[later].faster for later in gains if later >= size)]
         return f"from {min(sizes)} x {min(sizes)} on" if sizes else f"at no size up to {max(measured)}"

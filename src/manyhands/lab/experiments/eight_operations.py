@@ -56,7 +56,7 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
         return [task.result() for task in futures]
 
     planned = mh.parallel(as_written)
-    # Some GPUs multiply with 10 bits, and other kernels round elsewhere: hence the tolerance below.
+    # The tolerance below: some GPUs multiply with 10 bits, and different kernels round differently.
     bench.say(f"planning {size} on the {name}")
     expected = as_written(*inputs)
     bench.equal(tasks(), expected, tolerance=1e-2, what="tasks and as written")
@@ -72,7 +72,7 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
 
 
 def _overlap(times: Times) -> float:
-    """How many chains run at once if they are simply written down: this many in every round."""
+    """How many chains of the plain code run at once, at least, in every round."""
     return min(_CHAINS * alone / all_of_them for alone, all_of_them in zip(times[_ALONE], times[_WRITTEN], strict=True))
 
 

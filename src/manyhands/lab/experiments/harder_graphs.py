@@ -2,12 +2,12 @@
 
 - The book's two-layer MLP on a CPU and two devices: the weights go from the host to both devices, each computes the
   gradients of its half of the batch, the host adds them up and updates the weights.
-- A wavefront: a tile needs the one above it and the one to its left, so that a diagonal can run at once. Rows are on
-  the devices in turn.
+- A wavefront: a tile needs the tile above it and the tile to its left, so the tiles of a diagonal can run at once. The
+  rows alternate between the devices.
 - A diamond with updates in place: two branches start from one tensor, which is overwritten while both still need
   the old numbers.
 
-``mh.parallel`` gets the plain functions. It has to find what may run at once, and give the same numbers.
+``mh.parallel`` gets the plain functions. It must find the operations that can run at once, and give the same results.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _diamond(bench: Bench, devices: Sequence[Any], move: Callable[[Any, Any], An
 )
 def run(bench: Bench) -> Finding:
     is_torch = bench.framework == "torch"
-    # Elsewhere mh.parallel hands the function to the framework's runtime, as one program of one device.
+    # In the other frameworks, mh.parallel hands the function to the runtime as one program on one device.
     devices = bench.devices(2) if is_torch else bench.devices(1) * 2
     move = (lambda x, device: x.to(device)) if is_torch else (lambda x, device: x)
     rows, plots, all_times = [], list[Plot](), dict[str, Times]()

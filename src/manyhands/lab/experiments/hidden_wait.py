@@ -1,6 +1,6 @@
-"""The book's loop prints the loss of every minibatch: what that wait costs, as the auditor sees it.
+"""The book's loop prints the loss of every minibatch: what that wait costs, measured by the auditor.
 
-To print a loss the host waits until the device has computed it, and meanwhile launches nothing. The program is
+To print a loss, the host waits until the device has computed it, and meanwhile launches nothing. The program is
 ``book_loop.py`` in ``lab/<framework>/``: once it prints the losses, once it keeps them on the device until the end.
 ``manyhands audit`` runs both; without a GPU it predicts for one (``--as-if-gpu``).
 """
@@ -32,7 +32,7 @@ def run(bench: Bench) -> Finding:
     minibatches = bench.size(gpu=200, cpu=100, quick=30)
 
     def train(way: str) -> list[float]:
-        with contextlib.redirect_stdout(io.StringIO()):  # not the terminal's time
+        with contextlib.redirect_stdout(io.StringIO()):  # do not measure the terminal
             losses: list[float] = program.train(way, minibatches)
         return losses
 
@@ -63,7 +63,7 @@ def run(bench: Bench) -> Finding:
 
 
 def _audit(bench: Bench, file: str, way: str) -> dict[str, Any]:
-    """The report of ``manyhands audit --json`` on a copy of the program: it is audited as a user's own."""
+    """The report of ``manyhands audit --json`` on a copy of the program, which is audited like a user's program."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "book_loop.py"
         program.write_text(Path(file).read_text())

@@ -1,6 +1,6 @@
 """Two products on two devices against two on one: how near to twice as fast?
 
-A task has a cost of its own, so that small products gain little from a second device, and large ones nearly all.
+Every task has a fixed cost, so small products gain little from a second device, and large products gain nearly all.
 """
 
 from __future__ import annotations

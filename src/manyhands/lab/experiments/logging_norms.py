@@ -1,7 +1,7 @@
 """A thousand products of 100 x 100, and the norm of each in a log on the host.
 
-A number that is read on the host makes the host wait for the device, so that the next product is only issued when the
-last is done. Kept on the device, the whole log takes one wait. Captured, the host does not even issue each product.
+Reading a number on the host makes the host wait for the device, so it issues the next product only when the last one is
+done. If the log stays on the device, it takes one wait. In a captured graph, the host does not even issue each product.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def run(bench: Bench) -> Finding:
     mh, matmul, norm = bench.mh, bench.operations.matmul, bench.operations.norm
     (device,) = bench.devices(1)
     products = 200 if bench.quick else 1000
-    # A rotation: whatever it is multiplied with keeps its norm, however often.
+    # A rotation: products with it keep their norm, however many there are.
     random = numpy.random.default_rng(0).standard_normal((_SIZE, _SIZE))
     turn = bench.tensor(numpy.linalg.qr(random)[0].astype("float32"), device)
     start = bench.random((_SIZE, _SIZE), device)
 
     def logged_products(x: Any) -> tuple[Any, list[Any]]:
-        """A part of the products, with their norms on the device."""
+        """Some of the products, with their norms on the device."""
         log = []
         for _ in range(_IN_A_CAPTURE):
             x = matmul(turn, x)

@@ -1,8 +1,8 @@
 """The same bytes over the bus as one tensor and as thousands; and from pinned and from pageable memory.
 
-Every copy has a fixed price (a call, a launch, a wait) beside the price of its bytes. Pageable memory has another one:
-the CPU copies it into a page-locked buffer first. Memory that is pinned already saves that. Without a GPU there is no
-bus: then the CPU's half is shown, copies within the host's memory.
+Every copy has a fixed cost (a call, a launch, a wait) in addition to the cost of its bytes. Pageable memory has another
+cost: the CPU first copies it into a page-locked buffer. Pinned memory saves that. Without a GPU there is no bus: then
+the experiment shows only the CPU's part, copies within the host's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Finding, Plot, Series, Table, Times, seconds
 
 _Ways = dict[str, Callable[[], list[Any]]]
-_WITHIN_HOST = "a copy within the host"  # what pageable memory costs more: it goes into a page-locked buffer
+_WITHIN_HOST = "a copy within the host"  # the extra cost of pageable memory: the copy into a page-locked buffer
 
 
 @experiment(

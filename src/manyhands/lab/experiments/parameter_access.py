@@ -1,7 +1,7 @@
 """Reading and writing the parameters of a model that is on a device: what each way costs.
 
 The exercise of the book's chapter on GPUs. A single number costs a round trip between host and device, and so does
-every tensor that is copied on its own. What is computed on the device costs no trip at all.
+every tensor that is copied separately. Computing on the device costs no round trip at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products on a device whose results go to the host: first all products, then all copies; and both overlapped.
 
-A copy needs the bus and a product the device, so that the copy of one result can hide behind the next product. Then
-the longer of the two is all that is left to see: that is the bound.
+A copy needs the bus and a product needs the device, so the copy of one result can overlap with the next product. At
+best, both together take as long as the longer of the two: that is the bound.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _conclusion(times: Times, best: str) -> str:
 
 
 def _hidden(seconds: float, alone: dict[str, float]) -> str:
-    """How much of the shorter work was not seen any more, next to both alone."""
+    """How much of the shorter work was hidden, compared with both alone."""
     shorter = min(alone, key=alone.__getitem__)
     part = seconds / alone[shorter]
     if part < 0.05:

@@ -1,8 +1,8 @@
 """Training steps with work on the host before each: wait for every step, or let two be in flight.
 
-The host prepares a batch, hands the step over, and may prepare the next batch while the device computes. If it reads
-every loss at once it waits, and then the device waits for the next batch. Reading the loss of the step before the
-last keeps both busy, and bounds what is queued: memory for two steps, not for all of them.
+The host prepares a batch, issues the step, and can prepare the next batch while the device computes. If it reads every
+loss at once, it waits, and then the device waits for the next batch. If it reads the loss of the step before the last,
+both stay busy, and the queue is bounded: it needs memory for two steps, not for all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(bench: Bench) -> Finding:
         return mh.to(operations.tensor(x), device, wait=False)
 
     def step(state: dict[str, Any], arrival: Any) -> Any:
-        """One step of gradient descent; the loss is on its way to the host, and nobody waits for it."""
+        """One step of gradient descent; the loss is copied to the host without a wait."""
         x = arrival.result()
         error = operations.matmul(x, state["weight"]) - targets
         state["weight"] = state["weight"] - operations.matmul(operations.transpose(x), error) * 1e-4

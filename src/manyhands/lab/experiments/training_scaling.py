@@ -1,8 +1,8 @@
 """Two nets on Fashion-MNIST on one device, two devices, and so on: the exercise of the book's chapter on several GPUs.
 
-The batch is global: with twice the devices each one gets half of it, and the update stays the same. So accuracy depends
-on the batch size and the learning rate alone, and the number of devices changes the time: computing is divided,
-communication is added in every step. Small batches mean many steps, and a small net has little to divide.
+The batch is global: with twice the devices, each gets half of it, and the update stays the same. So accuracy depends
+only on the batch size and the learning rate. The number of devices changes the time: computation is divided, but every
+step adds communication. Small batches mean many steps, and a small net has little computation to divide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Job:
 @dataclass(frozen=True)
 class Outcome:
     accuracy: float
-    epochs: list[float]  # seconds of each, the first apart
+    epochs: list[float]  # seconds of each, without the first
     first_loss: float
 
     @property
@@ -50,7 +50,7 @@ def run(bench: Bench) -> Finding:
         bench.say(f"{job.model}, batch size {job.batch_size}, lr {job.lr}, {_devices(job)}")
         outcomes[job] = _train(bench, job, data)
         alone = Job(job.model, job.batch_size, job.lr, 1)
-        # The first epoch's loss: rounding, and BatchNorm's statistics of each device, grow apart later.
+        # Only the first epoch's loss: rounding and each device's BatchNorm statistics diverge later.
         close = 0.01 if job.model == "lenet" else 0.2
         losses = outcomes[job].first_loss, outcomes[alone].first_loss
         bench.equal(*losses, tolerance=close, what=f"{job.model} on 1 and {job.devices} devices")
@@ -73,7 +73,7 @@ def jobs(bench: Bench) -> list[Job]:
 
 
 def _count(bench: Bench, model: str) -> int:
-    """Images of an epoch: on a CPU a ResNet has fewer."""
+    """The number of images in an epoch: fewer for a ResNet on a CPU."""
     if model == "lenet":
         return bench.size(gpu=60_000, cpu=20_000, quick=2048)
     return bench.size(gpu=60_000, cpu=2048, quick=1024)
@@ -93,7 +93,7 @@ def _train(bench: Bench, job: Job, data: fashion_mnist.FashionMnist) -> Outcome:
 
 
 def _speed_up(outcomes: dict[Job, Outcome], job: Job) -> float:
-    """Times as fast as one device, over all learning rates, which do not change the time."""
+    """Speed-up over one device, from all learning rates, because these do not change the time."""
 
     def spent(devices: int) -> float:
         jobs = (other for other in outcomes if (other.model, other.batch_size) == (job.model, job.batch_size))

@@ -1,7 +1,7 @@
 """Two devices, fifty matrix products each: one after the other, and at once.
 
-The book's first example of automatic parallelism: work on two devices has no dependencies between them, so that
-both can be busy at the same time.
+The book's first example of automatic parallelism: the work on one device does not depend on the other device, so both
+can be busy at the same time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _spans(way: str, moments: list[tuple[float, float]]) -> list[Span]:
 
 
 def _conclusion(gain: Comparison, part: float) -> str:
-    """``part``: the slower device alone, as a part of the time of both at once."""
+    """``part``: the time of the slower device alone, as a fraction of the time of both at once."""
     if gain.faster:
         return (
             f"Yes: both at once is {gain.ratio:.2f} times as fast as one after the other. The slower device alone "

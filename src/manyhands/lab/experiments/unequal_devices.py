@@ -1,8 +1,8 @@
-"""Two devices of which one is slow: equal shares, measured shares, and the slow one left out.
+"""A fast and a slow device: equal shares, measured shares, and the slow device left out.
 
 With equal shares the fast device waits for the slow one in every step. ``mh.Step(shares="measured")`` gives each device
-samples in proportion to its speed, while it trains; every gradient is weighted by its samples, so the update stays
-that of one device. On a machine with a GPU the two devices are the GPU and the CPU. Elsewhere the second device is
+samples in proportion to its speed, while it trains; every gradient is weighted by its samples, so the update equals
+that of one device. On a machine with a GPU, the two devices are the GPU and the CPU. Elsewhere the second device is
 made slow: it computes every forward pass several times.
 """
 
@@ -16,13 +16,13 @@ from manyhands.lab.finding import Finding, Plot, Series, Table, Times, Trial, se
 from manyhands.training.commands import recipes
 from manyhands.training.data import fashion_mnist
 
-_EXTRA_PASSES = 4  # forward passes that the slow device computes for nothing: it has about a third of the speed
+_EXTRA_PASSES = 4  # extra forward passes on the slow device, which give it about a third of the speed
 
 
 @experiment(
     "unequal-devices",
     question="One of two devices is slow: equal shares, measured shares, or leave it out?",
-    frameworks=("torch",),  # the others do not time their devices one by one
+    frameworks=("torch",),  # the others do not time each device separately
     devices=2,
 )
 def run(bench: Bench) -> Finding:
@@ -50,8 +50,8 @@ def run(bench: Bench) -> Finding:
         bench.recorded.extend(
             Trial(name, {"epoch": len(losses[name]) - number}, value) for number, value in enumerate(times[name])
         )
-    # A GPU's convolutions round to TF32, the CPU's do not: where both compute, losses drift apart from step to step, so
-    # that only the first epochs can be compared.
+    # A GPU's convolutions round to TF32, the CPU's do not. If both compute, losses drift apart from step to step, so
+    # only the first epochs can be compared.
     tolerance, compared = (1e-2, 2) if has_gpu else (1e-3, None)
     right = losses["the fast one alone"][:compared]
     for name in ways:

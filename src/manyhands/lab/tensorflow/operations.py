@@ -13,15 +13,15 @@ from manyhands.backends.tensorflow.devices import cpu, device_of
 
 
 def _where(x: Any) -> AbstractContextManager[Any]:
-    """A block that computes where the tensor is: TensorFlow computes where a block says, not where tensors are.
+    """A device scope for the tensor's device: TensorFlow computes on the device of the scope, not of the tensors.
 
-    Inside ``tf.function`` a value has no place yet; there the function's block says where.
+    Inside ``tf.function`` a value has no device yet; there the scope around the function decides.
     """
     return tf.device(device_of(x)) if tf.executing_eagerly() else nullcontext()
 
 
 def _at_first_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, computed where its first argument is."""
+    """The function, computed on the device of its first argument."""
 
     def compute(x: Any, *others: Any) -> Any:
         with _where(x):

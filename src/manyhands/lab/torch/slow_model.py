@@ -1,4 +1,4 @@
-"""A model that is slow on one device: a stand-in for a slow device where all devices are equal."""
+"""A model that is slow on one device: it simulates a slow device if all devices are equal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class SlowOnRank(nn.Module):
-    """``net``; on one rank each forward pass is computed ``again`` times more, and thrown away."""
+    """Runs ``net``; on one rank, it first runs ``extra_passes`` forward passes and discards their results."""
 
     def __init__(self, net: nn.Module, rank: int, extra_passes: int) -> None:
         super().__init__()
