@@ -1,1 +1,1 @@
-"""What N devices would give in time and memory, from the measured step of one; pure Python, no framework."""
+"""Predicts time and memory on N devices from a measured step of one device; pure Python, no framework."""

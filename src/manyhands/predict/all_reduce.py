@@ -1,7 +1,7 @@
 """How long an all-reduce takes: bytes over bandwidth, plus the latency of its hops.
 
 The model is NCCL's own (``src/graph/tuning.cc``): a ring of n devices makes 2 (n-1) hops; a tree goes up and down over
-log2 of the nodes; three protocols trade latency for bandwidth. NCCL takes the fastest of these, and so does this.
+log2 of the nodes; three protocols trade latency for bandwidth. NCCL takes the fastest of these, and so does this model.
 For example 100 MB on eight GPUs at 120 GB/s: 2 * 7/8 * 100 MB / 120 GB/s = 1.46 ms, and 8.4 + 14 * 3.4 us of latency.
 """
 
@@ -71,7 +71,7 @@ def all_reduce(link: Link, size: float, devices: int) -> Seconds:
 
 
 def _hops(link: Link, devices: int, hop: float) -> float:
-    """The latency of a ring whose hop was measured; those between nodes are the network's."""
+    """The latency of a ring whose hop was measured; hops between nodes take the network's latency."""
     nodes = link.nodes(devices)
     across = 14 * _US if link.network is None or link.network.hop is None else link.network.hop
     return 2 * (devices - nodes) * hop + 2 * (nodes - 1) * across

@@ -1,4 +1,4 @@
-"""Profiles and links as JSON files: read with care, because a file from outside may hold anything."""
+"""Profiles and links as JSON files, validated on reading, because a file from outside may contain anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 def read(path: Path, what: str) -> dict[str, Any]:
-    """The fields of a file of this version."""
+    """Read the fields of a file; raises if the file has another version."""
     try:
         fields = json.loads(path.read_text())
     except OSError as error:

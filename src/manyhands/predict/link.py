@@ -1,13 +1,13 @@
 """The link between devices: how fast an all-reduce over it is.
 
 A link has a *bus bandwidth* in the sense of nccl-tests: an all-reduce of S bytes over n devices moves 2 (n-1)/n S
-bytes over every device's link, whatever n is. It may depend on the number of devices: four GPUs of a DGX-1 reach each
-other by NVLink, and in 2017 a ring over all eight went through the processors. Beyond ``per_node`` devices the ring
+bytes over every device's link, for any n. It may depend on the number of devices: four GPUs of a DGX-1 reach each
+other by NVLink, and in 2017 a ring over all eight went through the processors. Beyond ``per_node`` devices, the ring
 also crosses a network.
 
-The figures are NCCL's own (``src/graph/topo.h``: NVLink 18 to 20.6 GB/s for each of a GPU's links, PCIe 3.0 x16 12, the
-link between Broadwell sockets 6, between Skylake's 10, 100 Gbit/s of network 12) and, where nccl-tests show less or
-more than that, what is seen: 230 GB/s on eight A100, 370 to 480 on eight H100, 475 on eight H200, 20 on pairs over
+The figures are NCCL's (``src/graph/topo.h``: NVLink 18 to 20.6 GB/s for each of a GPU's links, PCIe 3.0 x16 12, the
+link between Broadwell sockets 6, between Skylake's 10, 100 Gbit/s of network 12). If nccl-tests measure less or more,
+the measured figures are used: 230 GB/s on eight A100, 370 to 480 on eight H100, 475 on eight H200, 20 on pairs over
 PCIe 4.0. No figure comes from a training run.
 """
 
@@ -35,7 +35,7 @@ class Link:
     bandwidths: tuple[tuple[int, float], ...]
     per_node: int = 8
     network: Link | None = None
-    # Seconds of one hop; None: NCCL's own figures for the kind.
+    # Seconds of one hop; None: NCCL's figures for this kind of link.
     hop: float | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Link:
         return -(-devices // self.per_node)
 
     def bandwidth(self, devices: int) -> float:
-        """Of an all-reduce over this many devices: that of the slowest part of the ring."""
+        """The bandwidth of an all-reduce over this many devices: that of the slowest part of the ring."""
         inside = min(devices, self.per_node)
         inside_node = next((speed for most, speed in self.bandwidths if inside <= most), self.bandwidths[-1][1])
         if self.nodes(devices) == 1 or self.network is None:
@@ -98,14 +98,14 @@ def _links() -> dict[str, Link]:
         _nvlink("nvlink-v100", _EDR, (2, 40), (4, 80), (8, 120)),  # DGX-1: 2, 4 and 6 links of 20
         _nvlink("nvlink-v100-dgx2", _EDR, (16, 120)),  # all 6 links through switches
         _nvlink("nvlink-p100", _EDR, (2, 18), (4, 54), (8, 72)),  # NCCL 2: up to 4 links of 18
-        # NCCL 1 knew one ring: one NVLink within four GPUs; over eight it crosses the link between the sockets.
+        # NCCL 1 has only one ring: one NVLink within four GPUs; over eight it crosses the link between the sockets.
         _nvlink("nvlink-p100-nccl1", _EDR, (4, 18), (8, 6)),
         Link("pcie", "pcie", ((4, 20 * GB), (8, 10 * GB)), 8, _ETHERNET),
         Link("pcie3", "pcie", ((4, 12 * GB), (8, 6 * GB)), 8, _ETHERNET),
         Link("pcie4", "pcie", ((4, 20 * GB), (8, 10 * GB)), 8, _ETHERNET),
         Link("pcie5", "pcie", ((4, 40 * GB), (8, 22 * GB)), 8, _NDR),
     ]
-    # A network alone: every device has a machine and a network card of its own.
+    # A network alone: every device is in a separate machine with its own network card.
     alone = [Link(network.name, "network", network.bandwidths, 1, network) for network in networks]
     return {link.name: link for link in (*inside, *alone)}
 
@@ -146,7 +146,7 @@ def _parsed(text: str) -> Link:
 
 
 def from_dict(fields: Mapping[str, Any], where: str) -> Link:
-    """A link from JSON; ``bandwidth`` (bytes a second) may stand for the list of bandwidths."""
+    """A link from JSON; one ``bandwidth`` (bytes per second) may replace the list of bandwidths."""
     try:
         bandwidth = fields.get("bandwidth")
         bandwidths = fields["bandwidths"] if bandwidth is None else [(1 << 30, bandwidth)]

@@ -1,12 +1,12 @@
 """Peak memory for any batch size, from two steps of different batch sizes.
 
-A step makes and drops the same memories in the same order whatever its batch size is; only their sizes differ, each on
-a line. So at every moment of a step what is held is on a line, too, and the peak is the highest of these lines: that of
-a small batch may be in the optimizer, that of a large one at the end of the forward pass. Few lines are ever the
-highest; those are kept.
+A step allocates and frees the same memories in the same order for every batch size. Only their sizes differ, and each
+size is a linear function of the batch size. So the memory in use at each moment of a step is linear, too, and the peak
+is the highest of these lines: for a small batch it may be in the optimizer, for a large batch at the end of the forward
+pass. Only the few lines that are the highest for some batch size are kept.
 
-For example x of 1 byte a sample and a weight's gradient of 10 bytes: at first x is held, then both, then the gradient
-alone. Both is always the highest: 10 bytes and 1 a sample.
+For example, x takes 1 byte per sample and a weight's gradient 10 bytes: first x is in use, then both, then only the
+gradient. The line of both is always the highest: 10 bytes, plus 1 per sample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.predict.profile import Memory, MemoryLine, from_mapping
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a step held: births (1) and deaths (-1) by number, the size of each number and what it is for."""
+    """The memories of a step: allocations (1) and frees (-1) by number, and each number's size and purpose."""
 
     batch: int
     events: Sequence[tuple[int, int]]
@@ -36,11 +36,11 @@ class History:
 
 
 def memory_lines(several: bool, small: History, large: History | None = None) -> list[MemoryLine]:
-    """The lines of which the highest is the peak; of one step alone, memory that does not depend on the batch."""
+    """The lines whose highest is the peak. From a single step, memory is taken not to depend on the batch."""
     if large is None or large.batch == small.batch:
         return [MemoryLine(several, _at_peak(small), Memory())]
     if list(small.events) != list(large.events):
-        # Another order of operations, so that moments cannot be compared: one line through both peaks.
+        # The steps differ in their order of operations, so moments cannot be compared: one line through both peaks.
         first, second = _at_peak(small), _at_peak(large)
         return [_line(several, small.batch, first, large.batch, second)]
     totals = list(zip(_totals(small), _totals(large), strict=True))
@@ -66,7 +66,7 @@ def _coefficients(x0: int, y0: float, x1: int, y1: float) -> tuple[float, float]
 
 
 def _highest(lines: Sequence[tuple[float, float]]) -> set[int]:
-    """The numbers of the lines that are the highest somewhere from batch size 1 on."""
+    """The numbers of the lines that are the highest at some batch size of 1 or more."""
     best: set[int] = set()
     x = 1.0
     current = max(range(len(lines)), key=lambda n: (lines[n][0] * x + lines[n][1], lines[n][0]))
@@ -90,7 +90,7 @@ def _at_peak(history: History) -> Memory:
 
 
 def _held(history: History, moments: set[int]) -> dict[int, Memory]:
-    """What is held after these events, by what it is for."""
+    """The memory in use after these events, by purpose."""
     held: dict[str, float] = defaultdict(float)
     by_moment = {}
     for moment, (number, sign) in enumerate(history.events):

@@ -21,7 +21,7 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 
 
 def place(path: str | Path) -> Path:
-    """The path, if a picture can be drawn and written to it; asked before anything is measured."""
+    """The path, if a plot can be drawn and written to it; checked before anything is measured."""
     path = to_write(path, "plot", (".png", ".svg"))
     _figure_class()
     return path
@@ -83,7 +83,7 @@ def _speed_up(axes: Axes, prediction: Prediction) -> None:
 
 
 def _bars(axes: Axes, prediction: Prediction, stacks: list[dict[str, float]], label: str, scale: float) -> list[float]:
-    """Stacked bars, one for each number of devices; what is nowhere to be seen is left out."""
+    """Stacked bars, one for each number of devices; parts too small to see are left out."""
     places = range(len(stacks))
     tops = [0.0] * len(stacks)
     highest = max(sum(stack.values()) for stack in stacks)

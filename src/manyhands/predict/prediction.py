@@ -1,4 +1,4 @@
-"""What is predicted, for people (a table, a plot) and for programs (rows, a dict)."""
+"""The prediction, for people (a table, a plot) and for programs (rows, a dict)."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def predict(
     per_device: bool = False,
     assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
 ) -> Prediction:
-    """From a profile and a link to a prediction; see :func:`manyhands.predict.scaling.rows`."""
+    """Predict from a profile and a link; see :func:`manyhands.predict.scaling.rows`."""
     rows = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
     return Prediction(profile, link, tuple(rows), assumptions, per_device)
 

@@ -1,7 +1,7 @@
-"""The step of one device, as data: seconds by batch size, gradients as bucketed, memory by what it holds.
+"""The step of one device as data: seconds by batch size, gradient buckets, memory by purpose.
 
-A profile is measured (``manyhands.training.torch.predict.measure``), read from a file, or made of published figures:
-one device's seconds and the size of the gradients. Between measured batch sizes times and bytes are interpolated.
+A profile is measured (``manyhands.training.torch.predict.measure``), read from a file, or made from published figures:
+one device's seconds and the size of the gradients. Between measured batch sizes, times and bytes are interpolated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from manyhands.errors import BadSettings
 from manyhands.predict.files import SCHEMA, read, write, wrong
 
-# As the trainer lays gradients into buckets (training/torch/ranks/gradient_sum.py).
+# The same bucket sizes as in the trainer (training/torch/ranks/gradient_sum.py).
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
-# A backward pass computes two products for each of the forward pass: by the input and by the weights.
+# A backward pass computes two products for each product of the forward pass: for the input and for the weights.
 _FORWARD = 1 / 3
-# What the host needs at least for a step in eager mode: ResNet-18 makes 454 operations for its 62 parameters, its
-# optimizer about 4 for each, and an operation takes 13 us to issue (400 small products in 5.35 ms).
+# The least host time of a step in eager mode, per parameter: ResNet-18 issues 454 operations for its 62 parameters, its
+# optimizer about 4 for each, and issuing an operation takes 13 us (400 small products in 5.35 ms).
 _HOST_SECONDS = (454 / 62 + 4) * 13.4e-6
 
 
@@ -49,10 +49,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """How devices made of one CPU slow each other down, measured with this many of them at once.
+    """How much devices made of one CPU slow each other down, measured with this many of them at once.
 
-    ``slowdown``: the mean time of a step beside the others, over that of a step alone. ``straggling``: how much later
-    than on average the last of them is done, as a part of that mean time.
+    ``slowdown``: the mean time of a step while the others run, divided by that of a step alone. ``straggling``: how
+    much later than the average the last device finishes, as a fraction of that mean time.
     """
 
     devices: int
@@ -62,7 +62,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are summed together, and when they are there: as a fraction of the backward pass."""
+    """Gradients that are summed together, and when they are ready, as a fraction of the backward pass."""
 
     size: int
     ready: float
@@ -73,7 +73,7 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one device at the peak of a step. ``buckets`` is what they take beyond the gradients in them."""
+    """Bytes on one device at the peak of a step. ``buckets``: what buckets take in addition to their gradients."""
 
     weights: float = 0
     gradients: float = 0
@@ -93,7 +93,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """What a device holds at one moment of a step: fixed bytes, and bytes for each sample of its shard.
+    """The memory in use on a device at one moment of a step: fixed bytes, and bytes per sample of its shard.
 
     The peak is the highest of all lines. ``several``: gradients are views of buckets, as with several ranks.
     """
@@ -119,8 +119,8 @@ class Profile:
     times: tuple[StepTime, ...]
     buckets: tuple[Bucket, ...]
     kind: str = "gpu"
-    cores: int = 0  # of a CPU, which its devices share
-    fixed: float = 0.0  # seconds of a step however small its batch is, where only one batch size was measured
+    cores: int = 0  # of a CPU; its devices share them
+    fixed: float = 0.0  # seconds of a step that no smaller batch saves, if only one batch size was measured
     input_bytes: float = 0.0  # of one sample
     memory: tuple[MemoryLine, ...] = ()
     capacity: int | None = None  # bytes of the device
@@ -138,7 +138,7 @@ class Profile:
         name: str = "step",
         device: str = "device",
     ) -> Profile:
-        """A profile of published figures. ``tensors``: the number of parameters' tensors, for what the host needs."""
+        """A profile from published figures. ``tensors``: the number of parameter tensors, for the host's time."""
         if not seconds > 0 or not gradient_bytes > 0 or batch_size < 1:
             raise BadSettings(
                 f"seconds={seconds!r}, gradient_bytes={gradient_bytes!r}, batch_size={batch_size!r}: a step takes time "
@@ -153,28 +153,28 @@ class Profile:
         return sum(bucket.size for bucket in self.buckets)
 
     def threads(self, devices: int) -> int:
-        """Of each virtual CPU device: they share the CPU's cores."""
+        """Threads of each virtual CPU device: the devices share the CPU's cores."""
         return max(1, self.cores // devices) if self.cores else 0
 
     def slowdown(self, devices: int) -> float:
-        """Of a step beside this many devices made of one CPU: measured, and beyond that more of them take turns."""
+        """Of a step with this many devices made of one CPU: as measured, and more if threads take turns."""
         crowd = self.crowd(devices)
         if crowd is None:
             return self._turns(devices)
         return crowd.slowdown * self._turns(devices) / self._turns(crowd.devices)
 
     def crowd(self, devices: int) -> Crowd | None:
-        """What was measured with the number of devices that is nearest to this one; of one device alone nothing is."""
+        """The measurement with the number of devices nearest to this one; None if there is none, or for one device."""
         if devices == 1:
             return None
         return min(self.crowds, key=lambda crowd: (abs(crowd.devices - devices), crowd.devices), default=None)
 
     def _turns(self, devices: int) -> float:
-        """How often there are more threads than cores."""
+        """How many times as many threads as cores there are; at least 1."""
         return max(1.0, devices * self.threads(devices) / self.cores) if self.cores else 1.0
 
     def step(self, batch: float, devices: int) -> StepTime:
-        """The parts of a step on one of this many devices, alone on it."""
+        """The parts of a step on one of this many devices, while the others do not run."""
         threads = self.threads(devices)
         counts = sorted({point.threads for point in self.times}, key=lambda count: abs(count - threads))
         points = sorted((point for point in self.times if point.threads == counts[0]), key=lambda point: point.batch)
@@ -197,7 +197,7 @@ class Profile:
         return {"schema": SCHEMA, **asdict(self)}
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON, to predict with it elsewhere: ``manyhands predict --profile FILE``."""
+        """Write the profile as JSON, to predict elsewhere: ``manyhands predict --profile FILE``."""
         return write(Path(path), self.as_dict(), "profile")
 
     @classmethod
@@ -229,7 +229,7 @@ class Profile:
 
 
 def spread_buckets(total: float) -> tuple[Bucket, ...]:
-    """Buckets of a model of which only the size is known: gradients come evenly over the backward pass."""
+    """Buckets of a model of which only the size is known: gradients become ready evenly during the backward pass."""
     sizes: list[int] = []
     left = round(total)
     while left > 0:
@@ -256,10 +256,10 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def _growing(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Times that grow with the batch, but never faster than it does.
+    """Times that grow with the batch, but never faster than the batch.
 
-    What disturbs a measurement only ever adds: a time above that of a larger batch is taken for that one's. And a part
-    of a batch takes at least its part of the time, or N devices would be said to be more than N times as fast.
+    Disturbances only add time: if a batch takes longer than a larger one, it gets the larger one's time. And a part of
+    a batch takes at least its part of the time, or the prediction for N devices could be more than N times as fast.
     """
     grown = [(x, min(y for _, y in points[number:])) for number, (x, _) in enumerate(points)]
     for number in reversed(range(len(grown) - 1)):

@@ -39,17 +39,17 @@ DDP_COPIES = 3.5e-3 / 100e6  # seconds a byte: the middle of 2 to 5 ms per 100 M
 PAYS = 0.8  # of each device's time goes into training
 TERMS = ("fixed cost", "communication", "latency", "contention", "stragglers", "copies", "host")
 _LARGEST_BATCH = 1 << 24
-DEVICES = (1, 2, 4, 8, 16, 64, 1024)  # what is predicted for unless asked
+DEVICES = (1, 2, 4, 8, 16, 64, 1024)  # the default numbers of devices
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the model takes for granted where nothing was measured."""
+    """What the model assumes if nothing was measured."""
 
-    hidden: float = HIDDEN  # how much of what perfect overlap would hide is hidden
-    jitter: float = JITTER  # standard deviation of a device's step, as a part of it
+    hidden: float = HIDDEN  # the fraction that is hidden of the time that perfect overlap would hide
+    jitter: float = JITTER  # standard deviation of a device's step, as a fraction of its time
     copies: float = 0.0  # seconds a byte of gradients; manyhands' gradients are views of their buckets
-    one_process: bool = False  # as DataParallel: one host thread drives all devices
+    one_process: bool = False  # as in DataParallel: one host thread drives all devices
     pays: float = PAYS
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What this many devices give. ``batch`` is that of all devices together."""
+    """The prediction for this many devices. ``batch`` is the global batch size."""
 
     devices: int
     batch: int
@@ -111,7 +111,8 @@ def rows(
 ) -> list[Row]:
     """One row for each number of devices.
 
-    The batch is divided over the devices, as the trainer does; ``per_device``: each device gets as much (weak scaling).
+    The batch is divided over the devices, as in the trainer; ``per_device``: each device gets a whole batch (weak
+    scaling).
     """
     batch = profile.batch_size if batch is None else batch
     check_devices(devices)
@@ -136,12 +137,12 @@ def _row(profile: Profile, link: Link, devices: int, batch: int, assumptions: As
 
 
 def sharing_memory(profile: Profile, link: Link, devices: int) -> int:
-    """How many devices have one memory together: those made of one CPU."""
+    """How many devices share one memory: those made of one CPU."""
     return min(devices, link.per_node) if profile.cores else 1
 
 
 def largest_shard(profile: Profile, link: Link, devices: int) -> int:
-    """The most samples of a device that fit into its memory; 0: not even one."""
+    """The most samples that fit into a device's memory; 0 if not even one fits."""
     capacity = math.inf if profile.capacity is None else profile.capacity / sharing_memory(profile, link, devices)
     return _first(lambda shard: _peak(profile, shard, devices) > capacity, _LARGEST_BATCH) - 1
 
@@ -169,7 +170,7 @@ def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptio
 def _exchange(
     profile: Profile, link: Link, devices: int, batch: int, backward: float, assumptions: Assumptions
 ) -> dict[str, float]:
-    """What the sums of gradients add to a step whose backward pass takes so long."""
+    """The seconds that summing gradients adds to a step whose backward pass takes ``backward`` seconds."""
     end = moving = latency = 0.0
     for bucket in profile.buckets:
         took = all_reduce(link, bucket.size, devices)
@@ -177,7 +178,7 @@ def _exchange(
         moving, latency = moving + took.moving, latency + took.latency
     samples = profile.input_bytes * -(-batch // devices) / link.bandwidth(devices) if link.kind == "pcie" else 0.0
     end, moving = max(end, backward) + 0.0, moving + samples
-    left = end - backward  # after the backward pass, if nothing else slowed down
+    left = end - backward  # after the backward pass, if nothing slows down
     total = moving + latency
     by_hops = left * latency / total if total else 0.0
     return {
@@ -188,7 +189,7 @@ def _exchange(
 
 
 def _straggling(profile: Profile, devices: int, together: int, assumptions: Assumptions) -> float:
-    """How much later than on average the slowest device is, as a part of a step."""
+    """How much later than the average the slowest device finishes, as a fraction of a step."""
     crowd = profile.crowd(together)
     if crowd is None:
         return assumptions.jitter * _slowest(devices)
@@ -196,7 +197,7 @@ def _straggling(profile: Profile, devices: int, together: int, assumptions: Assu
 
 
 def _slowest(devices: int) -> float:
-    """How many standard deviations the slowest of this many is behind their mean (Blom, 1958)."""
+    """How many standard deviations the slowest of this many devices is above their mean (Blom, 1958)."""
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
@@ -216,7 +217,7 @@ def _pays_from(profile: Profile, link: Link, devices: int, assumptions: Assumpti
 
 
 def _first(is_true: Callable[[int], bool], last: int) -> int:
-    """The first number from 1 on for which something is true, and stays so; ``last`` at most."""
+    """The first number from 1 on for which the condition is true and stays true; at most ``last``."""
     return 1 + bisect.bisect_left(range(1, last), True, key=is_true)
 
 
