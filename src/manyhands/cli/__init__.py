@@ -1,6 +1,6 @@
 """The command ``manyhands``. Each subcommand is a module with ``add`` (its options) and ``run``.
 
-Nothing but the standard library is imported before a subcommand runs, so that ``--help`` is quick.
+Only the standard library is imported before a subcommand runs, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("manyhands: interrupted", file=sys.stderr)
         return 130
-    except SystemExit as stop:  # a signal has stopped a training: 128 + its number, as shells count
+    except SystemExit as stop:  # a signal has stopped training: 128 + its number, as in shells
         return stop.code if isinstance(stop.code, int) else 1
-    except BrokenPipeError:  # `manyhands devices | head -1`: who reads has enough, and Python must not try again
+    except BrokenPipeError:  # `manyhands devices | head -1`: the reader is done, and Python must not write again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

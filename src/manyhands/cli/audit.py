@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The auditor's own arguments, and the program with its own, which we do not read.
+    """The auditor's arguments, and the program with its arguments, which we do not parse.
 
     >>> divide(["audit", "--steps", "5", "train.py", "--steps", "9"])
     (['audit', '--steps', '5'], ['train.py', '--steps', '9'])
@@ -182,7 +182,7 @@ def _settings(options: argparse.Namespace, name: str, is_module: bool, result: P
 def _prove(
     report: Report, record: dict[str, Any] | None, settings: dict[str, Any], program: Sequence[str], folder: Path
 ) -> Proof:
-    """Run the program again, cured, with its output put away."""
+    """Run the program again with the cures applied; its output is not shown."""
     from manyhands.audit.prove import compare
     from manyhands.audit.reports.proof import Proof
 
@@ -201,7 +201,7 @@ def _prove(
 
 
 def _run_program(settings: dict[str, Any], program: Sequence[str], **streams: Any) -> int:
-    """Run it in a process of its own, with our stdin, stdout and stderr by default; gives its exit status."""
+    """Run the program in a separate process, by default with our stdin, stdout and stderr; returns its exit status."""
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     command = [*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program]
     with _signals_go_on() as children:
@@ -212,7 +212,7 @@ def _run_program(settings: dict[str, Any], program: Sequence[str], **streams: An
 
 @contextlib.contextmanager
 def _signals_go_on() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """What is sent to us is meant for the program; a terminal's Ctrl-C reaches both of us anyway."""
+    """Forward our signals to the program, which they are meant for; a terminal's Ctrl-C reaches both anyway."""
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: object) -> None:
@@ -235,7 +235,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _same_end(code: int) -> int:
-    """The program's exit code; where a signal killed it, the same signal kills us."""
+    """Return the program's exit code; if a signal killed the program, the same signal kills us."""
     if code >= 0:
         return code
     sys.stdout.flush()
@@ -251,7 +251,7 @@ def _show(report: Report, options: argparse.Namespace) -> None:
 
     if report.ended == "syntax-error":
         print(f"manyhands audit: {report.program} has a syntax error, so nothing was run", file=sys.stderr)
-    elif report.ended != "no-module":  # the program's process has said it
+    elif report.ended != "no-module":  # else the program's process has already reported it
         if report.ended.startswith(("exit", "exception")):
             ended = report.ended.replace("exit", "exit code").replace("exception", "an exception:")
             print(f"manyhands audit: the program ended with {ended}; until then:", file=sys.stderr)

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dict[str, Any]:
-    """Host, driver and frameworks as plain data: what ``--json`` prints."""
+    """Host, driver and frameworks as plain data, as ``--json`` prints it."""
     from dataclasses import asdict
 
     from manyhands import __version__, machine
@@ -77,7 +77,7 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
 
 
 def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict[str, Any]]:
-    """Ask them: side by side for a list, one after the other for measuring."""
+    """Ask the frameworks: in parallel for a list, one after the other for measurements."""
     from concurrent.futures import ThreadPoolExecutor
 
     from rich.console import Console
@@ -85,7 +85,7 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
 
     from manyhands.cli import probe
 
-    # Notebooks set FORCE_COLOR, by which rich takes a pipe for a terminal.
+    # Notebooks set FORCE_COLOR, which makes rich treat a pipe as a terminal.
     console = Console(file=sys.stderr, quiet=quiet or not sys.stderr.isatty())
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -159,7 +159,7 @@ def _speed_table(answers: list[dict[str, Any]]) -> Table:
     table = _empty_table(*((title, "right") for title in _COLUMNS.values()))
     table.caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
     for label, row in _rows(answers):
-        framework = label.partition(" ")[0]  # its version stands in the table above, and the figures need the room
+        framework = label.partition(" ")[0]  # the table above has its version, and the figures need the space
         table.add_row(framework, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
     return table
 
@@ -177,7 +177,7 @@ def _empty_table(*columns: tuple[str, Any]) -> Table:
 
 
 def _rows(answers: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every device's row; the framework's name stands before its first."""
+    """A row for every device; the first row of a framework has its name."""
     for answer in answers:
         label = f"{answer['framework']} {answer['version']}"
         for row in answer["devices"]:

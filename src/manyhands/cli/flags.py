@@ -1,4 +1,4 @@
-"""Values that options of the command take, and the library's errors in terms of these options."""
+"""The types of the command's options, and the library's errors rewritten in terms of these options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from manyhands.device import FRAMEWORKS
 
-MODELS = ("resnet18", "lenet", "small-resnet", "mlp")  # of training.commands.recipes, which would import NumPy
-# Where a flag has another name than the library's option.
+MODELS = ("resnet18", "lenet", "small-resnet", "mlp")  # copied from training.commands.recipes, which imports NumPy
+# Flags whose name differs from the library's option.
 _FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
 LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
 _NAMES = ("max_epochs", "micro_batch_size", "batch_size", "batch_stats", "on_nan", *LIMITS)
-# These are also plain words: they are flags only where a value follows.
+# These are also plain words: they count as flags only if a value follows.
 _OF_STEP = ("shares", "accumulate", "fast", "compile", "parallel")
 _WORDS = ("lr", "seed", "precision", "devices", "run", "resume", "framework", "every", "keep", *_OF_STEP)
 _TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
@@ -36,7 +36,7 @@ def of(name: str) -> str:
 
 
 def changed(name: str, value: Any, before: Any) -> str:
-    """What a resumed run has now, and what it was started with.
+    """Describe an option of a resumed run: its value now, and the value the run was started with.
 
     >>> changed("lr", 0.2, 0.05), changed("fast", False, True)
     ('--lr 0.2: the run was started with 0.05', '--no-fast: the run was started with --fast')
@@ -57,9 +57,9 @@ def _with_value(name: str, value: Any) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the choice that was probably meant.
+    """Suggests the choice that the user probably meant.
 
-    ``likely``: what a refused word may be instead, where a command knows more than its choices.
+    ``likely``: suggests a replacement for a refused word, if a command knows more than its choices.
     """
 
     likely: Callable[[str], str | None] | None = None
@@ -82,7 +82,7 @@ def _nearest_choice(message: str, likely: Callable[[str], str | None] | None = N
 
 
 def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:
-    """End with the usage of the subcommand, and the option that was probably meant."""
+    """Exit with the usage of the subcommand, and the option that the user probably meant."""
     (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     parser: argparse.ArgumentParser = commands.choices[command] if command is not None else top
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
@@ -101,7 +101,7 @@ def _near(wrong: str, known: Sequence[str]) -> str | None:
 
 
 def in_command_words(text: str) -> str:
-    """A message about settings, about options.
+    """Rewrite a message about settings in terms of command-line options.
 
     >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or resume='auto'")
     '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
@@ -123,12 +123,12 @@ def in_command_words(text: str) -> str:
 
 
 def add_framework(option: Callable[..., Any], words: str = "") -> None:
-    """``--framework``, read by :func:`framework`; ``words`` say what it is of."""
+    """Add ``--framework``, read by :func:`framework`; ``words`` begin its help text."""
     option("--framework", choices=FRAMEWORKS, help=f"{words}{'; ' * bool(words)}default: the first that is installed")
 
 
 def framework(options: argparse.Namespace) -> str:
-    """The one that was chosen, or the first that is installed."""
+    """The chosen framework, or the first that is installed."""
     from manyhands.cli import probe
 
     return str(options.framework or next(iter(probe.installed()), FRAMEWORKS[0]))
@@ -149,13 +149,13 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-# Of an option that takes a number of things, and of one that takes a file.
+# For options that take a count, and for options that take a file.
 COUNT: dict[str, Any] = {"type": whole_number(1), "metavar": "N"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
 
 def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> str | None:
-    """What to say if options of a command were given behind the script, which takes them for its own.
+    """A hint if options of a command come after the script's name, so that the script receives them.
 
     >>> misplaced("run", "train.py", ["--devices=4"], ["--devices"])
     'manyhands run: --devices went to train.py: options of manyhands run go before the script'
@@ -167,7 +167,7 @@ def misplaced(command: str, script: str, arguments: Sequence[str], options: Coll
 
 
 def folder(text: str) -> Path:
-    """The type of an option that takes a folder: a shell leaves the ``~`` in ``--run=~/mine`` to us."""
+    """The type of an option that takes a folder; expands ``~``, because a shell does not in ``--run=~/mine``."""
     return Path(os.path.expanduser(text))
 
 

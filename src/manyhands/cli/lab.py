@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
 
 
 def _likely(word: str) -> str | None:
-    """The command for who left out ``run``."""
+    """The command that was probably meant if ``run`` is missing."""
     from manyhands.lab import experiments
 
     if word == "list":
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
     written = options.html or options.json or options.out
     output = Output(options.html, options.json, options.out if written else _FOLDER)
-    try:  # what can be refused is refused before anything is run
+    try:  # refuse bad options before anything runs
         chosen = _chosen(options.names)
         frameworks = _frameworks(options.framework)
         jobs = [(name, experiment) for name in frameworks for experiment in chosen if name in experiment.frameworks]
@@ -137,7 +137,7 @@ def _run_all(jobs: list[tuple[str, Experiment]], report: Report, output: Output)
                 status.update(head)
                 say = functools.partial(_say, status, head)
                 report = _run_one(report, experiment, framework, say)
-                print(_shown(report), flush=True)  # first: drawing takes a while, and a disk may be full
+                print(_shown(report), flush=True)  # before the files: drawing takes a while, and the disk may be full
                 output.write(report)
         except KeyboardInterrupt:
             if len(report.results) < len(jobs):

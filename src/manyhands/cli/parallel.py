@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from manyhands.schedule.pictures import graph_svg, timeline
 
-    # What can be refused is refused first: planning takes a while.
+    # Refuse bad paths first: planning takes a while.
     for path, check in ((options.draw, graph_svg.checked_path), (options.timeline, timeline.checked_path)):
         if path is not None:
             check(path)
@@ -66,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[str, Any]]:
-    """What the function is called with: what ``inputs()`` of its script gives, if it takes anything.
+    """The function's arguments: what ``inputs()`` in its script returns, if the function takes any.
 
-    A dict whose keys are what it takes gives arguments by name; another one is an argument.
+    A dict whose keys are the function's parameters gives keyword arguments; any other dict is an argument itself.
     """
     file, _, name = text.partition(":")
     takes = _signature(function)
@@ -95,7 +95,7 @@ def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[
 
 
 def _signature(function: Any) -> inspect.Signature | None:
-    """What it takes, or None: it does not say."""
+    """The function's signature; None if it has none."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -105,5 +105,5 @@ def _signature(function: Any) -> inspect.Signature | None:
 def _accepts(takes: inspect.Signature | None, arguments: Sequence[Any], named: Mapping[Any, Any] | None = None) -> bool:
     try:
         return takes is None or takes.bind(*arguments, **(named or {})) is not None
-    except TypeError:  # also where a name is no text
+    except TypeError:  # also if a key is not a string
         return False

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     framework = flags.framework(options)
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
-    mh.Trainer(1, devices=f"cpu:{options.devices}")  # makes the devices, before anything else is computed
+    mh.Trainer(1, devices=f"cpu:{options.devices}")  # creates the devices before anything is computed
     model, data, loss = _what(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     comparisons = parity.compare(
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
-    """Model, data and loss: by name, or from the user's script."""
+    """Model, data and loss, by name or from the user's script."""
     from manyhands.training.commands.recipes import MODELS
     from manyhands.training.data import fashion_mnist
 

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from manyhands.predict import plot
     from manyhands.schedule.pictures.output_path import check_writable
 
-    # What can be refused is refused first: measuring takes a while.
+    # Refuse bad options first: measuring takes a while.
     if options.plot is not None:
         plot.place(options.plot)
     for path in (options.plot, options.save_profile):
@@ -135,7 +135,7 @@ def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
 
 
 def _framework(name: str) -> Any:
-    """Where ``mh.predict`` of a framework stands."""
+    """The module with a framework's ``mh.predict``."""
     from manyhands import door
     from manyhands.placement.moves import require
 
@@ -145,7 +145,7 @@ def _framework(name: str) -> Any:
 
 
 def _what(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
-    """A name, model, batch and loss: of one of our models, or from the user's script."""
+    """A name, model, batch and loss, from one of our models or from the user's script."""
     if options.script is None:
         on_gpu = entry.has_gpu()
         name = options.model or ("resnet18" if on_gpu else "lenet")

@@ -1,10 +1,9 @@
 """Asks one framework for its devices, in a separate process.
 
-Frameworks take what they find when they start (JAX most of a GPU's memory, TensorFlow all of it), fight
-over one process, and may crash or hang on a broken driver. So the table of ``manyhands devices`` asks each in
-a child process that ends when it has answered, or is ended when it takes too long: one JSON object per line on its
-standard output, first the number of figures to ``expect``, a ``progress`` for each that is measured, at last the
-``report``.
+Frameworks reserve memory when they start (JAX most of a GPU's, TensorFlow all of it), conflict with each other in one
+process, and may crash or hang on a broken driver. So ``manyhands devices`` asks each framework in a child process,
+which ends when it has answered, or is ended when it takes too long. The child prints one JSON object per line: first
+the number of figures to ``expect``, then a ``progress`` for each measured figure, finally the ``report``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _MODEST = {
 
 
 def installed() -> list[str]:
-    """The frameworks that could be imported here; none of them is."""
+    """The frameworks that are installed; does not import them."""
     return [name for name in FRAMEWORKS if moves.installed(name)]
 
 
@@ -43,7 +42,7 @@ def ask(
 ) -> dict[str, Any]:
     """The report of one framework, or ``{"framework": ..., "error": why there is none}``."""
     report: dict[str, Any] = {}
-    # What it says on stderr goes to a file: a pipe that is not read fills up, and the child would hang.
+    # The child's stderr goes to a file: a pipe that nobody reads fills up, and the child would hang.
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
         child = subprocess.Popen(
             _command(framework, measured=measured),
@@ -83,13 +82,13 @@ def ask(
 
 
 def _command(framework: str, *, measured: bool) -> list[str]:
-    # -P: a file in the current folder that is called like a module (random.py, torch.py) is not meant.
+    # -P: do not import files of the current folder that are named like a module (random.py, torch.py).
     options = ["--measure"] if measured else []
     return [sys.executable, "-P", "-m", "manyhands.cli.probe", framework, *options]
 
 
 def _lines(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects among what the child prints; frameworks print things of their own too."""
+    """The JSON objects in the child's output; frameworks also print other lines."""
     assert child.stdout is not None
     with child.stdout:
         for line in child.stdout:

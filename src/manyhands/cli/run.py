@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         os.environ[VIRTUAL_DEVICES] = str(options.devices)
     from manyhands import torch as mh
 
-    # The command asks for it, so also where there is a GPU.
+    # The user asked for virtual devices, so use them even if there is a GPU.
     count = options.devices or int(asked or 0) or 2
     arguments, path = sys.argv, list(sys.path)
     with mh.virtual_devices(count, as_cuda=True):

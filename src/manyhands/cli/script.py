@@ -63,7 +63,7 @@ def made_by(text: str) -> tuple[Any, Any, Any]:
 
 
 def _needed(function: Any) -> list[str]:
-    """The arguments without which it cannot be called."""
+    """The function's required arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of a builtin
@@ -73,7 +73,7 @@ def _needed(function: Any) -> list[str]:
 
 
 def _where(error: Exception, text: str) -> str:
-    """The line of the script that was running when the error came."""
+    """The line of the script that was running when the error was raised."""
     file = Path(text.partition(":")[0]).resolve()
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
@@ -81,7 +81,7 @@ def _where(error: Exception, text: str) -> str:
 
 
 def _module(path: Path) -> Any:
-    """What the script defines is sent to workers by value, as they cannot import it."""
+    """Import the script. Its definitions are pickled by value, because workers cannot import it."""
     sys.path.insert(0, str(path.parent.resolve()))
     name = f"manyhands_script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from manyhands.training.data.fashion_mnist import FashionMnist
     from manyhands.training.result import Result
 
-# How a run is trained. A resumed run keeps all of these unless they are given anew.
+# How a run is trained. A resumed run keeps all of these unless the user sets them again.
 _ALWAYS: dict[str, Any] = {
     "devices": "all",
     "data": None,
@@ -48,14 +48,14 @@ _ALWAYS: dict[str, Any] = {
     "evaluate_every": None,
     "overfit_batches": None,
 }
-# Those of a step that mean the same in the library.
+# Options of a step that have the same meaning in the library.
 _STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "fast", "compile", "parallel")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
 _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
-# Another one of these makes another job: the weights would not fit, or samples would be seen twice or never.
+# A resumed run cannot change these: the weights would not fit, or samples would be seen twice or never.
 _FIXED = ("model", "batch_size", "seed")
-_SETTINGS = {"epochs": "max_epochs"}  # the trainer's name where it is another one
+_SETTINGS = {"epochs": "max_epochs"}  # the trainer's name, if it differs
 
 
 def add(commands: Any) -> None:
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     chosen = {**_ALWAYS, **begun, **_asked(options, begun)}
     where = {"devices": chosen["devices"]}
-    devices = mh.Trainer(1, **where).device_names  # refuses those that are not there
+    devices = mh.Trainer(1, **where).device_names  # raises if a device does not exist
     chosen = {**(_ON_GPU if any(name.startswith("gpu") for name in devices) else _ON_CPU), **chosen}
     data = _load_data(chosen["data"], begun, options)
     samples = len(data.train.labels)
@@ -197,11 +197,11 @@ def run(options: argparse.Namespace) -> int:
             chosen["epochs"] = _EPOCHS_OF_SUBSET
     if not launcher.is_launched():
         _check_devices(chosen, len(devices))
-    # Refuses what no job can have, before there is a folder; this trainer is not used.
+    # Raises for invalid options before a folder is created; this trainer is not used.
     mh.Trainer(**_trainer_options(chosen, recipes), **where, run=options.run or options.resume or "runs")
     say = print if launcher.is_first() else _say_nothing
     say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
-    # Under torchrun all processes do the job of the first one, in the folder that it makes.
+    # Under torchrun, all processes take the options of the first one, and the folder that it creates.
     folder_name, chosen = recipes.from_first(lambda: (_folder(options), chosen))
     folder, options_of_trainer = Path(folder_name), _trainer_options(chosen, recipes) | where
     say(f"{chosen['model']} for {_how_long(chosen)} on {', '.join(devices)}")
@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_run(options: argparse.Namespace) -> None:
-    """``--resume auto`` is the run in ``--run``, if there is one."""
+    """Resolve ``--resume auto`` to the run in ``--run``, if there is one."""
     from manyhands.training.checkpoints.run_folder import RunFolder
 
     if options.resume != Path("auto"):
@@ -271,7 +271,7 @@ def _begun(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]:
-    """What was given on the command line; what would make a resumed run another job is refused."""
+    """The options from the command line; raises if they would make a resumed run a different job."""
     names = (*_ALWAYS, *_ON_CPU)
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     for name in _FIXED:
@@ -284,13 +284,13 @@ def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]
     if "data" in asked:
         asked["data"] = str(asked["data"].expanduser().absolute())
     if "devices" in asked and "shares" not in asked:
-        asked["shares"] = None  # those of the run were for its devices
+        asked["shares"] = None  # the run's shares were for its own devices
     parse_shares(asked.get("shares"))
     return asked
 
 
 def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Namespace) -> FashionMnist:
-    """The data set; a resumed run's is the one that it was started with."""
+    """The data set; a resumed run uses the one that it was started with."""
     from manyhands.training.data import fashion_mnist
 
     try:
@@ -336,7 +336,7 @@ def _check_devices(chosen: dict[str, Any], count: int) -> None:
 
 
 def _folder(options: argparse.Namespace) -> str:
-    """The run's folder. One under ``runs/`` is made now, so that no other job takes its name."""
+    """The run's folder. A folder under ``runs/`` is created now, so that no other job takes its name."""
     from manyhands.training.checkpoints.run_folder import RunFolder
 
     path = options.resume or options.run or RunFolder.create(Path("runs")).path
@@ -347,7 +347,7 @@ def _folder(options: argparse.Namespace) -> str:
 
 
 def _leave(folder: Path, *, interrupted: bool) -> None:
-    """After an error: no empty folder stays, and an interrupted job says how to go on."""
+    """After an error: remove an empty folder; after an interrupt, print how to continue."""
     from manyhands.training.checkpoints import store
     from manyhands.training.checkpoints.run_folder import RunFolder
 
@@ -362,7 +362,7 @@ def _leave(folder: Path, *, interrupted: bool) -> None:
 
 
 def _show(result: Result, folder: Path) -> int:
-    """Say what there is; 1 where a full disk has cost a part of it."""
+    """Print the result; returns 1 if a full disk has lost a part of it."""
     from manyhands.training.checkpoints.run_folder import RunFolder
 
     run = RunFolder(folder)
