@@ -1,7 +1,7 @@
-"""Memory by its addresses: two objects whose spans overlap share memory, however each came by it.
+"""Memory by its addresses: two objects whose spans overlap share memory, however they were created.
 
-``a = np.zeros(8)``, ``torch.from_numpy(a)`` and ``torch.from_numpy(a[4:])`` are three objects in one memory, and none
-of them names the others. Their addresses do.
+``a = np.zeros(8)``, ``torch.from_numpy(a)`` and ``torch.from_numpy(a[4:])`` are three objects in one memory. None of
+them refers to the others; only their addresses show it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Held:
 
 
 class Same:
-    """An object that equals only itself; it is kept, so that no other can come to its address."""
+    """Compares equal only for the same object; keeps a reference, so that no other object gets its address."""
 
     __slots__ = ("value",)
 
@@ -46,14 +46,14 @@ class Same:
 
 
 class Span(NamedTuple):
-    """Addresses of bytes, the end excluded."""
+    """A range of addresses; the end is excluded."""
 
     start: int
     end: int
 
 
 def share(memories: Iterable[Hashable], held: Set[Hashable]) -> bool:
-    """Whether something of the first is in the memory of the second."""
+    """Whether any of the first memories overlaps with the second."""
     for memory in memories:
         if memory in held:
             return True
@@ -65,7 +65,7 @@ def share(memories: Iterable[Hashable], held: Set[Hashable]) -> bool:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """The same memory in order, with one span where several overlap."""
+    """The same memory as sorted spans; overlapping spans are merged."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.start < merged[-1].end:
@@ -76,7 +76,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def content(span: Span, whole: int, blocks: int) -> bytes:
-    """What is in this memory: all of it up to ``whole`` bytes, beyond that some blocks at equal distances."""
+    """The content of this memory: all of it up to ``whole`` bytes, else ``blocks`` blocks at equal distances."""
     size = span.end - span.start
     if size <= whole:
         return ctypes.string_at(span.start, size)
@@ -85,7 +85,7 @@ def content(span: Span, whole: int, blocks: int) -> bytes:
 
 
 def span_of_array(array: Any) -> Span | None:
-    """Where a NumPy array lies, from its first byte to its last; None where it has none."""
+    """The addresses of a NumPy array, from its first byte to its last; None if it has no bytes."""
     start, size = array.ctypes.data, array.nbytes
     if not size:
         return None
@@ -97,7 +97,7 @@ def span_of_array(array: Any) -> Span | None:
 
 
 def span_of_buffer(buffer: Any) -> Span | None:
-    """Where the bytes of a ``bytearray``, ``array`` or ``memoryview`` lie; None where nobody can write to them."""
+    """The addresses of a ``bytearray``, ``array`` or ``memoryview``; None if it cannot be written to."""
     with memoryview(buffer) as view:
         if view.readonly or not view.nbytes or not view.c_contiguous:
             return None

@@ -1,12 +1,11 @@
-"""Small JSON files in the user's cache folder: what was measured once on this hardware and need not be measured again.
+"""Small JSON files in the user's cache folder, so that nothing is measured twice on the same hardware.
 
-A file that is broken, foreign or of another format is not read; one that cannot be written is not written: what stands
-in it is never worth an error. Several processes may write at once: each reads the file again before it writes, adds
-what it has found, and renames a new file over the old one. Of two that do so at the same moment one loses its
-additions, and measures them another time.
+A file that is broken, foreign or of another format is ignored, and so is an error while writing: a cache is never worth
+an exception. Several processes may write at once: each reads the file again, adds its entries, and renames a new file
+over the old one. If two do so at the same moment, one loses its additions, and measures them again later.
 
 The folder is ``$MANYHANDS_CACHE``, or ``$XDG_CACHE_HOME/manyhands``, or ``~/.cache/manyhands``; ``MANYHANDS_CACHE=off``
-remembers nothing.
+turns the cache off.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-_MOST = 20_000  # entries of a file; the oldest go first
-_LARGEST = 8 << 20  # bytes of a file that is read
+_MOST = 20_000  # entries of a file; the oldest are dropped first
+_LARGEST = 8 << 20  # bytes; larger files are not read
 Entries = dict[str, object]
 
 
 class CacheFile:
-    """The entries that are known of one kind of hardware and one version of a framework.
+    """The cached entries for one kind of hardware and one version of a framework.
 
     Args:
         topic: What the entries are, and the name of their folder.
-        hardware: What they hold for, in words.
-        version: Of the entries' form: a file of another one is not read.
+        hardware: What they are valid for, in words.
+        version: The version of the entries' format; files of another version are not read.
     """
 
     def __init__(self, topic: str, hardware: str, version: int) -> None:
@@ -40,7 +39,7 @@ class CacheFile:
         self.path = None if folder is None else folder / topic / f"{name}.json"
 
     def read(self) -> Entries:
-        """What the file holds; nothing where it cannot be believed."""
+        """The entries of the file; none if the file is missing or invalid."""
         if self.path is None:
             return {}
         try:
@@ -54,7 +53,7 @@ class CacheFile:
             return {}
 
     def add(self, entries: Mapping[str, object]) -> bool:
-        """Write these beside what is there; False where that cannot be done."""
+        """Add these entries to the file; returns False if it cannot be written."""
         if self.path is None:
             return False
         remaining = list((self.read() | dict(entries)).items())[-_MOST:]
@@ -72,7 +71,7 @@ class CacheFile:
 
 
 def cache_folder() -> Path | None:
-    """Where measurements are remembered; None where they are not."""
+    """The folder of the cache; None if the cache is off."""
     folder = os.environ.get("MANYHANDS_CACHE")
     if folder is not None:
         return None if folder.strip().lower() in ("", "off", "0", "no") else Path(folder).expanduser()

@@ -1,7 +1,7 @@
-"""The neutral words for devices: a value for the core, the command and reports.
+"""Framework-neutral devices, for the core, the command and reports.
 
-Users hold their framework's own devices (``torch.device``, ``jax.Device``, ...). Where one name has
-to mean the same in all frameworks (a command line, a table, an error) it is a :class:`Device`.
+Users work with their framework's devices (``torch.device``, ``jax.Device``, ...). If one name must mean the same in all
+frameworks (on a command line, in a table, in an error), it is a :class:`Device`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DeviceRecord:
 
 
 def check_index(index: object) -> int:
-    """The index if it can be one; the error that teaches if not."""
+    """Return the index if it is valid, else raise an error that explains."""
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise BadDevice(f"a device is numbered 0, 1, 2, ...; {index!r} is not a number of that kind")
     number = cast(int, index).__index__()
@@ -88,7 +88,7 @@ def check_index(index: object) -> int:
 
 
 def no_such_device(framework: str, device: Device, gpus: Iterable[Device]) -> NoSuchDevice:
-    """The error for a device that could exist, with those that do: the CPU and GPUs, or what stands in for them."""
+    """The error for a device that this machine does not have; it lists the CPU and the GPUs, or virtual devices."""
     names = ", ".join(map(str, [Device("cpu"), *gpus]))
     return NoSuchDevice(
         f"there is no {device}: {framework} sees {names}. mh.try_gpu({device.index}) falls back to the CPU"

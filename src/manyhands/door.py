@@ -1,10 +1,10 @@
 """What the four doors share: the list of their names, and where each is loaded from.
 
-A door binds the verbs of placement when it is imported. Everything else (training, ``parallel``, tasks) is loaded when
-it is first asked for, so that a program which only moves tensors does not wait for a trainer. A type checker does not
-follow a module's ``__getattr__``: for it each door imports the same names once more under ``TYPE_CHECKING``
-(:mod:`manyhands.door_names` has those that are the same objects in all), and ``tests/test_structure.py`` compares them
-with this list.
+A door binds the verbs of placement when it is imported. Everything else (training, ``parallel``, tasks) is loaded on
+first use, so that a program which only moves tensors does not wait for a trainer. A type checker does not follow a
+module's ``__getattr__``, so each door imports the same names again under ``TYPE_CHECKING``
+(:mod:`manyhands.door_names` has the names that are the same objects in all doors), and ``tests/test_structure.py``
+compares them with this list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyhands.placement.verbs import Verbs
 
 VERBS = tuple(name for name in vars(Verbs) if not name.startswith("_"))
 
-# The module of each name that is loaded when it is first asked for.
+# The module of each name that is loaded on first use.
 LOADED_LATE: Mapping[str, str] = MappingProxyType(
     {
         "Accumulator": "manyhands.training.book.vocabulary",
@@ -72,7 +72,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "train": "manyhands.training.{framework}.trainer",
     }
 )
-# What PyTorch's door has in another place, or alone: there `parallel` plans lanes itself.
+# Names that PyTorch's door loads from another module, or that only it has: its `parallel` plans lanes itself.
 OF_TORCH: Mapping[str, str] = MappingProxyType(
     {
         "Parallel": "manyhands.parallel.function",

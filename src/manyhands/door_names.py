@@ -1,6 +1,6 @@
-"""The names that are the same objects in all four doors, for type checkers alone: a door loads them late.
+"""The names that are the same objects in all four doors, only for type checkers: a door loads them on first use.
 
-See :mod:`manyhands.door`. What a framework has of its own stands in its door.
+See :mod:`manyhands.door`. Names that belong to one framework are in its door.
 """
 
 from manyhands.audit.guard import assert_no_stalls as assert_no_stalls

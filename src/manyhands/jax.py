@@ -18,7 +18,7 @@ from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
 from manyhands.training import launcher as _launcher  # noqa: E402
 
-if _launcher.size() > 1:  # JAX has to hear of the other processes before it starts
+if _launcher.size() > 1:  # JAX must know the other processes before it starts
     from manyhands.training.jax import world as _world
 
     _world.join()

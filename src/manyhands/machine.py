@@ -1,7 +1,7 @@
-"""Facts about the machine that no framework is needed for: the host, and NVIDIA's GPUs.
+"""Facts about the machine, read without a framework: the host, and NVIDIA's GPUs.
 
-The host's are read through psutil and the kernel, the GPUs' through ``nvidia-ml-py`` (optional). Nothing
-is read at import, and a machine without a driver is an ordinary machine: its list of GPUs is empty.
+Facts about the host come from psutil and the kernel, those about GPUs from ``nvidia-ml-py`` (optional). Nothing is read
+at import. A machine without a driver is not an error: its list of GPUs is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.device import Memory
 
-# What makes low precision fast, in the kernel's words for x86 and for Arm.
+# CPU features that make low precision fast, by the kernel's names for x86 and for Arm.
 _TELLING_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "sve2", "sve", "asimd")
 
 # Part numbers of Arm's own server cores, from the MIDR_EL1 pages of their reference manuals.
@@ -36,7 +36,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU as the driver reports it; ``uuid`` is what frameworks are matched by."""
+    """One GPU as the driver reports it; ``uuid`` identifies the same GPU in a framework."""
 
     index: int
     uuid: str
@@ -56,7 +56,7 @@ def host_memory() -> Memory:
 
 
 def may_have_gpus() -> bool:
-    """Whether a framework could find a GPU here: asked of files, without starting a driver or a framework."""
+    """Whether a framework could find a GPU here; looks only at files, and starts no driver or framework."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     folder = Path("/dev")
@@ -78,7 +78,7 @@ def host_name() -> str:
 
 @functools.cache
 def host_features() -> tuple[str, ...]:
-    """Those of the processor's instruction sets that matter here."""
+    """The processor's instruction sets that make low precision fast."""
     fields = _cpuinfo()
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return tuple(flag for flag in _TELLING_FLAGS if flag in flags)
@@ -114,7 +114,7 @@ def gpus() -> list[GpuFacts]:
 
 
 def why_no_gpus() -> str | None:
-    """A sentence that says why :func:`gpus` is empty, or None where it is not."""
+    """A sentence that says why :func:`gpus` is empty, or None if it is not."""
     if gpus():
         return None
     try:
@@ -124,7 +124,7 @@ def why_no_gpus() -> str | None:
         pynvml.nvmlShutdown()
     except ImportError:
         return "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
-    except Exception as error:  # whatever is wrong with the driver, it is said in its own words
+    except Exception as error:  # report any problem of the driver with its own message
         return f"no NVIDIA driver found ({error})"
     return "the NVIDIA driver sees no GPU that it can describe"
 
@@ -132,8 +132,8 @@ def why_no_gpus() -> str | None:
 def visible_uuid(ordinal: int) -> str | None:
     """The UUID of the GPU that CUDA numbers ``ordinal`` in this process.
 
-    ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so the driver's numbers are not CUDA's. Where GPUs differ CUDA also puts
-    the fastest first unless configured otherwise; which is which cannot be said then, and None is honest.
+    ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so the driver's numbers are not CUDA's. If GPUs differ, CUDA also puts the
+    fastest first unless configured otherwise. Then the UUID cannot be determined, and the result is None.
     """
     facts = gpus()
     if len({gpu.name for gpu in facts}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -152,7 +152,7 @@ def visible_uuid(ordinal: int) -> str | None:
 
 @contextmanager
 def _driver() -> Iterator[Any]:
-    """NVML while it is open, or None where there is none."""
+    """NVML while it is open, or None if it is not available."""
     try:
         import pynvml
 
@@ -167,7 +167,7 @@ def _driver() -> Iterator[Any]:
 
 
 def _gpu(nvml: Any, index: int, driver: str) -> GpuFacts:
-    """Its facts; raises where the driver has lost it, so that it cannot be named at all."""
+    """The facts about one GPU; raises if the driver has lost the GPU, so that it has no name."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _optional(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     utilization = _optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
@@ -198,7 +198,7 @@ def _text(value: str | bytes) -> str:
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's fields of ``/proc/cpuinfo``; empty where there is no such file."""
+    """The first processor's fields of ``/proc/cpuinfo``; empty if there is no such file."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:

@@ -1,10 +1,9 @@
 """How many samples each device gets.
 
-Shares are turned into whole samples by the method of the largest remainder: everyone gets the
-rounded-down part of what is due, and the samples left over go, one each, to those whose due part
-was cut most (the earlier device first where that is equal). Ten samples in shares 0.5, 0.3, 0.2
-are 5, 3, 2; seven are due 3.5, 2.1, 1.4, so 3, 2, 1 and the one left over goes to the first: 4, 2, 1.
-Even shares are the case where all are equal: ten samples on three devices are 4, 3, 3.
+The largest remainder method turns shares into whole samples: each device gets its exact amount rounded down, and the
+samples left over go, one each, to the devices with the largest remainders (on a tie, to the earlier device). Ten
+samples in shares 0.5, 0.3, 0.2 are 5, 3, 2. For seven samples the exact amounts are 3.5, 2.1, 1.4, so 3, 2, 1, and the
+one left over goes to the first device: 4, 2, 1. With equal shares, ten samples on three devices are 4, 3, 3.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from manyhands.errors import BadShares
 
 
 def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
-    """The shares as exact fractions of one, or the reason why they are no shares (for ``count`` devices)."""
+    """The shares as exact fractions of one; raises if they are not valid shares (for ``count`` devices)."""
     try:
         values = list(shares)
     except TypeError:
@@ -35,7 +34,7 @@ def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
 
 
 def _exact(share: object) -> Fraction:
-    """One share, of Python's or NumPy's numbers, as a fraction of Python's whole numbers."""
+    """One share, a number of Python or NumPy, as a fraction of Python's integers."""
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise BadShares(f"a share is a number, {share!r} is of type {type(share).__name__}")
     try:
@@ -50,10 +49,10 @@ def _exact(share: object) -> Fraction:
 
 
 def sizes(total: int, count: int, shares: Sequence[float] | None = None, *, least: int = 1) -> list[int]:
-    """Samples per device: together exactly ``total``, in the given shares or as even as can be.
+    """Samples per device: together exactly ``total``, in the given shares or as evenly as possible.
 
     A device that would get fewer than ``least`` gets none; its samples go to the nearest device before it that has
-    some, or else after it. Only where ``total`` itself is less than ``least``, one device has that few.
+    some, or else after it. Only if ``total`` itself is less than ``least``, one device gets fewer than ``least``.
 
     >>> sizes(10, 3)
     [4, 3, 3]

@@ -1,9 +1,9 @@
 """Trees: tensors alone or nested in lists, tuples, dicts, named tuples and dataclasses.
 
-A thin layer over optree with one addition: a plain ``@dataclass`` is a branch, not a leaf. Its class
-is registered (in a namespace of ours) when one is first seen, and put together again as a copy,
-without calling ``__init__``, so that a ``__post_init__`` does not run twice. And some classes that look
-like named tuples, but are more, are leaves (:func:`keep_whole`).
+A thin layer over optree with two differences. A plain ``@dataclass`` is a branch, not a leaf: its class is registered
+in our namespace when it is first seen, and ``unflatten`` copies the instance without calling ``__init__``, so that
+``__post_init__`` does not run twice. And some classes that look like named tuples, but are more than that, are leaves
+(:func:`keep_whole`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Structure = optree.PyTreeSpec
 
 
 def flatten(tree: object) -> tuple[list[Any], Structure]:
-    """The leaves in order, and the structure that puts them together again (``unflatten``)."""
+    """The leaves in order, and the structure from which ``unflatten`` rebuilds the tree."""
     branch: Any = tree
     try:
         leaves, structure = optree.tree_flatten(branch, _is_whole if _whole else None, namespace=_NAMESPACE)
@@ -41,7 +41,7 @@ def flatten(tree: object) -> tuple[list[Any], Structure]:
 
 
 def keep_whole(cls: type) -> None:
-    """Make instances of this class leaves: it cannot be put together again from its parts."""
+    """Make instances of this class leaves: they cannot be rebuilt from their parts."""
     _whole.add(cls)
 
 
@@ -50,9 +50,9 @@ def _is_whole(value: object) -> bool:
 
 
 def plain_leaves(tree: object) -> list[Any]:
-    """The leaves as far as plain lists, tuples and dicts go; what else there is counts as a leaf.
+    """The leaves of plain lists, tuples and dicts; every other value counts as a leaf.
 
-    Several times quicker than :func:`flatten`: enough to see that nothing has to be done.
+    Several times faster than :func:`flatten`, and enough to see that there is nothing to do.
     """
     leaves: list[Any] = []
     try:
@@ -74,20 +74,20 @@ def _collect(values: Iterable[Any], leaves: list[Any]) -> None:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
-    """The same tree with every leaf replaced by what the function makes of it."""
+    """Apply the function to every leaf, and return the results in the same tree."""
     leaves, structure = flatten(tree)
     return structure.unflatten(map(function, leaves))
 
 
 def paths(structure: Structure, root: str = "") -> list[str]:
-    """Where each leaf stands, as one would write it: ``batch['x'][0].mask`` for root ``batch``."""
+    """The path of each leaf as a Python expression: ``batch['x'][0].mask`` for root ``batch``."""
     return [accessor.codify(root) for accessor in structure.accessors()]
 
 
 def _new_branches(types: set[type]) -> bool:
-    """Whether one of these types of leaves is a dataclass: a branch from now on, so take the tree apart again.
+    """Whether one of these leaf types is a dataclass. It is a branch from now on, so the tree must be flattened again.
 
-    True also for one that another thread has just made a branch: it was still a leaf when this tree was taken apart.
+    Also True if another thread has just made it a branch: it was still a leaf when this tree was flattened.
     """
     if types <= _no_branches:
         return False
@@ -125,7 +125,7 @@ def _register(cls: type) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mould:
-    """The instance to shape a copy after, and its fields; moulds with the same fields are equal."""
+    """The instance to copy, and its fields; moulds with the same fields are equal."""
 
     value: Any = dataclasses.field(compare=False, repr=False)
     fields: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Python functions that are written at run time.
+"""Python functions that are generated at run time.
 
 Straight-line code for one plan, one guard or one call signature is faster than code that interprets a description. All
-of it is made here, so that a traceback shows its lines and a debugger finds its source:
+of it is generated here, so that tracebacks show its lines and debuggers find its source:
 
     double = function("doubles", "def double(x):\\n    return x * two", {"two": 2})
 """
@@ -28,7 +28,7 @@ def functions(label: str, source: str, names: dict[str, Any]) -> list[Callable[.
     before = set(names)
     exec(compile(source, filename, "exec"), names)
     defined = [value for name, value in names.items() if name not in before and name != "__builtins__"]
-    # Without a time of its own, linecache does not look for the file.
+    # Without a modification time, linecache does not look for the file.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(defined[0], linecache.cache.pop, filename, None)
     return defined

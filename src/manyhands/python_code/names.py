@@ -1,7 +1,7 @@
 """Names in Python code: the globals and attributes that it uses, the methods behind them, and what cannot be watched.
 
-``def fn(x): return net.scale(x)`` has the words ``net`` and ``scale``. Whoever watches what ``fn`` takes from outside
-finds ``net`` among its globals, and in the class of ``net`` a method ``scale``, whose words come next.
+``def fn(x): return net.scale(x)`` has the words ``net`` and ``scale``. To watch what ``fn`` reads from outside, look up
+``net`` among its globals and the method ``scale`` in the class of ``net``, then continue with the words of ``scale``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-# Special methods that no operator, loop or attribute calls on an object that is there already.
+# Special methods that no operator, loop or attribute access calls on an existing object.
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__hash__"}
 _NOT_CALLED |= {"__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__", "__sizeof__", "__dir__"}
-_MAKING = ("__new__", "__init__", "__post_init__")  # what calling a class calls
+_MAKING = ("__new__", "__init__", "__post_init__")  # called when a class is called
 
 
 def words_of(code: types.CodeType) -> list[str]:
@@ -35,10 +35,10 @@ def words_of(code: types.CodeType) -> list[str]:
 def members(
     classes: Collection[type], words: Collection[str], is_foreign: Callable[[Any], bool]
 ) -> Iterator[tuple[type, str, Any]]:
-    """What these classes of the user's, and those that they inherit from, have under these words: (owner, word, it).
+    """The members with these names of the user's classes and their base classes: (owner, word, member).
 
-    Methods behind operators (``table[0]`` calls ``__getitem__``), which no word names, are among them. Each once;
-    classes and words that are added meanwhile are followed, too.
+    This includes the methods behind operators, which no word names (``table[0]`` calls ``__getitem__``). Each member
+    comes once. Classes and words that are added during the iteration are followed, too.
     """
     done: set[tuple[type, str]] = set()
     while new := [member for member in _members(classes, words, is_foreign) if member[:2] not in done]:
@@ -62,7 +62,7 @@ def _is_operator(word: str, content: Any) -> bool:
 
 
 def making(kind: type, is_foreign: Callable[[Any], bool]) -> Iterator[tuple[type, str, Any]]:
-    """What is called when an object of this class is made: (owner, word, it)."""
+    """The methods that are called when an object of this class is created: (owner, word, method)."""
     for owner in kind.__mro__:
         for word in _MAKING if not is_foreign(owner) else ():
             if word in vars(owner):
@@ -78,7 +78,7 @@ def modules_named(words: Collection[str], package: str | None) -> Iterator[tuple
 
 
 def function_behind(content: Any) -> Any:
-    """The function that is called through a class's attribute: a method, a method of the class, a property."""
+    """The function behind a class's attribute: a method, a class method or a property."""
     if isinstance(content, (classmethod, staticmethod)):
         return content.__func__
     if isinstance(content, property):
@@ -87,7 +87,7 @@ def function_behind(content: Any) -> Any:
 
 
 def why_unwatched(value: Any) -> str | None:
-    """What a value is whose next answer nobody can know without asking for it, or None."""
+    """Names the kind of a value that cannot be watched, because only using it shows its next result; else None."""
     if hasattr(type(value), "__next__"):
         return "an iterator"
     if isinstance(value, contextvars.ContextVar):
@@ -102,7 +102,7 @@ def why_unwatched(value: Any) -> str | None:
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether a class, function or module is not the user's: Python's own, or of an installed package."""
+    """Whether a class, function or module belongs to Python or an installed package, not to the user."""
     module = value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", "") or "")
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names:
