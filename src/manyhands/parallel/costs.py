@@ -1,8 +1,8 @@
 """The cost of each task: measured once per kind of operation, remembered on disk, or estimated.
 
-The key of an operation says what is called, with tensors of which shapes, strides and dtypes, on which device. What was
-measured for a key on this hardware and with this version of the framework is stored in a small file (:mod:`..cache`),
-so that a second run of a program plans without measuring. What cannot be measured is estimated.
+The key of an operation consists of its target, the shapes, strides and dtypes of its tensors, and its device. The cost
+measured for a key, on this hardware and with this version of the framework, is stored in a small file (:mod:`..cache`),
+so that a second run of a program plans without measuring. Costs that cannot be measured are estimated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from manyhands.cache import CacheFile
 from manyhands.schedule.task import Task
 
 _FORMAT = 1
-_BUDGET = 1.5  # seconds for measuring; what is not measured by then is estimated
+_BUDGET = 1.5  # seconds for measuring; after that, costs are estimated
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a task alone on its device, and how much of the device it fills meanwhile."""
+    """Seconds of a task alone on its device, and the share of the device that it fills."""
 
     seconds: float
     share: float
@@ -31,7 +31,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Costed:
-    """Tasks with their costs, and how these came about."""
+    """Tasks with their costs, and where the costs come from."""
 
     tasks: list[Task]
     measured: int = 0
@@ -47,7 +47,7 @@ class Costed:
 
 
 def costs(backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, device: DevicesT | None) -> Costed:
-    """The tasks of a trace with what each costs on this machine."""
+    """The tasks of a trace with the cost of each on this machine."""
     tasks = backend.tasks(trace, device)
     known = Remembered(backend.hardware(device))
     costs_of: dict[str, Cost] = {}
@@ -73,7 +73,7 @@ def costs(backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, devi
 
 
 class Remembered:
-    """The costs that are known of one kind of hardware and one version of a framework."""
+    """The known costs for one kind of hardware and one version of a framework."""
 
     def __init__(self, hardware: str) -> None:
         self._file = CacheFile("costs", hardware, _FORMAT)
@@ -91,7 +91,7 @@ class Remembered:
         self._known[key] = self._new[key] = cost
 
     def save(self) -> None:
-        """Write what is new; quietly nothing where that cannot be done."""
+        """Write new costs to the file; does nothing if that fails."""
         new = {key: [cost.seconds, cost.share] for key, cost in self._new.items()}
         if new and self._file.add(new):
             self._new = {}

@@ -7,12 +7,12 @@ The first call of a signature (structure, shapes, dtypes, devices, modes, plain 
 result is returned. Then the function is traced, and the framework runs it for the same arguments: if the results are
 the same, the framework runs every later call. Which of the two is faster is not measured.
 
-A trace depends on what the function reads from outside its arguments. :mod:`manyhands.tasks.reachable` finds that, as
-it does for explicit tasks, and it is compared before each call: a closure's variable or a global that names another
-value, a list that has grown, another attribute of an object. After a change the function is traced again. If the first
-call itself changes such a thing, prints, opens a file or draws random numbers of Python or NumPy, the function stays
-plain: compiled, it would do so only once. What that search does not find is a constant, as it is for ``jax.jit`` and
-``tf.function``.
+A trace depends on what the function reads from outside its arguments. :mod:`manyhands.tasks.reachable` finds these
+values, as it does for explicit tasks, and they are compared before each call: a closure variable or global that was
+reassigned, a list that has grown, a changed attribute of an object. After a change the function is traced again. If the
+first call itself changes such a value, prints, opens a file or draws random numbers of Python or NumPy, the function
+stays plain: compiled, it would do so only once. Values that the search does not find are constants, as they are for
+``jax.jit`` and ``tf.function``.
 
 A worked example: ``fn`` reads a global ``scale``. The first call with a 4x4 array runs plainly, then ``jax.jit(fn)``
 gives the same result; the second call is compiled. A call with a 5x5 array is traced again, and so is a call after
@@ -48,19 +48,19 @@ from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 from manyhands.tasks.undeclared_writes import Watch, in_words
 
-if TYPE_CHECKING:  # the type checker holds the three modules to the protocol
+if TYPE_CHECKING:  # the type checker checks the three modules against the protocol
     from manyhands.backends.jax import planning as _jax
     from manyhands.backends.mxnet import planning as _mxnet
     from manyhands.backends.tensorflow import planning as _tensorflow
 
     _RUNTIMES: tuple[Runtime, ...] = (_jax, _mxnet, _tensorflow)
 
-_SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
+_SETTLING = 3  # calls in which a function may still change outside values: models are often built by their first call
 _WATCHED = 1 << 16  # bytes of a NumPy array outside that are compared at every call
 
 
 class Parallel(ParallelFunction[P, R]):
-    """A function that gives what the plain one gives, run by the framework's runtime where that gives the same."""
+    """A function with the results of the plain one, run by the framework's runtime if that gives the same results."""
 
     def __init__(self, function: Callable[P, R], backend: Runtime) -> None:
         super().__init__(function)
@@ -75,7 +75,7 @@ class Parallel(ParallelFunction[P, R]):
             return self.function(*arguments, **keywords)
         try:
             planned = self._plans.of(call.signature, arguments, keywords)
-        except Exception as error:  # a structure of the user's that has no hash, or cannot be compared
+        except Exception as error:  # a user's structure that has no hash, or cannot be compared
             planned = Planned(
                 self._plainly,
                 notes=[f"its arguments cannot be compared: {first_line(error)}"],
@@ -104,7 +104,7 @@ class Parallel(ParallelFunction[P, R]):
     # Planning
 
     def _first(self, call: Call) -> object:
-        """Run plainly, and plan for the calls to come."""
+        """Run plainly, and plan later calls."""
         if not self._plans.is_worth_one(call.signature):
             self._last = Planned(self._plainly, notes=[NEVER_AGAIN])
             return call.plainly()
@@ -148,7 +148,7 @@ class Parallel(ParallelFunction[P, R]):
         self._plans.keep(call.signature, planned)
 
     def _must_be_watched(self, call: Call, reached: Reached) -> None:
-        """Everything that is no tensor takes part in a trace as it is: a change of it has to be noticed."""
+        """Values other than tensors are constants of a trace: refuse those whose changes would go unnoticed."""
         for value in call.others:
             if isinstance(value, self.backend.BY_VALUE) or callable(value) or not is_foreign(type(value)):
                 continue
@@ -170,7 +170,7 @@ class Parallel(ParallelFunction[P, R]):
     def _compare(
         self, planned: Planned, call: Call, traced: Traced, result: object, before: list[tuple[object, object]]
     ) -> None:
-        """Run the framework's way for the same arguments and variables; keep it if it gives the same."""
+        """Run the framework's way for the same arguments and variables; keep it if the results are the same."""
         backend, way, run = self.backend, self.backend.WAY, traced.run
         if run is None:
             return
@@ -181,7 +181,7 @@ class Parallel(ParallelFunction[P, R]):
             return
         expected = [*backend.flatten(result)[0], *(value for _, value in backend.variables(traced.writes))]
         try:
-            for _ in range(2):  # the first time it is compiled
+            for _ in range(2):  # the first run compiles it
                 with backend.as_before(before):
                     start = time.perf_counter()
                     result_of_runtime = backend.wait(run(call.tensors))
@@ -208,7 +208,7 @@ class Parallel(ParallelFunction[P, R]):
             planned.notes.append(f"{way} is not used: its results {how}")
 
     def _delegated(self, planned: Planned, run: Run, *, writes: bool) -> planning.Run:
-        """The framework's way; where it fails, plain execution says what is wrong in the function's own words."""
+        """The framework's way; if it fails, plain execution raises the function's own error."""
         way = self.backend.WAY
 
         def delegated(tensors: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
@@ -227,7 +227,7 @@ class Parallel(ParallelFunction[P, R]):
         return delegated
 
     def _show(self, planned: Planned, traced: Traced) -> None:
-        """The tasks on the runtime's lanes, as it would run them."""
+        """Add the tasks on the runtime's lanes, as it would run them, to the plan."""
         backend, forms = self.backend, traced.forms
         tasks = [dataclasses.replace(task, share=1 / backend.lanes(task.device)) for task in traced.tasks]
         on_lanes = _on_lanes(graph(tasks), backend.lanes)
@@ -249,7 +249,7 @@ def _contents(backend: Runtime, call: Call) -> tuple[Hashable, list[Same]]:
 
 
 class _Outside:
-    """What a function reached outside its arguments before a call, and whether that is as it was."""
+    """The values that a function reached outside its arguments before a call, and whether they have changed."""
 
     def __init__(self, objects: Objects, reached: Reached) -> None:
         reached.variables += reached.helpers
@@ -261,7 +261,7 @@ class _Outside:
         return self._watch.changed() is None
 
     def changed(self) -> str | None:
-        """What is not as it was, by the name that the function has for it."""
+        """The name, as the function knows it, of a value that has changed."""
         if (changed := self._watch.changed()) is None:
             return None
         return getattr(changed, "name", None) or self._names.get(id(changed)) or in_words(changed)

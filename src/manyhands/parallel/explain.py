@@ -11,13 +11,13 @@ from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import megabytes
 from manyhands.schedule.simulate import Bounds, bounds
 
-_NEARLY = 0.8  # of the time: then it is what bounds the rest
+_NEARLY = 0.8  # of the time: what takes this much is the bottleneck
 _SMALL = 20e-6  # seconds; handing over a task costs about as much
-_MOST_WRAPPERS = 100  # of a function: what wraps itself has no end
+_MOST_WRAPPERS = 100  # of a function: one that wraps itself would never end
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """As its author knows it: what a partial or a decorator wraps, a module by its class."""
+    """The function's name as its author knows it: without partials and decorators; a module's class."""
     for _ in range(_MOST_WRAPPERS):
         if isinstance(function, functools.partial):
             function = function.func
@@ -119,7 +119,7 @@ def _why_no_more(limit: Bounds, spent: float | None, predicted: float | None, sc
 
 
 def advice(program: Graph, keys: Sequence[str], hint: Callable[[int], str | None], most: int = 3) -> list[str]:
-    """Operations of the same form that stand side by side could be one batched operation: those with the most work."""
+    """Independent operations of the same form that could be one batched operation: those with the most work."""
     depth = [0] * len(program)
     for task, needs in enumerate(program.needs):
         depth[task] = 1 + max((depth[need] for need in needs), default=-1)

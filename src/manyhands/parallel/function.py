@@ -48,22 +48,22 @@ from manyhands.schedule.simulate import timeline_of
 from manyhands.tasks import scope
 
 _log = logging.getLogger("manyhands")
-_RECENT = 4  # plans that are asked whether they know a call before its signature is built
-_DIRECT_KEYS = 8  # kinds of calls that go to the function itself
-_DIRECT_CALLS = 100  # of one kind, until plans are asked again
-_GUARD_CALLS = 20  # that are timed, to know what guards cost
-_MEMORY = 1.3  # of plain execution's memory a plan may take
-# Tracing replaces parts of Python and of the framework for a while: one thread at a time.
+_RECENT = 4  # plans that are checked against a call before its signature is built
+_DIRECT_KEYS = 8  # kinds of calls that go directly to the function
+_DIRECT_CALLS = 100  # of one kind, until plans are checked again
+_GUARD_CALLS = 20  # timed to measure the cost of guards
+_MEMORY = 1.3  # times plain execution's memory that a plan may take
+# Tracing temporarily replaces parts of Python and of the framework: one thread at a time.
 _tracing = threading.RLock()
 
 
 class Parallel(ParallelFunction[P, R]):
-    """A function that gives what the plain one gives, sooner where that is possible."""
+    """A function with the results of the plain one, faster where possible."""
 
-    compiles_whole: bool | None = None  # with ``compile``; None: where there is a GPU, whose graph then holds all of it
+    compiles_whole: bool | None = None  # with ``compile``; None: if there is a GPU, whose graph then holds all of it
     shows_progress = True  # on stderr, when planning takes longer than a second
-    has_guards = False  # whether the caller has seen to it that a plan is valid, as Dynamo does for its graphs
-    compiles_regions_later = False  # with ``compile``: when enough calls were made to win it back, not at the first
+    has_guards = False  # whether the caller ensures that a plan is valid, as Dynamo does for its graphs
+    compiles_regions_later = False  # with ``compile``: once enough calls make it pay off, not at the first
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Parallel(ParallelFunction[P, R]):
         self.compile = compile
         self.synchronous = synchronous
         self._plans: Plans[Planned] = Plans()
-        self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
-        self._captured: Captured | None = None  # in pieces, where it cannot be traced as a whole
-        self._direct: dict[object, list[int]] = {}  # calls that go to the function itself, and how many more may
+        self._recent: tuple[Planned, ...] = ()  # checked first against a call
+        self._captured: Captured | None = None  # in pieces, if it cannot be traced as a whole
+        self._direct: dict[object, list[int]] = {}  # calls that go directly to the function, and how many more may
 
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         if self._direct and not keywords:
@@ -101,7 +101,7 @@ class Parallel(ParallelFunction[P, R]):
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
             if tensors is None:
                 continue
-            # Guards take tens of microseconds: where a run harms nobody, the device works meanwhile.
+            # Checking guards takes tens of microseconds: a run without side effects starts before, on the device.
             result = NOT_STARTED if planned.ahead is None else planned.ahead(tensors)
             if not planned.is_valid_for(arguments, keywords):
                 planned.was_refused(started=result is not NOT_STARTED)
@@ -124,14 +124,14 @@ class Parallel(ParallelFunction[P, R]):
         return planned.run(*call.run_arguments)  # type: ignore[return-value]
 
     def _quick_key(self, arguments: tuple[object, ...]) -> tuple[object, ...]:
-        """What makes it likely that a call is like another one. It need not be: plain execution is always right."""
+        """A key that similar calls probably share. It may be wrong, because plain execution is always right."""
         return (self.backend.mode(), *[getattr(argument, "shape", None) for argument in arguments])
 
     def _call_directly(self, planned: Planned, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
-        """Have calls like this one go to the function itself, if no plan of it has won yet.
+        """Send calls like this one directly to the function, if no plan of it has won yet.
 
-        To ask plans whether they fit would cost every call and gain nothing. Now and then they are asked: what the
-        function depends on may be other.
+        Checking whether plans fit would cost time on every call and gain nothing. They are checked only now and then,
+        because what the function depends on may have changed.
         """
         plans = [*self._recent, planned]
         if self.has_guards or keywords or not all(plan.run == self._plainly for plan in plans):
@@ -142,18 +142,18 @@ class Parallel(ParallelFunction[P, R]):
             self._direct[self._quick_key(arguments)] = [_DIRECT_CALLS]
 
     def plan_for(self, arguments: tuple[object, ...]) -> Planned:
-        """The plan of a call with these arguments. Who runs it sees to it that later calls are alike."""
+        """The plan of a call with these arguments. Whoever runs it must ensure that later calls are alike."""
         call = self.backend.call(arguments, {})
         self._last = self._plans.of(call.signature, arguments, {}) or self._replan(call)
         return self._last
 
     @property
     def plan_if_any(self) -> Planned | None:
-        """What is known of the last call; None before the first one."""
+        """The plan of the last call; None before the first one."""
         return self._last
 
     def planner(self) -> Planner:
-        """Plans a graph of Dynamo's, whose guards stand for the signature of later calls."""
+        """A planner for a Dynamo graph, whose guards replace the signature of later calls."""
         self.has_guards = True
 
         def plan(arguments: tuple[object, ...]) -> GraphPlan | None:
@@ -164,7 +164,7 @@ class Parallel(ParallelFunction[P, R]):
         return plan
 
     def _graph_plan(self, planned: Planned, *, is_new: bool = True) -> GraphPlan | None:
-        if is_new and _log.isEnabledFor(logging.DEBUG):  # nobody has the graph to ask it
+        if is_new and _log.isEnabledFor(logging.DEBUG):  # the user has no object to call explain() on
             _log.debug("%s", self.explain())
         if planned.way == AS_WRITTEN and not planned.retry:
             return None
@@ -182,7 +182,7 @@ class Parallel(ParallelFunction[P, R]):
         return self._graph_plan(self._last)
 
     def _in_pieces(self) -> Captured:
-        """The function captured in pieces, each graph of which is planned like a function."""
+        """The function captured in pieces; each graph is planned like a function."""
         if self._captured is None:
 
             def graph(function: Callable[..., object], reuse: bool) -> Parallel[..., object]:
@@ -205,7 +205,7 @@ class Parallel(ParallelFunction[P, R]):
             planned.fits = self.backend.recogniser(call)
         if planned.fits is not None:
             others = [other for other in self._recent if other is not planned][: _RECENT - 1]
-            # Plain execution, which fits every state, comes after the plans of some states.
+            # Plain execution fits every state, so it comes after the plans for particular states.
             self._recent = (*others, planned) if planned.way.is_plain else (planned, *others)
 
     def _replan(self, call: Call) -> Planned:
@@ -258,7 +258,7 @@ class Parallel(ParallelFunction[P, R]):
     # Planning
 
     def _plan(self, call: Call, progress: Progress, *, first: bool) -> Planned:
-        """``first``: of this signature; what is made outside at the first call may be there at the next."""
+        """``first``: the signature's first call, which may create outside values that exist at the next."""
         progress.enters("capture")
         try:
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
@@ -272,7 +272,7 @@ class Parallel(ParallelFunction[P, R]):
             planned.retry = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
             planned.cannot_be_one = not isinstance(error, MustRunAsWritten)
             return planned
-        except Exception as error:  # the function's own, if it is, comes from plain execution
+        except Exception as error:  # if it is the function's own error, plain execution raises it
             note = f"cannot be traced: {first_line(error)}"
             return Planned(self._plainly, notes=[note], retry=first, cannot_be_one=True)
         try:
@@ -287,7 +287,7 @@ class Parallel(ParallelFunction[P, R]):
                     planned = choose_compiled.better(planned, trials, whole=whole, later=later)
                     if planned.regions_after is not None:
                         planned.with_regions = functools.partial(self._compile_regions, planned, trace, device)
-        except Exception as error:  # whatever fails while plans are tried: plain execution is there
+        except Exception as error:  # whatever fails while plans are tried: plain execution remains
             without_memory = self.backend.is_out_of_memory(error)
             why = "out of memory while planning" if without_memory else "it could not be planned"
             planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], retry=first and not without_memory)
@@ -307,7 +307,7 @@ class Parallel(ParallelFunction[P, R]):
         *,
         lanes_are_left: bool,
     ) -> choose_compiled.Trials[Trace, Call, object, object]:
-        """What plans the trace, and the same compiled, and times a plan, with the arguments of a call."""
+        """The functions that plan the trace and its compiled forms, and time plans, with the arguments of a call."""
         return choose_compiled.Trials(
             self.backend,
             trace,
@@ -325,7 +325,7 @@ class Parallel(ParallelFunction[P, R]):
                 with self.backend.untouched(trace, call.tensors) as put_back:
                     trials = self._trials(call, trace, device, progress, put_back, lanes_are_left=True)
                     better = choose_compiled.with_regions(planned, trials)
-            except Exception as error:  # whatever fails: the plan is there
+            except Exception as error:  # whatever fails: the plan remains
                 planned.notes.append(f"compiled regions: not used: {first_line(error)}")
                 better = planned
         better.holds, better.changed = trace.holds, trace.changed
@@ -333,9 +333,9 @@ class Parallel(ParallelFunction[P, R]):
         return better
 
     def _add_guards(self, planned: Planned, call: Call, trace: Trace) -> None:
-        """Let Dynamo guard what the code looks at, if it can follow it; what guards cost has to be won first."""
+        """Let Dynamo guard what the code reads, if it can follow it; a plan has to gain more than its guards cost."""
         _, arguments, keywords = call.run_arguments
-        if self._is_lost_to_guards(planned, planned.holds):  # without those of Dynamo, which take long to make
+        if self._is_lost_to_guards(planned, planned.holds):  # without Dynamo's guards, which take long to build
             return
         try:
             with _tracing:
@@ -353,7 +353,7 @@ class Parallel(ParallelFunction[P, R]):
         self._is_lost_to_guards(planned, lambda: planned.is_valid_for(arguments, keywords))
 
     def _is_lost_to_guards(self, planned: Planned, check: Callable[[], bool]) -> bool:
-        """Whether asking its guards takes what a plan gains; then plain execution is used."""
+        """Whether checking its guards costs more than a plan gains; then plain execution is used."""
         if AS_WRITTEN not in planned.seconds:
             return False
         cost = self.backend.seconds(check, None, lambda: None, _GUARD_CALLS)
@@ -376,7 +376,7 @@ class Parallel(ParallelFunction[P, R]):
         *,
         lanes: bool = True,
     ) -> Planned:
-        """Plan the trace, and keep the fastest way that is right. ``lanes``: on a GPU, also with several lanes."""
+        """Plan the trace, and keep the fastest correct way. ``lanes``: on a GPU, also try several lanes."""
         backend = self.backend
         progress.enters("costs")
         costed = costs(backend, trace, device)
@@ -392,7 +392,7 @@ class Parallel(ParallelFunction[P, R]):
             choose_cpu.choose(best, backend, call, trace, measured, limit, replaying)
         else:
             choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying, lanes=lanes)
-        # Who holds a run holds the memory of its CUDA graph.
+        # A reference to a run keeps the memory of its CUDA graph.
         best.starts = {run: start for run, start in best.starts.items() if run is best.run}
         best.advice = explain.advice(measured, backend.cost_keys(trace), functools.partial(backend.batch_hint, trace))
 
@@ -405,9 +405,9 @@ class Parallel(ParallelFunction[P, R]):
         return best
 
     def _replaying(self, planned: Planned, trace: Trace, run: Replay) -> Run:
-        """Replay a run; a call that fails is done again plainly, and so is every call after one without memory.
+        """Replay a run; a call that fails is repeated plainly, and after an out-of-memory error all calls are plain.
 
-        Plain execution raises what the function raises, or takes the branch that the function has for an error.
+        Plain execution raises what the function raises, or takes the function's branch for an error.
         """
         backend = self.backend
         together = backend.together(trace)
@@ -416,7 +416,7 @@ class Parallel(ParallelFunction[P, R]):
         alone = nullcontext() if run.concurrent else threading.Lock()
 
         def replay(tensors: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-            if mixing is not None and mixing(tensors):  # a schedule knows nothing of it
+            if mixing is not None and mixing(tensors):  # the schedule does not know about it
                 return self._plainly(tensors, arguments, keywords)
             before = backend.random_state(random) if random else None
             try:
@@ -429,7 +429,7 @@ class Parallel(ParallelFunction[P, R]):
                     raise
                 if without_memory := backend.is_out_of_memory(error):
                     planned.notes.append(f"{planned.how} ran out of memory: plain execution is used instead ({error})")
-            # Only here has the failed run let go of its memory.
+            # Only here has the failed run freed its memory.
             if before is not None:
                 backend.set_random_state(random, before)
             if without_memory:
@@ -443,7 +443,7 @@ class Parallel(ParallelFunction[P, R]):
             try:
                 with alone:
                     return together(run.replay(tensors))
-            except Exception:  # the run that follows says why
+            except Exception:  # the run that follows reports why
                 return NOT_STARTED
 
         planned.starts[replay] = start

@@ -28,11 +28,11 @@ R = TypeVar("R")
 
 
 class ParallelFunction(abc.ABC, Generic[P, R]):
-    """A function that gives what the plain one gives, sooner where that is possible."""
+    """A function with the results of the plain one, faster where possible."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         _must_be_function(function)
-        # The attributes of a callable object (a model's parameters) stay its own.
+        # The attributes of a callable object (a model's parameters) are not copied.
         updated = ("__dict__",) if isinstance(function, types.FunctionType) else ()
         functools.update_wrapper(self, function, updated=updated)
         self.function = function
@@ -41,7 +41,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
 
     @abc.abstractmethod
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
-        """What the function gives for these arguments."""
+        """The function's result for these arguments."""
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         """As a decorator of a method: the instance is its first argument."""
@@ -50,7 +50,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
     if not TYPE_CHECKING:  # it would let the type checker accept every name
 
         def __getattr__(self, name: str) -> object:
-            """``net = parallel(Net())``, then ``net.parameters()``: say who has it."""
+            """``net = parallel(Net())``, then ``net.parameters()``: the error says which object has the attribute."""
             function = self.__dict__.get("function")
             if name.startswith("__") or not hasattr(function, name):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -62,7 +62,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
 
     @property
     def planned(self) -> Planned:
-        """What is known of the way in which the last call was run."""
+        """The plan of the last call."""
         if self._last is None:
             raise EngineError("call the function first: it is planned for the arguments that it gets")
         return self._last
@@ -98,14 +98,14 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
     ) -> Forecast:
-        """What the last call's work would take if it were spread over so many devices like this one.
+        """How long the last call's work would take on several devices like this one.
 
         ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
         in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
         """
 
     def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        """The function as it is written, called as plans are."""
+        """The function as written, with the signature of a plan's run."""
         return self.plain(*arguments, **keywords)
 
     def _can_measure(self) -> bool:

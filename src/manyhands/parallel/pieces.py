@@ -4,8 +4,8 @@ A function may print, write files or count its calls, so it must not be called j
 from the calls that the user makes anyway, and each of them gives the results of plain execution:
 
 - two plain calls, timed. A function that takes less time than calling pieces would cost stays plain for good;
-- calls in pieces, until nothing new is captured and every graph is planned. If no plan is faster than its graph as it
-  is, the function is called directly from then on;
+- calls in pieces, until nothing new is captured and every graph is planned. If no plan is faster than its unplanned
+  graph, the function is called directly from then on;
 - calls in pieces and plain calls in turns, timed together with the backward passes that follow. The faster is kept.
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from manyhands.backends.planning import AnyPlanning
     from manyhands.parallel.function import Parallel
 
-_PLAIN_CALLS = 2  # before anything is captured: who calls once does not wait for a compiler
-_TOO_SHORT = 200e-6  # seconds of a call, below which checking the guards of pieces costs what they could gain
+_PLAIN_CALLS = 2  # before anything is captured: a single call does not wait for a compiler
+_TOO_SHORT = 200e-6  # seconds: for shorter calls, checking the guards of pieces costs what they could gain
 _UNTIL_SETTLED = 10  # calls in which something new was captured
-_UNTIL_PLANNED = 4  # calls in which nothing new was captured: a graph without a plan has none, or nobody uses it
+_UNTIL_PLANNED = 4  # calls without new captures: a graph still without a plan gets none, or is unused
 _TURNS = 5  # of each way
 _CLEARLY = 0.97  # of plain execution's time
 
@@ -46,11 +46,11 @@ class Captured:
         function: Callable[..., Value],
         graph: Callable[[Callable[..., Value], bool], Parallel[..., Value]],
     ) -> None:
-        """``graph`` makes of a captured graph what plans it; True: the next call may overwrite its results."""
+        """``graph`` makes the planner of a captured graph; True: the next call may overwrite its results."""
         self._graph = graph
         self.graphs: dict[
             Piece, dict[bool, Parallel[..., Value]]
-        ] = {}  # by piece, and whether it is the backward pass's
+        ] = {}  # by piece, and whether it is a backward pass
         self.capture: InPieces = backend.in_pieces(function, self._make)
 
     def _make(self, piece: Piece, function: Callable[..., Value], is_backward: bool, reuse: bool) -> Planner:
@@ -59,7 +59,7 @@ class Captured:
         return graph.planner()
 
     def plans(self, pieces: Sequence[Piece]) -> list[tuple[str, Planned]]:
-        """What is known of these pieces, each with its name, forward passes first."""
+        """The plans of these pieces, each with its name, forward passes first."""
         plans: list[tuple[str, Planned]] = []
         for number, piece in enumerate(pieces, 1):
             graphs = self.graphs.get(piece, {})
@@ -76,7 +76,7 @@ class Pieces:
     def __init__(
         self, captured: Callable[[], Captured], backend: AnyPlanning, planned: Planned, *, at_once: bool
     ) -> None:
-        """``planned``: what is known of the signature; ``at_once``: in pieces from the first call on, for debugging."""
+        """``planned``: the plan of the signature; ``at_once``: in pieces from the first call on, for debugging."""
         self._captured_later, self._backend, self._planned = captured, backend, planned
         self._captured: Captured | None = None
         self._plainly: Run = planned.run
@@ -138,7 +138,7 @@ class Pieces:
         return result
 
     def _comparing(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
-        """In turns; the decision comes with the call after the last turn, when its backward pass is over, too."""
+        """Call in turns; the call after the last turn decides, when the backward pass of that turn is done, too."""
         with self._lock:
             pieces, plain = self._turns[True], self._turns[False]
             if len(plain) >= _TURNS <= len(pieces):
@@ -194,7 +194,7 @@ class Pieces:
         return [] if self._captured is None else self._captured.plans(self.last)
 
     def joined(self) -> tuple[Schedule, Footprint] | None:
-        """The schedules of all pieces one after the other, with what Python does between them; None: there is none."""
+        """The schedules of all pieces in sequence, with the Python code between them; None if there are none."""
         parts = [
             Part(name.partition(" (")[0], planned.schedule, planned.footprint)
             for name, planned in self.plans()
@@ -203,7 +203,7 @@ class Pieces:
         return joined(parts) if parts else None
 
     def moments(self) -> list[tuple[float, float]]:
-        """When each task of the joined schedule began and ended, in runs of the pieces with made-up arguments."""
+        """When each task of the joined schedule began and ended, in runs of the pieces with substitute arguments."""
         all_moments: list[tuple[float, float]] = []
         now = 0.0
         for _, planned in self.plans():

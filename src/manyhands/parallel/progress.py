@@ -36,7 +36,7 @@ class Progress:
             _print(f"planned {self._name} in {self.summary()}")
 
     def enters(self, part: str) -> None:
-        """What is done from now on."""
+        """Start a part of planning; ends the previous part."""
         now = time.perf_counter()
         if self._part:
             self.spent[self._part] = self.spent.get(self._part, 0.0) + now - self._since

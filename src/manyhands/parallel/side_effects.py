@@ -33,7 +33,7 @@ _WATCHED: tuple[tuple[object, str, str], ...] = (
     (builtins, "input", "asks the user"),
     (logging.Logger, "handle", "logs"),
 )
-_GO_BETWEENS = ("logging", "pathlib")  # the effect is their caller's
+_GO_BETWEENS = ("logging", "pathlib")  # their effects count as their caller's
 
 
 class Effects:

@@ -14,7 +14,7 @@ from manyhands.parallel.interface import P, R
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
-if TYPE_CHECKING:  # the type checker holds the module to the protocol
+if TYPE_CHECKING:  # the type checker checks the module against the protocol
     from manyhands.backends.planning import Planning
     from manyhands.backends.torch.capture.call import Call
     from manyhands.backends.torch.capture.trace import Trace
@@ -124,7 +124,7 @@ def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **sett
 
     def make(function: Callable[..., object], reuse: bool) -> Planner:
         graph = Parallel(function, planning, compile=fuse, reuse_outputs=reuse)
-        graph.compiles_regions_later = True  # a job's first step shall not wait for what its last one wins back
+        graph.compiles_regions_later = True  # the first step must not wait for what pays off only by the last
         return graph.planner()
 
     return dynamo.compile_with(module, inputs, make, writes_in_graph=True)

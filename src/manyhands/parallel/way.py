@@ -64,5 +64,5 @@ TO_THE_BIT = Exactness(True, "equal to the bit")
 
 
 def close(difference: float) -> Exactness:
-    """Another kernel adds in another order: results differ by so much, relative to their size."""
+    """Results that differ by ``difference``, relative to their size, because another kernel sums in another order."""
     return Exactness(False, f"equal to {difference:.0e}")

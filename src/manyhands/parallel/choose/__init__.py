@@ -1,1 +1,1 @@
-"""Chooses how a traced function is run: candidates for the CPU, for GPUs and compiled are compared and timed."""
+"""Chooses how to run a traced function: compares and times candidates for the CPU, for GPUs and with compiled code."""

@@ -1,14 +1,13 @@
-"""Decides whether compiled code is faster than the operations as they are: both are planned, the faster plan is kept.
+"""Decides whether compiled code is faster than uncompiled operations: both are planned, the faster plan is kept.
 
 ``fuse`` of a backend compiles runs of small operations into one task each, and lanes run these tasks side by side.
 ``fuse_whole`` compiles the whole function into one task: no lanes, but the compiler sees everything. Either helps where
 operations are small, and loses where a library's kernel beats the compiler's. So both are measured: the best plan of
 each kind is timed in turns with the best one so far, so that a moment in which the machine is busy affects both.
-Compiling takes long: once the whole function is compiled, and its tasks depend on each other so that lanes have nothing
-to gain, runs of small operations are not compiled, too. Who calls often may have lanes and regions tried later: when
-what lanes could have saved in all calls so far is as much as compiling takes. So its first call takes little longer
-than compiling the whole function once. (Not counted: a backward graph is planned again where its forward graph gets
-another plan.)
+Compiling takes long. If the whole function is compiled and lanes have nothing to gain, because its tasks depend on each
+other, runs of small operations are not compiled as well. Lanes and regions can also be tried later: once lanes could
+have saved, in all calls so far, as much time as compiling takes. So the first call takes little longer than compiling
+the whole function once. (Not counted: a backward graph is planned again if its forward graph gets another plan.)
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from manyhands.schedule.graph import Graph
 from manyhands.schedule.timing import in_turns
 
 _WHOLE = "whole graph"
-_SIDE_BY_SIDE = 1.1  # times its longest chain that the work of a function is, from which on lanes are worth a compiler
+_SIDE_BY_SIDE = 1.1  # ratio of a function's work to its longest chain from which lanes are worth compiling for
 
 
 @dataclass(frozen=True)
 class Trials(Generic[TraceT, CallT, DevicesT, PlanT]):
-    """What plans of a traced function are made and compared with."""
+    """The functions that make and time plans of a traced function."""
 
     backend: Planning[TraceT, CallT, DevicesT, PlanT]
-    trace: TraceT  # of the operations as they are
-    choose: Callable[[TraceT], Planned]  # the best plan of a trace
-    seconds_of: Callable[[Planned], float]  # of a call of what is planned
-    lanes_are_left: bool = False  # the plan so far is on one lane: lanes of the operations as they are were put off
+    trace: TraceT  # of the uncompiled operations
+    choose: Callable[[TraceT], Planned]  # returns the best plan of a trace
+    seconds_of: Callable[[Planned], float]  # of one call of a plan
+    lanes_are_left: bool = False  # the plan so far has one lane: lanes of uncompiled operations were postponed
 
 
 def better(
@@ -48,9 +47,9 @@ def better(
     whole: bool = False,
     later: bool = False,
 ) -> Planned:
-    """The best of what was planned and of plans of the same with compiled code; its report covers all of them.
+    """The best of this plan and of plans with compiled code; its report covers all of them.
 
-    ``whole``: the function is compiled as a whole, too. ``later``: regions, and lanes that are left, may be left to
+    ``whole``: also compile the function as a whole. ``later``: regions and postponed lanes may be left to
     :func:`with_regions`, after ``regions_after`` calls.
     """
     measured = None if planned.schedule is None else planned.schedule.graph
@@ -68,12 +67,12 @@ def better(
 
 
 def with_regions(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
-    """The better of what was planned and of plans with compiled regions, and with lanes that are left."""
+    """The best of this plan, of plans with compiled regions, and of postponed lanes."""
     return _better_of(_with_lanes(planned, trials), trials, trials.backend.fuse, "")[1]
 
 
 def _with_lanes(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
-    """The better of what was planned and of the operations as they are, on lanes, if that is left to be tried."""
+    """The better of this plan and of uncompiled operations on lanes, if these were postponed."""
     if not trials.lanes_are_left:
         return planned
     try:
@@ -88,7 +87,7 @@ def _with_lanes(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]
 def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
     """Set the number of calls in which lanes could have saved as many seconds as compiling the whole function took.
 
-    At best they take the share of the time that the longest chain has of the work.
+    At best they reduce the time to the longest chain's share of the work.
     """
     gain = planned.seconds[planned.way] * (1 - measured.critical_path() / measured.work())
     planned.regions_after = math.ceil(seconds / gain)
@@ -132,10 +131,10 @@ def _better_of(
 def _reported(
     planned: Planned, other: Planned, taken: bool, seconds: dict[Way, float], predicted: dict[Way, float]
 ) -> Planned:
-    """The plan that is taken, with the times and notes of both; ``seconds`` and ``predicted`` are the other's."""
+    """The chosen plan, with the times and notes of both; ``seconds`` and ``predicted`` are the other's."""
     plain = {way: spent for way, spent in planned.seconds.items() if way.is_plain}
     better, worse = (other, planned) if taken else (planned, other)
-    better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
+    better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's: of the decisive race
     better.predicted = planned.predicted | predicted
     better.notes += [note for note in worse.notes if note not in better.notes]
     return better
@@ -146,6 +145,6 @@ def _compiled(way: Way, lanes: str) -> Way:
 
 
 def _is_ahead(first: Planned, second: Planned, seconds_of: Callable[[Planned], float]) -> bool:
-    """Whether the first takes less time than the second; both keep the times that were measured here."""
+    """Whether the first takes less time than the second; stores the measured times in both."""
     first.seconds[first.way], second.seconds[second.way] = in_turns(first, second, seconds_of)
     return first.seconds[first.way] < second.seconds[second.way]

@@ -2,8 +2,8 @@
 
 Frameworks already use several threads for one operation; several lanes use them for several operations. Which is better
 depends on sizes, on the machine and on its load, so it is measured: all candidates with the right results run in turns,
-round after round, and each is compared with plain execution in the same round, so that a machine that is busy for a
-while is busy for all of them. A candidate that is not clearly faster than plain execution is not used.
+round after round, and each is compared with plain execution in the same round, so that a temporary load affects all of
+them. A candidate that is not clearly faster than plain execution is not used.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, sc
 from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.schedule.simulate import moments, simulate
 
-HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
+HANDOVER = 20e-6  # seconds; handing a shorter task to another thread does not pay
 _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
-_LONG = 0.1  # seconds of a call, from which on two rounds are enough, and the first one counts
-_BEHIND = 1.3  # times plain execution's first round: no more rounds for who takes longer
+_LONG = 0.1  # seconds: for calls this long two rounds are enough, and the first one counts
+_BEHIND = 1.3  # times plain execution's first round: slower candidates get no more rounds
 _Candidate = tuple[Run, Schedule, int, Exactness | None]  # the int: threads of the CPU
 _BUDGET = 0.5  # seconds for all rounds: the least number of them may take longer, the next number twice as long
 
@@ -62,7 +62,7 @@ def choose(
         else:
             accepted[way] = (run, scheduled, threads, exactness)
 
-    if count > 1:  # small operations lose by being divided
+    if count > 1:  # dividing small operations among threads slows them down
         alone = backend.with_threads(plainly, 1)
         add(Way(Means.AS_WRITTEN, one_thread=True), alone, best.schedule, 1, judge.results_of_function(alone))
     for way, scheduled, threads in tried:
@@ -73,7 +73,7 @@ def choose(
         run = backend.thread_run(trace, backend.plan_of(scheduled), threads)
         try:
             results = judge.results_of(run)
-        except Exception as error:  # a compiler's results may be of types that the next operation does not take
+        except Exception as error:  # compiled code may return dtypes that the next operation does not accept
             best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
         add(way, replaying(run), scheduled, threads, results)
@@ -89,7 +89,7 @@ def choose(
 
 
 def _peak(scheduled: Schedule, footprint: Footprint) -> int:
-    """Of threads: a memory goes with its last user, whichever lane that is on."""
+    """Peak memory on threads: a memory is freed after its last user, on whichever lane that is."""
     if len(set(scheduled.lane_of)) < 2:
         return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order))
     return peak(scheduled.graph.tasks, footprint, moments(scheduled, wait_seconds=HANDOVER))
@@ -102,7 +102,7 @@ def synchronously(
     measured: Graph,
     replaying: Callable[[Replay], Run],
 ) -> None:
-    """The order of the schedule with the most lanes, in the caller's thread: for debugging."""
+    """Run the order of the schedule with the most lanes in the caller's thread, for debugging."""
     _, best.schedule = better(measured, max(2, backend.threads()))
     check(best.schedule)
     best.way = Way(Means.CALLERS_THREAD)
@@ -127,7 +127,7 @@ def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, 
 
 
 def better(measured: Graph, count: int) -> tuple[float, Schedule]:
-    """With every chain kept together, which caches like, unless simulation clearly prefers to divide them."""
+    """The schedule with every chain on one lane, which suits caches, unless simulation clearly favours dividing them."""
     lanes = lanes_for(measured, count)
     whole = schedule_chains(measured, lanes, switch_seconds=HANDOVER)
     apart = schedule(measured, lanes, switch_seconds=HANDOVER)
@@ -136,10 +136,10 @@ def better(measured: Graph, count: int) -> tuple[float, Schedule]:
 
 
 def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> list[list[float]]:
-    """Run all of them in turns; the seconds of each in every round. ``put_back`` is called before each.
+    """Run all of them in turns; returns the seconds of each in every round. ``put_back`` is called before each run.
 
-    The first of them is the one to beat. Calls that take long, and have been compared already, need no warm-up, and
-    those that are far behind after the first round are out: they keep the time of that.
+    The first is the one to beat. Long calls that have been compared already need no warm-up. Those that are far behind
+    after the first round drop out and keep the time of that round.
     """
     times: list[list[float]] = [[] for _ in runs]
     running, spent_by = list(range(len(runs))), dict[int, float]()
@@ -151,7 +151,7 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
         if not number:  # the warm-up
             running = [position for position in running if spent_by[position] < max(_LONG, _BEHIND * spent_by[0])]
             least = 1 if spent_by[0] > _LONG else least
-        decided = running == [0]  # nobody is left to be compared with
+        decided = running == [0]  # no candidate is left to compare
         for position in range(len(runs)) if number or least == 1 or decided else ():
             times[position].append(spent_by[position])
         spent = time.perf_counter() - start
@@ -165,7 +165,7 @@ def _once(run: Callable[[], object], put_back: Callable[[], None]) -> float:
     begin = time.perf_counter()
     run()
     spent = time.perf_counter() - begin
-    if spent < 5e-3:  # threads of the run before may still be spinning: only the second run counts
+    if spent < 5e-3:  # threads of the previous run may still be spinning: only the second run counts
         put_back()
         begin = time.perf_counter()
         run()
@@ -174,6 +174,6 @@ def _once(run: Callable[[], object], put_back: Callable[[], None]) -> float:
 
 
 def _ratio(planned: Sequence[float], plain: Sequence[float]) -> float:
-    """Of the rounds, and of the best ones, whichever is worse: a load from outside that hits only plain execution's
-    threads, and may be gone in a minute, is no reason to leave it."""
+    """The worse of two ratios, that of the rounds and that of the best times: a temporary load from outside that slows
+    only plain execution's threads is no reason to replace it."""
     return max(statistics.median(our / its for our, its in zip(planned, plain, strict=True)), min(planned) / min(plain))

@@ -1,4 +1,4 @@
-"""Checks the results of a plan: equal to the bit, as close as another kernel may be, or as exact as plain execution.
+"""Checks the results of a plan: bitwise equal, equal up to the order of sums, or as exact as plain execution.
 
 A plan of unchanged operations must give plain execution's bits, except for kernels that sum in another order. A plan
 with compiled regions rounds in other places: its results must be no further from the exact ones than plain execution's.
@@ -18,7 +18,7 @@ from manyhands.parallel.way import TO_THE_BIT, Exactness, close
 
 
 class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
-    """Compares the results of ways to run a trace with those of plain execution, which are ``expected``."""
+    """Compares the results of ways to run a trace with ``expected``, those of plain execution."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         expected: Sequence[Value],
         notes: list[str],
     ) -> None:
-        """``notes`` gets the reason where results cannot be compared with exact ones."""
+        """``notes`` receives the reason if results cannot be compared with exact ones."""
         self._backend, self._trace, self._call = backend, trace, call
         self._expected, self._notes = expected, notes
 
@@ -41,7 +41,7 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         plainly: Run,
         notes: list[str],
     ) -> Self:
-        """With plain execution's results for numbers that tell ways apart, where the function takes such numbers."""
+        """A judge with plain execution's results, for numbers that reveal differences if the function accepts them."""
         varied = backend.with_varied_numbers(call)
         if varied is not call:
             try:
@@ -54,11 +54,11 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         return cls(backend, trace, call, backend.expected(trace, call, plainly), notes)
 
     def results_of(self, run: Replay) -> list[Value]:
-        """What a run gives for the same numbers."""
+        """The results of a run for the same numbers."""
         return self._backend.observed(self._trace, self._call, run)
 
     def results_of_function(self, function: Run) -> list[Value]:
-        """What another way of plain execution gives for them."""
+        """The results of another way of plain execution for the same numbers."""
         return self._backend.expected(self._trace, self._call, function)
 
     def refused(self, results: Sequence[Value]) -> tuple[str | None, Exactness]:
@@ -80,7 +80,7 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
 
     @functools.cached_property
     def _exact(self) -> list[Value] | None:
-        """Exact results; None for operations as they are, and where there are none."""
+        """Exact results; None for uncompiled operations, and if they cannot be computed."""
         if self._trace.as_written is None:
             return None
         try:

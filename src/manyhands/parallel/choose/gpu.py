@@ -24,13 +24,13 @@ from manyhands.schedule.timing import in_turns
 
 _LANES = (2, 3, 4, 8)
 _BESIDE = (1, 2, 3)
-_CHAIN = 0.98  # of the work: a chain beside which there is nothing
-_LONG = 0.4  # of the work: a chain that is worth a lane that waits for nobody
+_CHAIN = 0.98  # of the work: a chain with nothing to run beside it
+_LONG = 0.4  # of the work: a chain that is worth its own lane
 _WAIT = 1e-6  # seconds that a wait between two lanes costs
-_OF_A_TURN = 7  # calls that are timed
-_NEAR = 1.1  # times of two plans that may be the other way round
-_SHORT = 0.05  # seconds; longer than that, the host does not disturb
-_CLEARLY = 0.99  # of one lane's time: what lanes have to gain, or noise would choose them
+_OF_A_TURN = 7  # calls that are timed in a turn
+_NEAR = 1.1  # ratio of two plans' times below which noise may reverse their order
+_SHORT = 0.05  # seconds; the host does not disturb longer calls
+_CLEARLY = 0.99  # of one lane's time: lanes have to gain this much, or noise would choose them
 ONE_LANE = Way(Means.GRAPH, "one lane")
 UNSPLIT = Way(Means.GRAPH, "one lane, nothing split")
 _Named = tuple[str, Schedule]  # a schedule and what its lanes are called
@@ -48,9 +48,9 @@ def choose(
     *,
     lanes: bool = True,
 ) -> None:
-    """Try plain execution, one lane, and the plans that promise more; put the fastest that is right into ``best``.
+    """Try plain execution, one lane, and the plans that promise more; put the fastest correct one into ``best``.
 
-    ``replaying`` makes of a run what can be called. ``lanes``: more than one are tried.
+    ``replaying`` turns a run into a callable. ``lanes``: also try several lanes.
     """
     plainly = best.run
     footprint = best.footprint
@@ -69,7 +69,7 @@ def choose(
     footprints = {id(trace): footprint}
     for way, scheduled, traced in ways(backend, trace, device, measured, best, lanes=lanes):
         footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
-        # A graph has copies of the arguments, and its results beside those that the caller gets.
+        # A graph holds copies of the arguments, and its results in addition to those that the caller gets.
         beside = 0
         if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
@@ -92,7 +92,7 @@ def choose(
                 continue
             replay: Run = replaying(run)
             ahead = is_ahead(way, replay, best, seconds_of)
-        except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
+        except Exception as error:  # out of memory, an operation that cannot be captured: plain execution remains
             best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
         if ahead:
@@ -103,7 +103,8 @@ def choose(
 def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
     """Whether this takes less time than the best so far; the seconds of both are kept for the report.
 
-    The host disturbs what it times, by more than what good plans differ in: those that are near are timed in turns.
+    The host disturbs timings by more than the difference between good plans: plans with similar times are timed in
+    turns.
     """
     least = best.seconds[best.way]
     best.seconds[way] = spent = seconds_of(run)
@@ -117,7 +118,7 @@ def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]
 def _peak(
     backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, scheduled: Schedule, footprint: Footprint
 ) -> int:
-    """Of a plan that is issued in its order, and whose memory goes by the order of its lanes."""
+    """Peak memory of a plan that is issued in order and frees memory in the order of its lanes."""
     let_go = backend.let_go_at(trace, backend.plan_of(scheduled))
     return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), let_go)
 
@@ -131,9 +132,9 @@ def ways(
     *,
     lanes: bool = True,
 ) -> list[tuple[Way, Schedule, TraceT]]:
-    """What is tried: graphs where they can be captured, streams where the host or several GPUs take part.
+    """The ways to try: graphs if they can be captured, streams if the host or several GPUs take part.
 
-    A graph of the function's own operations on one lane is always among them: it is what people write by hand.
+    A graph of the function's operations on one lane is always among them: it is what people write by hand.
     """
     tried: list[tuple[Way, Schedule, TraceT]] = []
     schedules = candidates(measured) if lanes else []
@@ -156,9 +157,9 @@ def ways(
 def promising(
     measured: Graph, schedules: Sequence[tuple[str, Schedule]], best: Planned
 ) -> Sequence[tuple[str, Schedule]]:
-    """Those plans that simulation gives a gain over one lane: to capture, compare and time another takes long.
+    """The plans with a simulated gain over one lane: capturing, comparing and timing each takes long.
 
-    The best of them is always one, unless its tasks can only follow each other.
+    The best plan is always included, unless its tasks can only follow each other.
     """
     if not schedules:
         return []
@@ -178,7 +179,7 @@ def promising(
 
 
 def candidates(measured: Graph) -> list[_Named]:
-    """Plans for several numbers of lanes, those first that simulation likes."""
+    """Plans for several numbers of lanes, the fastest in simulation first."""
     schedules = [
         (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES
     ]
