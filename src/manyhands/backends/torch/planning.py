@@ -53,15 +53,15 @@ from manyhands.backends.torch.run.threads import ThreadRun
 
 name = "torch"
 mode = torch.is_grad_enabled
-threads = torch.get_num_threads  # that PyTorch may use here: CPU lanes divide them among themselves
-# How a call is run: its tensors, and the arguments as they were given.
+threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide among themselves
+# Runs a call, given its tensors and its original arguments.
 Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 _REPEATS = 20
-_LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
+_LONG = 0.5  # seconds: calls this long need no warm-up and few repetitions
 
 
 def device_of(call: Call, trace: Trace) -> Gpus | None:
-    """The GPUs that steps run on, beside the CPU perhaps; None where there is only the CPU."""
+    """The GPUs that steps run on, perhaps besides the CPU; None if all steps run on the CPU."""
     devices = sorted(int(name.partition(":")[2]) for name in trace.gpus())
     return tuple(torch.device("cuda", number) for number in devices) or None
 
@@ -75,10 +75,10 @@ def unsplit(trace: Trace) -> Trace | None:
 
 @contextmanager
 def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """Trying a function out leaves no trace: what it writes to, and random numbers, are put back, calls not counted.
+    """Trials inside leave no effects: written tensors and random states are restored, and the calls are not counted.
 
-    Gives what puts back what was written to already before the end: a function that goes on from where it stands, with
-    a position in its data say, must not be tried beyond them.
+    Yields a function that restores written tensors already before the end: a function that advances a state, such as a
+    position in its data, must not run past the end of the data in repeated trials.
     """
     saved = [(tensor, tensor.detach().clone()) for tensor in written_values(trace, tensors)]
     gradients = [(tensor, tensor.grad) for tensor, _ in trace.gradients]
@@ -102,7 +102,7 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
 
 
 def expected(trace: Trace, call: Call, plainly: Run) -> list[Any]:
-    """What plain execution gives and leaves behind: results, gradients, what it writes to."""
+    """The results of plain execution, its gradients, and the tensors that it writes to."""
     with untouched(trace, call.tensors):
         results = tree_flatten(opened(plainly(*call.run_arguments)))[0]
         gradients = [tensor.grad for tensor, there in trace.gradients if there]
@@ -110,13 +110,13 @@ def expected(trace: Trace, call: Call, plainly: Run) -> list[Any]:
 
 
 def observed(trace: Trace, call: Call, run: Any) -> list[Any]:
-    """The same of a run."""
+    """The same for a run."""
     with untouched(trace, call.tensors):
         return _compared(trace, [*run.replay(call.tensors), *written_values(trace, call.tensors)])
 
 
 def exact(trace: Trace, call: Call) -> list[Any]:
-    """The same in float64, of a trace with compiled regions; :class:`CannotBeExact` where that cannot be."""
+    """The same in float64, for a trace with compiled regions; raises :class:`CannotBeExact` if that is impossible."""
     assert trace.as_written is not None
     return float64.exact(trace.as_written, call.tensors, written_values(trace, call.tensors))
 
@@ -124,9 +124,9 @@ def exact(trace: Trace, call: Call) -> list[Any]:
 def verdict(
     trace: Trace, call: Call, candidate: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]
 ) -> Verdict:
-    """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them.
+    """How far a run and plain execution are from exact results, each as returned by ``observed`` and ``expected``.
 
-    To be asked while the tensors of the call are as they were before it.
+    Call it while the tensors of the call have their values from before it.
     """
     assert trace.as_written is not None
     coarse, leaping = float64.coarsest(trace), float64.leaps(trace.as_written)
@@ -135,7 +135,7 @@ def verdict(
 
 
 def _compared(trace: Trace, values: Sequence[Any]) -> list[Any]:
-    """As they are now, to be compared: plain tensors, and None where a value means nothing."""
+    """Copies of the values for a comparison: plain tensors, and None for values without meaning."""
     nothing = meaningless_outputs(trace.as_written or trace)
     return copied([None if number in nothing else virtual.inside(value) for number, value in enumerate(values)])
 
@@ -149,12 +149,12 @@ def graph_run(
 def stream_run(
     trace: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
 ) -> StreamRun:
-    """Its results are always fresh."""
+    """A run on CUDA streams; its results are always fresh."""
     return StreamRun(trace, plan, devices)
 
 
 def timed(trace: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
-    """Run a plan with made-up arguments, and say when each task began and ended; nothing of the caller's changes."""
+    """Run a plan with substitute arguments, so the caller's stay unchanged; returns when each task began and ended."""
     with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
         inputs = costs.substitute_inputs(trace)
     with untouched(trace, inputs), virtual.no_hooks():
@@ -169,16 +169,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def can_be_repeated(trace: Trace, error: BaseException) -> bool:
-    """Whether a run that broke off so can be done again: it has written to nothing of the caller's."""
+    """Whether a run that failed with this error can be repeated: it has written to none of the caller's tensors."""
     return getattr(error, "nothing_was_done", False) or not written_memories(trace)
 
 
 def runs_ahead(trace: Trace) -> Callable[[], bool] | None:
-    """What tells that the tensors from outside are where a run reads them; None where a run may harm somebody.
+    """A check that outside tensors are where a run reads them; None if starting a run ahead may do harm.
 
-    A graph knows addresses, and memory that was resized may have been given back to CUDA. What takes whole numbers may
-    take them for places in a tensor, and end the process where a tensor that has been replaced was larger than the one
-    that the run knows.
+    A graph holds addresses, and memory of a resized tensor may have been returned to CUDA. An operation on integers may
+    use them as indices, and end the process if a replaced tensor was larger than the one that the run knows.
     """
     if written_memories(trace) or trace.gradients or random_devices(trace):
         return None
@@ -196,12 +195,12 @@ def _is_fraction(tensor: torch.Tensor) -> bool:
 
 
 def random_devices(trace: Trace) -> list[str]:
-    """Where the function draws random numbers."""
+    """The devices on which the function draws random numbers."""
     return sorted({step.task.device for step in trace.steps if step.task.token is not None})
 
 
 def random_state(devices: Sequence[str]) -> list[Any]:
-    """What the random numbers of these devices begin with; asked before a call, so it has to be quick."""
+    """The states of these devices' random generators; read before each call, so it has to be fast."""
     return [
         (generator.initial_seed(), generator.get_offset())
         if (generator := _gpu_generator(name)) is not None
@@ -230,7 +229,7 @@ def thread_run(trace: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
 
 
 class VirtualRun:
-    """A run on what is inside tensors on virtual devices, which are lanes of their own. Its results are on them."""
+    """A run on the tensors inside virtual tensors; each virtual device is a lane. Its results are on these devices."""
 
     concurrent = True
 
@@ -249,7 +248,7 @@ class VirtualRun:
 
 
 def with_threads(run: Run, count: int) -> Run:
-    """The same with so many threads for each operation."""
+    """The same run with ``count`` threads for each operation."""
 
     def limited(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         with operation_threads(count):
@@ -266,12 +265,12 @@ def synchronous_run(trace: Trace, plan: Plan) -> ThreadRun | VirtualRun:
 def equal(results: Sequence[Any], expected: Sequence[Any]) -> tuple[bool, float]:
     """Whether results are the same to the bit, and otherwise their largest relative difference.
 
-    It is infinite for results of different forms, and for plain values (numbers, words, None) that are not the same.
+    It is infinite for results of different forms, and for plain values (numbers, strings, None) that differ.
     """
     worst, same = 0.0, True
     for a, b in zip(results, expected, strict=True):
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            if type(a) is not type(b) or repr(a) != repr(b):  # one NaN is another
+            if type(a) is not type(b) or repr(a) != repr(b):  # NaN equals NaN here
                 return False, float("inf")
             continue
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
@@ -284,7 +283,7 @@ def equal(results: Sequence[Any], expected: Sequence[Any]) -> tuple[bool, float]
             continue
         if not torch.equal(a.isnan(), b.isnan()):
             return False, float("inf")
-        # Not a number in the same places is the same.
+        # NaN in the same places counts as equal.
         a, b = (results.masked_fill(results.isnan(), 0) for results in (a, b))
         if not torch.equal(a, b):
             same = False
@@ -300,10 +299,10 @@ def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def overlapping(values: Sequence[Any]) -> set[tuple[int, int]]:
-    """The numbers of results, in pairs, that lie in the same bytes."""
+    """Pairs of results, by number, that share bytes."""
     spans = [(*shown_by(value), number) for number, value in enumerate(values) if _has_bytes(value)]
     pairs: set[tuple[int, int]] = set()
-    reaching: list[tuple[int, int]] = []  # of those before, where they end and which they are
+    reaching: list[tuple[int, int]] = []  # the ends and numbers of earlier spans
     for start, end, number in sorted(spans):
         reaching = [(behind, other) for behind, other in reaching if behind > start]
         pairs |= {(min(other, number), max(other, number)) for _, other in reaching}
@@ -318,7 +317,7 @@ def _has_bytes(value: Any) -> bool:
 def seconds(
     run: Callable[[], object], device: Gpus | None, put_back: Callable[[], None], repeats: int = _REPEATS
 ) -> float:
-    """The median time of one call, the device's work included, after a warm-up; fewer calls where one takes long.
+    """The median time of one call, including the device's work, after a warm-up; fewer calls if one takes long.
 
     ``put_back`` is called before each.
     """

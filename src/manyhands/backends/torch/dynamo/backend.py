@@ -1,18 +1,18 @@
 """``torch.compile(model, backend="manyhands")``: Dynamo captures the graphs, manyhands plans each over lanes.
 
 PyTorch turns a model into a graph of its forward pass and one of its backward pass, both of pure ATen operations. Each
-is a function of tensors, and is planned like any other when it is first called, for the shapes that it then has: it is
-traced, measured, checked and compared with the graph as it is, and left as it is where lanes gain nothing.
+is a function of tensors, and is planned like any other on its first call, for the shapes of that call: it is traced,
+measured, checked and compared with the unplanned graph, and runs unplanned if lanes gain nothing.
 
-What a model writes to its buffers (running averages) its forward graph writes, as its last operations. Where PyTorch
-does not let the graph do so (an argument that needs gradients), the new values are results, and PyTorch copies them.
+The last operations of the forward graph write to the model's buffers (running averages). If PyTorch does not let the
+graph do so (an argument that needs gradients), the new values are results, and PyTorch copies them.
 
-A planned function returns new tensors. A graph's results may also be its arguments or views of them (what the backward
-pass needs of the forward pass): those are computed outside the plan.
+A planned function returns new tensors. A graph's results may also be its arguments or views of them (tensors saved for
+the backward pass): those are computed outside the plan.
 
-What the forward pass keeps for the backward pass stays where its CUDA graph wrote it, and the CUDA graph of the
-backward pass reads it there. A forward pass that is called while the saved tensors of the one before are still needed
-runs as it is.
+Tensors saved for the backward pass stay where the CUDA graph of the forward pass wrote them, and the CUDA graph of the
+backward pass reads them there. If a forward pass is called while the saved tensors of the previous one are still
+needed, it runs unplanned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backend
+from torch.fx import GraphModule as GraphModule  # what Dynamo passes to a backend
 
 from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
@@ -56,12 +56,11 @@ def compile_with(
     *,
     writes_in_graph: bool = False,
 ) -> Function:
-    """What Dynamo shall call instead of a module; ``make`` plans a function of tensors.
+    """The function that Dynamo calls instead of a module; ``make`` plans a function of tensors.
 
-    ``make_backward`` plans the graph of the backward pass, if that is to be known; ``report`` gets what
-    PyTorch knows of the forward graph. ``writes_in_graph``: what the module writes to its buffers is a part of the
-    graph, and planned. Otherwise it is done behind it, one copy after the other, and a graph that fails has written
-    to nothing.
+    ``make_backward`` plans the graph of the backward pass, if it differs from ``make``; ``report`` receives PyTorch's
+    metadata of the forward graph. ``writes_in_graph``: the module's writes to its buffers are part of the graph, and
+    planned. Otherwise they follow the graph, one copy after the other, and a graph that fails has written nothing.
     """
     places = _Places()
     name = lines_of(module, "a graph")
@@ -100,14 +99,14 @@ def options_from(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def register(backend: Function, *, only_if_loaded: bool = False) -> None:
-    """Let ``torch.compile`` know the name; an installed package is found by its entry point, without this."""
+    """Register the name with ``torch.compile``; an installed package is found by its entry point, without this."""
     if only_if_loaded and not compat.is_dynamo_loaded():
         return  # its import takes seconds
     compat.register_dynamo_backend(NAME, backend)
 
 
 class _Places:
-    """The memories that arguments of the forward and the backward graph have at every call, by their addresses."""
+    """The addresses that arguments of the forward and the backward graph have on every call."""
 
     def __init__(self) -> None:
         self.fixed: set[int] = set()  # of parameters and buffers, as the forward graph last saw them
@@ -119,11 +118,11 @@ class _Places:
 
 
 class _PlannedGraph:
-    """A graph whose own results are planned, and whose other results are handed on.
+    """A graph whose computed results are planned, and whose other results are passed through.
 
-    ``places`` are known to the forward and the backward graph of a model. A backward graph runs as it is until the
-    forward graph has a plan: PyTorch lets nothing be planned in its first call, and a plan of the backward graph for
-    what that call saved would be for tensors that lie elsewhere from then on.
+    The forward and the backward graph of a model share ``places``. A backward graph runs unplanned until the forward
+    graph has a plan: nothing can be planned during PyTorch's first call, and the tensors that the first call saves are
+    at other addresses from then on.
     """
 
     def __init__(
@@ -143,12 +142,12 @@ class _PlannedGraph:
         self._whole, self._places = module, places
         self._computed = [number for number, value in enumerate(outputs) if _is_computed(value, of_arguments)]
         number_of = {node: number for number, node in enumerate(arguments)}
-        # Which argument each of the other results is; those that are none have to be made of them.
+        # The other results that are arguments, as (result, argument); the rest are computed from the arguments.
         same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
         left = {*range(len(outputs))} - {*self._computed} - {number for number, _ in same}
         self._others = sorted(number for number in left if not _is_nothing(outputs[number]))
         self._make_views = _part(module, [outputs[number] for number in self._others])
-        # Of nothing, all arguments and the planned results: which of these each result is.
+        # The index of each result in [None, *arguments, *planned results].
         sources = [0] * len(outputs)
         for at, number in enumerate(self._computed):
             sources[number] = 1 + len(arguments) + at
@@ -167,12 +166,12 @@ class _PlannedGraph:
         self._callers = [at for at, number in enumerate(self._computed) if written_back <= number < saved_from]
         self._plan = make(function, bool(self._saved))
         self._bound: list[_Bound] = []
-        # Alive while somebody holds the saved results of the last call.
+        # Alive while the saved results of the last call are referenced.
         self._holder: weakref.ref[torch.Tensor] | None = None
         self._alone = threading.Lock() if self._saved else nullcontext()
 
     def __call__(self, *arguments: Any) -> Any:
-        # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
+        # PyTorch runs the first call of a graph under a dispatch mode, in which nothing can be traced.
         if self._is_nothing_planned or compat.count_dispatch_modes():
             return self._whole(*arguments)
         if self._is_backward and not self._places.are_known:
@@ -201,23 +200,23 @@ class _PlannedGraph:
             plain_arguments = tuple(_plain(value) for value in arguments)
             tensors = [value for value in plain_arguments if isinstance(value, torch.Tensor)]
             return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
-        # Kept results stay in the graph's memory: the backward pass reads them there.
+        # Saved results stay in the graph's memory: the backward pass reads them there.
         with only_tried() if self._saved else nullcontext():
             results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
         if not self._saved:
             return results
         for at in self._callers:
             results[at] = results[at].clone()
-        if not bound.saved:  # the same at every replay
+        if not bound.saved:  # the same on every replay
             bound.saved = {_place(results[at]) for at in self._saved}
             self._places.saved = set().union(*(known.saved for known in (bound, *self._bound)))
         first = self._saved[0]
-        results[first] = results[first].detach()  # a new object at every call, alive as long as somebody needs it
+        results[first] = results[first].detach()  # a new object on every call, alive while it is referenced
         self._holder = weakref.ref(results[first])
         return results
 
     def _bind(self, arguments: tuple[Any, ...], instead_of: _Bound | None = None) -> _Bound:
-        """Plan the graph for these arguments; ``instead_of``: look for a better plan than this one has."""
+        """Plan the graph for these arguments; ``instead_of``: look for a better plan than this one's."""
         tensors = {number: value for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
         if self._fixed:
             self._places.fixed = {
@@ -234,25 +233,25 @@ class _PlannedGraph:
 
 
 class _Bound:
-    """A plan (None: the graph runs as it is) with what has to be the same of its arguments.
+    """A plan (None: the graph runs unplanned), with the properties that its arguments must have.
 
-    Dynamo's guards have seen to shapes and types of the function's arguments already, and to PyTorch's modes; but a
-    graph may be for several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads where they lay.
-    Of these only the address is asked: the graph holds their memory, so that no other tensor can come to lie there.
+    Dynamo's guards have already checked the shapes and types of the function's arguments, and PyTorch's modes. But one
+    graph may serve several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads in place. Of
+    these only the address is checked: the graph keeps their memory, so no other tensor can get the same address.
     """
 
     def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
         self.plan = plan
-        # Another thread may call at the same time: a count gives each number once.
+        # Another thread may call at the same time: ``count`` returns each number once.
         self._calls = itertools.count(1)
         later = None if plan is None else plan.later
         self._due: int = 0 if later is None else later[0]
         self.planner: Planner | None = None if later is None else later[1]
-        self.saved: set[int] = set()  # the memories of saved results, once they are there
+        self.saved: set[int] = set()  # addresses of saved results, once they exist
         self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
         first: dict[int, int] = {}
         numbers = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
-        # A result that the forward pass keeps twice is one tensor, and PyTorch's guards want each only once.
+        # A result that the forward pass saves twice is one tensor, and PyTorch's guards require each only once.
         self._repeated = [(n, at) for n in numbers if (at := first.setdefault(id(arguments[n]), n)) != n]
         self._is_plain = len(first) == len(arguments)
         held = {*in_place} if plan is not None and plan.in_graph else set[int]()
@@ -261,14 +260,14 @@ class _Bound:
         guards: Callable[..., bool] = tensor_guards([arguments[number] for number in asked]) if asked else lambda: True
         self._same_forms = guards
         self._same_addresses = compat.arguments_lie_at({number: arguments[number].data_ptr() for number in in_place})
-        # For a run: where each tensor lies, and which of them may lie elsewhere at the next call.
+        # For a run: the address of each tensor, and which addresses may change on the next call.
         self._tensors = numbers
         self._addresses = [arguments[number].data_ptr() for number in numbers]
         fixed = {*in_place}
         self._moving = [(at, number) for at, number in enumerate(numbers) if number not in fixed]
 
     def is_due(self) -> bool:
-        """Whether with this call it pays to look for a better plan; to be asked once a call."""
+        """Whether looking for a better plan pays on this call; ask once per call."""
         return self._due > 0 and next(self._calls) == self._due
 
     def fits(self, arguments: tuple[Any, ...]) -> bool:
@@ -280,7 +279,7 @@ class _Bound:
         return self._same_forms(*self._asked(arguments)) and self._same_addresses(arguments)
 
     def tensors_of(self, arguments: tuple[Any, ...]) -> AddressedTensors:
-        """The tensors for a run, of arguments that fit, and where they lie."""
+        """The tensors for a run, with their addresses, from arguments that fit."""
         tensors = AddressedTensors(arguments if self._is_plain else [arguments[number] for number in self._tensors])
         addresses = self._addresses.copy()
         for at, number in self._moving:
@@ -290,7 +289,7 @@ class _Bound:
 
 
 def _plain(value: Any, *, in_place: bool = False) -> Any:
-    """The same tensor without its gradients, which are not this graph's; a parameter is read in place by a plan."""
+    """The same tensor without gradients, which are not part of this graph; a plan reads a parameter in place."""
     if not isinstance(value, torch.Tensor):
         return value
     if in_place or type(value) is torch.nn.Parameter:
@@ -299,26 +298,26 @@ def _plain(value: Any, *, in_place: bool = False) -> Any:
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What picks the values with these numbers."""
+    """A function that picks the values with these numbers."""
     if len(numbers) > 1:
         return operator.itemgetter(*numbers)
     return lambda values: [values[number] for number in numbers]
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor lies in."""
+    """The address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _is_computed(value: Any, of_arguments: set[int]) -> bool:
-    """Whether a result is a tensor in memory of its own."""
+    """Whether a result is a tensor in new memory."""
     if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return False
     return not _memories(value) & of_arguments
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether a result is None: an operation has not made it, whatever it would take to ask for it."""
+    """Whether a result is None: its operation has not computed it."""
     return value is None or (isinstance(value, Node) and "val" in value.meta and value.meta["val"] is None)
 
 
@@ -334,10 +333,9 @@ def _has_effect(node: Node) -> bool:
 def _part(
     module: GraphModule, outputs: Sequence[Any], name: str = "a graph", *, with_effects: bool = False
 ) -> GraphModule:
-    """A graph of the same arguments for some of the results: only the operations that these need.
+    """A graph of the same arguments for some of the results, with only the operations that these need.
 
-    ``with_effects`` adds those that are there for their effect: a check of values, a write to an argument. Such writes
-    are done together.
+    ``with_effects`` adds operations with effects: a check of values, a write to an argument. Such writes are batched.
     """
     needed = {value for value in outputs if isinstance(value, Node)}
     needed |= {node for node in module.graph.nodes if with_effects and _has_effect(node)}
@@ -359,9 +357,9 @@ def _part(
 
 
 def _copies_together(module: GraphModule) -> list[dict[Node, None]]:
-    """Copies of new values to arguments that can be one operation: on a GPU each would be a kernel of its own.
+    """Copies of new values to arguments that can be one operation: on a GPU each would be a separate kernel.
 
-    They are a graph's last operations. What copies from an argument is left where it is.
+    They are a graph's last operations. Copies from an argument are left in place.
     """
     arguments = {node for node in module.graph.nodes if node.op == "placeholder"}
     of_arguments = {memory for node in arguments for memory in _memories(node)}
