@@ -73,7 +73,7 @@ class StreamLanes:
         self._device, self.together = device, False
         taken = {main.cuda_stream}
         self._streams: list[torch.cuda.Stream] = []
-        while len(self._streams) < count:  # PyTorch hands out streams from a pool in turns: the next may be taken
+        while len(self._streams) < count:  # own_streams rotates: the next stream may already be taken
             (stream,) = own_streams(device, 1)
             if stream.cuda_stream not in taken:
                 taken.add(stream.cuda_stream)
