@@ -48,9 +48,7 @@ class Captured:
     ) -> None:
         """``graph`` makes the planner of a captured graph; True: the next call may overwrite its results."""
         self._graph = graph
-        self.graphs: dict[
-            Piece, dict[bool, Parallel[..., Value]]
-        ] = {}  # by piece, and whether it is a backward pass
+        self.graphs: dict[Piece, dict[bool, Parallel[..., Value]]] = {}  # by piece, and whether it is a backward pass
         self.capture: InPieces = backend.in_pieces(function, self._make)
 
     def _make(self, piece: Piece, function: Callable[..., Value], is_backward: bool, reuse: bool) -> Planner:

@@ -127,7 +127,7 @@ def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, 
 
 
 def better(measured: Graph, count: int) -> tuple[float, Schedule]:
-    """The schedule with every chain on one lane, which suits caches, unless simulation clearly favours dividing them."""
+    """The schedule with every chain on one lane, which suits caches, unless dividing chains is clearly faster."""
     lanes = lanes_for(measured, count)
     whole = schedule_chains(measured, lanes, switch_seconds=HANDOVER)
     apart = schedule(measured, lanes, switch_seconds=HANDOVER)
