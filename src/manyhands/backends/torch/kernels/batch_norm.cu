@@ -1,4 +1,4 @@
-// Batch normalisation with what follows it, for numbers that lie channel by channel (channels_last, or rows x channels).
+// Batch normalisation fused with the addition and the ReLU that follow it, for channels_last (or rows x channels).
 //
 // A layer's output is a matrix: one row for each place of each image, one column for each channel. Sixteen bytes, a
 // "vector" of 4 or 8 neighbouring channels, are read at a time. A block of threads is a rectangle of vectors; blockIdx.y
@@ -10,14 +10,14 @@
 //         32-47   (2,0)  |  (2,1)
 //         48-63   (0,0)  |  (0,1)             again the first
 //
-// Sums over all rows: each thread's own, then the block's, then those of all blocks are added up: by the last block to
-// finish, or by every block, after it has waited for the others ("forward"). Who does it makes no difference, the order
-// of the additions is always the same: so the results are, to the bit.
+// Sums over all rows are added up per thread, then per block, then over all blocks: by the last block to finish, or by
+// every block, after it has waited for the others ("forward"). The order of the additions is the same in both cases, so
+// the results are the same to the bit.
 //
-// What one operation of PyTorch's would have rounded before the next one took it is rounded here too (T::rounded). So
-// results differ from those of separate operations only by the order in which statistics are summed.
+// Intermediate values that separate PyTorch operations would round are rounded here too (T::rounded). So results differ
+// from those of separate operations only by the order in which statistics are summed.
 //
-// NUMBER is given by who compiles this: Float, Half or BFloat.
+// NUMBER is defined when this is compiled: Float, Half or BFloat.
 
 #include "numbers.cuh"
 
@@ -30,7 +30,7 @@ constexpr int V = T::count;
 
 // Where a thread works.
 struct Place {
-    int column, row, stride;  // its vector in a row, its first row, and how far it is to its next one
+    int column, row, stride;  // its vector in a row, its first row, and the distance to its next row
     bool inside;
     __device__ Place(int vectors) {
         column = blockIdx.y * blockDim.x + threadIdx.x;
@@ -40,7 +40,7 @@ struct Place {
     }
 };
 
-// Reads some rows of a thread at once: they are on their way while others are worked on.
+// Reads some rows of a thread at once: they are loaded while others are processed.
 template <int COUNT>
 __device__ void load(uint4* bits, const uint4* from, const Place& place, int row, int rows, int vectors) {
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ void load_channels(const float* from, int column, float* values, floa
     for (int i = 0; i < V; i++) values[i] = from ? from[column * V + i] : otherwise;
 }
 
-// A kernel may begin while the one before it, which is ours too, ends: what that one writes is read after the wait.
+// A kernel may start while the previous one, which is also ours, ends: it reads that kernel's results after the wait.
 __device__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -69,7 +69,7 @@ __device__ void wait_for_last() {
 #endif
 }
 
-// Whether this block is the last of its columns to come here: what the others wrote before is then visible.
+// Whether this block is the last of its columns to arrive here: then it sees what the others wrote before.
 __device__ bool is_last(unsigned int* tickets) {
     __shared__ bool last;
     __threadfence();
@@ -83,8 +83,8 @@ __device__ bool is_last(unsigned int* tickets) {
     return last;
 }
 
-// Waits until all blocks of these columns have come here; they have to run at the same time. The highest bit of a gate
-// turns when the last one comes, and the others are zero again: so the next launch finds it as good as new.
+// Waits until all blocks of these columns have arrived; they have to run at the same time. When the last one arrives,
+// the highest bit of a gate flips and the other bits are zero again, so the gate is ready for the next launch.
 __device__ void all_come(unsigned int* gates) {
     __syncthreads();
     if (thread_number() == 0) {
@@ -98,14 +98,14 @@ __device__ void all_come(unsigned int* gates) {
     __syncthreads();
 }
 
-// Where a block adds up: for each of its channels two sums, first those of one kind and then those of the other.
+// The memory in which a block adds up two sums for each of its channels, first all of one kind, then all of the other.
 struct __align__(16) Sums {
     float of_parts[THREADS / 32 * 2 * WIDEST * MOST];  // of warps, then of blocks
     float all[2 * WIDEST * MOST];
     float near[WIDEST * MOST];
 };
 
-// Adds two numbers of each channel up over all threads of the block, and leaves them in memory for the others.
+// Adds up two numbers of each channel over all threads of the block, and writes the sums to memory for other blocks.
 __device__ void add_up_block(Sums& sums, float* first, float* second, float* partial) {
     int me = thread_number(), warp = me / 32, warps = blockDim.x * blockDim.y / 32;
     int channels = blockDim.x * V, count = 2 * channels;
@@ -129,7 +129,7 @@ __device__ void add_up_block(Sums& sums, float* first, float* second, float* par
     }
 }
 
-// Adds up what all blocks of these columns have left: the sums are in sums.all.
+// Adds up the sums of all blocks of these columns, into sums.all.
 __device__ void add_up_blocks(Sums& sums, const float* partial) {
     int me = thread_number(), all = blockDim.x * blockDim.y, count = 2 * blockDim.x * V;
     int width = count / 4, groups = all / width, group = me / width;  // a thread for four sums of some blocks
@@ -150,8 +150,8 @@ __device__ void add_up_blocks(Sums& sums, const float* partial) {
     __syncthreads();
 }
 
-// Reads rows of a layer and sums up, of each channel, differences from a number near the mean, so that their squares lose
-// no digits: from the mean of a few rows, the same ones for all threads. HELD rows of a thread stay in registers.
+// Reads rows of a layer and sums up each channel's differences from a number near its mean, so that their squares lose
+// no digits. That number is the mean of a few rows, the same for all threads. HELD rows of a thread stay in registers.
 template <int HELD>
 __device__ void sum_up(
     Sums& sums, uint4* held, const uint4* x, const Place& place, float* sum, float* square, int rows, int vectors) {
@@ -196,19 +196,19 @@ __device__ void sum_up(
     }
 }
 
-// Mean and deviation of a channel of the block's, when all sums are there.
+// Mean and deviation of one of the block's channels, once all sums are known.
 struct Statistics {
     float mean, deviation, variance;
     __device__ Statistics(const Sums& sums, int channel, int rows, int epsilon_bits) {
         float sum = sums.all[channel], offset = sum / rows, apart = sums.all[blockDim.x * V + channel] - sum * offset;
-        if (apart < 0) apart = 0;  // by rounding; what is no number stays so, which fmaxf would hide
+        if (apart < 0) apart = 0;  // by rounding; NaN stays NaN, which fmaxf would hide
         mean = sums.near[channel] + offset;
         deviation = rsqrtf(apart / rows + __int_as_float(epsilon_bits));
         variance = apart / (rows - 1);
     }
 };
 
-struct Kept {  // what is left of statistics; the running ones may be missing
+struct Kept {  // where statistics are stored; the running ones may be missing
     float *mean, *deviation, *running_mean, *running_variance;
     __device__ void keep(const Statistics& of, int channel, int momentum_bits) const {
         mean[channel] = of.mean, deviation[channel] = of.deviation;
@@ -255,10 +255,10 @@ struct Normal {
     }
 };
 
-// What a ReLU makes of all numbers below; without one none is. What is no number stays so.
+// The lower bound that a ReLU applies; without a ReLU there is none. NaN stays NaN.
 __device__ float floor_of(int relu) { return relu ? 0.f : __int_as_float(0xff800000); }
 
-// Writes some rows of a thread, of which "bits" are the numbers and "more" those to be added.
+// Writes some rows of a thread: "bits" are the numbers, "more" those to add.
 template <bool ADDED, int COUNT>
 __device__ void write(
     uint4* y, const uint4* bits, const uint4* more, const Normal& normal, float floor, const Place& place, int row,
@@ -300,8 +300,8 @@ __device__ void apply(
     }
 }
 
-// Statistics, and what is written with them, in one: all blocks run at the same time, and wait for each other in the
-// middle. A thread still holds its first rows then; of the others it takes the last first, which are near as yet.
+// Statistics and normalisation in one kernel: all blocks run at the same time, and wait for each other in the middle.
+// A thread still holds its first rows then. It reads the others from last to first: the last are still in the cache.
 template <bool ADDED>
 __device__ void forward(
     uint4* y, const uint4* x, const float* weight, const float* bias, const uint4* added, int relu, float* partial,
@@ -363,8 +363,8 @@ __device__ void forward(
 FORWARD(, false)
 FORWARD(_added, true)
 
-// Which gradients a ReLU behind the normalisation let through: all (there was none), those where the normalisation, made
-// again, is above zero, or those where the result of the ReLU is.
+// Which gradients pass the ReLU after the normalisation: all (no ReLU), those where the recomputed normalisation is
+// above zero, or those where the result of the ReLU is.
 enum Mask { ALL, AGAIN, RESULT };
 
 template <Mask MASK>
@@ -376,7 +376,7 @@ __device__ void mask(float* gradient, const float* x, const float* result, const
     }
 }
 
-// Rows of a thread, on their way while others are worked on; SUM: the gradient is the sum of two.
+// Rows of a thread, loaded while others are processed; SUM: the gradient is the sum of two.
 template <Mask MASK, bool SUM, int COUNT>
 struct Rows {
     uint4 gradient[COUNT], more[COUNT], x[COUNT], result[COUNT];
@@ -390,7 +390,7 @@ struct Rows {
         if (SUM) load<COUNT>(more, other, place, row, rows, vectors);
         if (MASK == RESULT) load<COUNT>(result, results, place, row, rows, vectors);
     }
-    // The numbers of one row, and what of its gradient the ReLU let through.
+    // The numbers of one row, and its gradient before the ReLU.
     __device__ void take(int k, float* g, float* v, const Normal& normal) const {
         float m[V], r[V];
         T::unpack(gradient[k], g);
@@ -405,7 +405,7 @@ struct Rows {
     }
 };
 
-// Gradients of weight and bias; and, where "kept" is given, what the ReLU let through. SUM: the gradient is the sum of two.
+// Gradients of weight and bias; and, if "kept" is given, the gradient before the ReLU. SUM: the gradient is a sum of two.
 template <Mask MASK, bool KEEP, bool SUM>
 __device__ void reduce(
     const uint4* gradient, const uint4* more, const uint4* x, const uint4* result, uint4* kept, const float* mean,
@@ -469,8 +469,8 @@ REDUCE(reduce_result_keep, RESULT, true, false)
 REDUCE(reduce_again_keep_sum, AGAIN, true, true)
 REDUCE(reduce_result_keep_sum, RESULT, true, true)
 
-// The gradient of the input, once those of weight and bias are there. The kernel before has read all rows from the first
-// to the last, and the last rows are still in the cache: so they come first.
+// The gradient of the input, once those of weight and bias are known. The previous kernel read the rows from first to
+// last, and the last rows are still in the cache: so they come first.
 template <Mask MASK>
 __device__ void backward(
     uint4* for_x, const uint4* gradient, const uint4* x, const uint4* result, const float* mean,
@@ -486,7 +486,7 @@ __device__ void backward(
     normal.take(mean, deviation, place.column);
     wait_for_last();
     now.load_others(gradient, nullptr, result, place, row, rows, vectors);
-    float share[V], slope[V];  // of each gradient what goes into the mean, and into the deviation
+    float share[V], slope[V];  // the parts of each gradient that go into the mean and into the deviation
     load_channels(for_bias, place.column, share, 0.f);
     load_channels(for_weight, place.column, slope, 0.f);
 #pragma unroll

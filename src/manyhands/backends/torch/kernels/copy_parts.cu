@@ -3,8 +3,8 @@
 //     part      0           1     2                      first = {0, 3, 4}
 //     blocks    0  1  2     3     4  5  6  7
 //
-// The addresses are arguments of the kernel, so that they can be set anew in a captured graph. PARTS and CHUNK are
-// defined by who compiles it. A part without an address is left out.
+// The addresses are arguments of the kernel, so that they can be changed in a captured graph. PARTS and CHUNK are
+// defined when this is compiled. A part without an address is skipped.
 
 struct Parts {
     const char* from[PARTS];
@@ -13,7 +13,7 @@ struct Parts {
     long long first[PARTS];  // the part's first block
 };
 
-// As many words as there are in so many bytes, by one block; four of each thread's are under way at once.
+// One block copies all whole words of these bytes; each thread has four in flight at once.
 template <typename Word>
 __device__ void copy_words(const char* from, char* to, long long bytes) {
     const Word* source = reinterpret_cast<const Word*>(from);
@@ -32,7 +32,7 @@ __device__ void copy_words(const char* from, char* to, long long bytes) {
 }
 
 __device__ void copy_piece(const Parts& parts) {
-    int part = 0, after = PARTS;  // the last part whose first block is not behind this one
+    int part = 0, after = PARTS;  // the last part whose first block is not after this one
     while (after - part > 1) {
         const int middle = (part + after) / 2;
         if (parts.first[middle] <= blockIdx.x)
@@ -59,6 +59,6 @@ __device__ void copy_piece(const Parts& parts) {
         copy_words<char>(from, to, bytes);
 }
 
-// The same under two names: a graph may have one of each, and they are told apart by the name.
+// The same kernel under two names: a graph may have one of each, and the name distinguishes them.
 extern "C" __global__ void copy_in(const __grid_constant__ Parts parts) { copy_piece(parts); }
 extern "C" __global__ void copy_out(const __grid_constant__ Parts parts) { copy_piece(parts); }

@@ -1,4 +1,4 @@
-// Writes the same four bytes over and over: what a memset does.
+// Writes the same four bytes repeatedly, like a memset.
 
 extern "C" __global__ void fill(char* target, unsigned pattern, long long bytes) {
     const long long first = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// Group normalisation with the activation that follows it, for images whose channels lie side by side (channels_last).
+// Group normalisation fused with the activation that follows it, for channels_last images.
 //
 // A sample is a matrix: one row for each place of the image, one column for each channel. A group is some neighbouring
 // columns of one sample. Sixteen bytes, a "vector" of 8 neighbouring channels, are read at a time. A block of threads is
@@ -7,11 +7,11 @@
 //     sample 0   rows 0-15  (0,0)     16-31  (1,0)     32-47  (0,0)  again the first
 //     sample 1   rows 0-15  (0,1)     16-31  (1,1)     ...
 //
-// Sums are kept for each channel, so that any number of channels can be a group: each thread's own, then the block's
-// ("partial": sample x block x 2 x channel), then a block for each sample adds them up over blocks, and a warp of it over
-// each group. The order of the additions is always the same: so the results are, to the bit.
+// Sums are kept for each channel, so that any number of channels can be a group: per thread, then per block ("partial":
+// sample x block x 2 x channel). Then one block per sample adds them up over blocks, and each of its warps over a group.
+// The order of the additions is always the same, so the results are the same to the bit.
 //
-// NUMBER is given by who compiles this: Half or BFloat.
+// NUMBER is defined when this is compiled: Half or BFloat.
 
 #include "numbers.cuh"
 
@@ -32,7 +32,7 @@ __device__ float activated(float y, int activation) {
     return activation == SILU ? y * sigmoid(y) : y;
 }
 
-// The gradient before the activation, of the one behind it.
+// The gradient before the activation, from the gradient after it.
 __device__ float past(float gradient, float y, int activation) {
     if (activation == RELU) return y > 0.0f ? gradient : 0.0f;
     if (activation == NONE) return gradient;
@@ -40,7 +40,7 @@ __device__ float past(float gradient, float y, int activation) {
     return gradient * s * (1.0f + y * (1.0f - s));
 }
 
-// What a thread needs of its channels: (x - mean) * deviation, and that times weight plus bias.
+// A thread's parameters of its channels: for (x - mean) * deviation, and that times weight plus bias.
 struct Channels {
     float scale[V], middle[V], by[V], plus[V];
     __device__ Channels(const float* mean, const float* deviation, const float* weight, const float* bias, int column,
@@ -66,7 +66,7 @@ __device__ void load(uint4* bits, const uint4* sample, int row, int stride, int 
     }
 }
 
-// Numbers of one vector, narrow or as float.
+// Numbers of one vector, in 16 bits or as float.
 __device__ void store(void* to, size_t at, const float* values, int wide) {
     uint4* place = (uint4*)to;
     if (!wide) {
@@ -77,7 +77,7 @@ __device__ void store(void* to, size_t at, const float* values, int wide) {
     }
 }
 
-// Adds up the sums of all threads of a column, and writes them as those of this block.
+// Adds up the sums of all threads of a column, and writes them as this block's sums.
 __device__ void write_partial(const float* sums, float* partial, int column, int vectors) {
     __shared__ float all[THREADS * 2 * V];
     int thread = threadIdx.y * blockDim.x + threadIdx.x, channels = vectors * V;
@@ -94,14 +94,14 @@ __device__ void write_partial(const float* sums, float* partial, int column, int
     }
 }
 
-// The sum of a number over the threads of a warp; each of them gets it.
+// The sum of a number over the threads of a warp; every thread gets it.
 __device__ float over_warp(float value) {
 #pragma unroll
     for (int apart = WARP / 2; apart; apart /= 2) value += __shfl_xor_sync(0xffffffffu, value, apart);
     return value;
 }
 
-// Sums of x and of its square for each channel, both less the first row: numbers far from zero keep their digits.
+// Sums of x minus the first row, and of its square, for each channel: numbers far from zero keep their digits.
 extern "C" __global__ void sums(const uint4* x, float* partial, int rows, int vectors) {
     const uint4* sample = x + (size_t)blockIdx.y * rows * vectors;
     int first = blockIdx.x * blockDim.y + threadIdx.y, stride = gridDim.x * blockDim.y;
@@ -187,7 +187,7 @@ extern "C" __global__ void apply(void* y, const uint4* x, const float* mean, con
     }
 }
 
-// Sums of the gradient past the activation, and of that times the normalised input, for each channel.
+// Sums of the gradient before the activation, and of that times the normalised input, for each channel.
 extern "C" __global__ void gradient_sums(const uint4* gradient, const uint4* x, const float* mean,
                                          const float* deviation, const float* weight, const float* bias,
                                          float* partial, int activation, int rows, int vectors, int groups) {
@@ -220,7 +220,7 @@ extern "C" __global__ void gradient_sums(const uint4* gradient, const uint4* x, 
     }
 }
 
-// Of each sample: these sums over all blocks ("of_sample": sample x 2 x channel), and their means over each group.
+// For each sample, these sums over all blocks ("of_sample": sample x 2 x channel), and their means over each group.
 extern "C" __global__ void coefficients(const float* partial, const float* weight, float* of_sample, float* means,
                                         int parts, int rows, int vectors, int groups) {
     __shared__ float plain[MOST_CHANNELS], normal[MOST_CHANNELS];

@@ -1,6 +1,6 @@
 // Types of numbers that kernels read and write sixteen bytes at a time: a "vector" of 4 or 8 numbers.
 //
-// Kernels compute in float. `unpack` makes a vector wide, `packed` makes it narrow again; `load` and `store` are for
+// Kernels compute in float. `unpack` converts a vector to float, `packed` converts it back; `load` and `store` are for
 // single numbers.
 
 struct Float {
@@ -17,7 +17,7 @@ struct Float {
     static __device__ void store(void* to, int at, float value) { ((float*)to)[at] = value; }
 };
 
-// Numbers of sixteen bits, two in a word; N says how they are made wide and narrow.
+// 16-bit numbers, two in a word; N converts them to float and back.
 template <class N>
 struct Pairs {
     static constexpr int count = 8;

@@ -1,9 +1,9 @@
-// The neighbourhood of every pixel of a result as one row of a matrix: what a convolution multiplies that has few
-// channels, or a kernel of one pixel.
+// Writes the neighbourhood of every pixel of a result as one row of a matrix, for convolutions with few channels or a
+// 1x1 kernel.
 //
-// A thread writes eight numbers of sixteen bits at once, and reads them at once where they are channels of one place.
-// Within a row the channels of one place come first, then the next place to the right, then the next line; what lies
-// outside of the image, or beyond the last place, is zero.
+// A thread writes eight 16-bit numbers at once, and reads them at once if they are channels of one place.
+// Within a row the channels of one place come first, then the next place to the right, then the next line. Numbers
+// outside the image, or beyond the last place, are zero.
 
 extern "C" __global__ void patches(
     uint4* rows, const unsigned short* x, int vectors, int vectors_of_row, int length,
@@ -18,7 +18,7 @@ extern "C" __global__ void patches(
         const unsigned short* source = x + (long long)image * of_image;
         int channel = place % channels, neighbour = place / channels;
         int right = neighbour % kernel_width, below = neighbour / kernel_width;
-        if (of_channel == 1 && channels % 8 == 0) {  // eight channels of one place; memory begins at a multiple of 16
+        if (of_channel == 1 && channels % 8 == 0) {  // eight channels of one place; memory is aligned to 16 bytes
             int y = line * down - above + below * dilated_down, z = column * across - before + right * dilated_across;
             bool inside = y >= 0 && y < height && z >= 0 && z < width;
             const unsigned short* there = source + (long long)y * of_line + (long long)z * of_column + channel;
