@@ -34,13 +34,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.norms.pending import Gradient, Norm, Note, PuttingOff, Rectified, Statistics, Sum
+from manyhands.training.torch.fast.norms.pending import DeferringMode, Gradient, Norm, Note, Rectified, Statistics, Sum
 from manyhands.training.torch.fast.operation_memory import memories_of, written_by
 
 _aten = torch.ops.aten
 
 
-class FusedBatchNorms(PuttingOff):
+class FusedBatchNorms(DeferringMode):
     """Use it around the forward and backward passes, as the innermost mode::
 
         norms.begin(poison=False)

@@ -33,7 +33,7 @@ import torch
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
 from manyhands.training.torch.fast.lanes.weight_gradients import is_cast_of_weight_gradient
-from manyhands.training.torch.fast.norms.pending import Note, PuttingOff
+from manyhands.training.torch.fast.norms.pending import DeferringMode, Note
 from manyhands.training.torch.fast.operation_memory import has_memory
 
 _aten = torch.ops.aten
@@ -133,7 +133,7 @@ class InputGradient:
         return [self.gradient, *self.norm.parts(), self.means]
 
 
-class FusedGroupNorms(PuttingOff):
+class FusedGroupNorms(DeferringMode):
     """Use it around the forward pass and then around the backward pass, as the innermost mode.
 
     The usage is that of :class:`.batch_norm.FusedBatchNorms`. Only autograd may read results between the passes.

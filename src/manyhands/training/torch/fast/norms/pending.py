@@ -139,7 +139,7 @@ class Note:
         return {memory_id(tensor) for tensor in self.pending.read() if tensor is not None}
 
 
-class PuttingOff(TorchDispatchMode):
+class DeferringMode(TorchDispatchMode):
     """A dispatch mode that defers results, and writes them before another operation reads them."""
 
     def __init__(self) -> None:
