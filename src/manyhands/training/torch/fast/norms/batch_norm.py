@@ -53,7 +53,7 @@ class FusedBatchNorms(DeferringMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_HANDLERS)
         self._wanted: set[int] = set()
         self._wanted_before: set[int] = set()  # gradients that another operation read too, in the previous step
         self.begin(poison=False)
@@ -77,9 +77,6 @@ class FusedBatchNorms(DeferringMode):
             self._write(list(self._notes))  # something may read them later
             self._take(self._untaken)
         self._notes, self._untaken = {}, []
-
-    def _handler(self, func: Any) -> Callable[..., Any] | None:
-        return _HANDLERS.get(func)
 
     # Forward
 

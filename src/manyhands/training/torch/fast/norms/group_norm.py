@@ -140,7 +140,7 @@ class FusedGroupNorms(DeferringMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_HANDLERS)
         self.begin(poison=False)
 
     def begin(self, *, poison: bool) -> None:
@@ -159,9 +159,6 @@ class FusedGroupNorms(DeferringMode):
             with nullcontext() if kind is None else suppress(Exception):
                 self._write(list(self._notes))
             self._notes = {}
-
-    def _handler(self, func: Any) -> Callable[..., Any] | None:
-        return _HANDLERS.get(func)
 
     # Casts and copies
 

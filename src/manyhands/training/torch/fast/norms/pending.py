@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,20 +142,18 @@ class Note:
 class DeferringMode(TorchDispatchMode):
     """A dispatch mode that defers results, and writes them before another operation reads them."""
 
-    def __init__(self) -> None:
+    def __init__(self, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+        """``handlers``: the replacements of operations; a replacement may return ``NotImplemented``."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._handlers = handlers
         self._notes: dict[int, Note] = {}
-
-    def _handler(self, func: Any) -> Callable[..., Any] | None:
-        """The replacement of an operation; it may return ``NotImplemented``."""
-        raise NotImplementedError
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         self._forget()
-        handler = self._handler(func)
+        handler = self._handlers.get(func)
         result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
         if result is not NotImplemented:
             return result
