@@ -31,8 +31,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from manyhands.backends.torch.kernels import batch_norm_reference as reference
-from manyhands.backends.torch.kernels.nvrtc import Kernels, Launch, compiled, float_bits, multiprocessors
-from manyhands.errors import CannotCompile
+from manyhands.backends.torch.kernels.nvrtc import (
+    Kernels,
+    Launch,
+    check_capability,
+    compiled,
+    float_bits,
+    multiprocessors,
+)
 
 _FILE = "batch_norm.cu"
 _NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "Float"}
@@ -44,7 +50,6 @@ _BLOCKS = {"sums": 1, "numbers": 4}  # for each multiprocessor
 _ROWS = {"sums": 4, "numbers": 4}  # at least, for each thread
 _MOST_COLUMNS = 64  # of blocks: 16,384 channels in bfloat16
 _TICKETS = 4096 * _MOST_COLUMNS
-_LEAST_CAPABILITY = (8, 0)  # converts to bfloat16
 
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _library.define(
@@ -84,8 +89,7 @@ def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat1
     """Compile the kernels if the device is a GPU; :class:`CannotCompile` says why that is not possible."""
     if device.type != "cuda":
         return
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        raise CannotCompile("the GPU is older than these kernels are written for")
+    check_capability(device)
     with ThreadPoolExecutor(len(dtypes)) as pool:  # the compiler releases Python's lock
         for compilation in [pool.submit(compiled, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
             compilation.result()
@@ -94,7 +98,7 @@ def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat1
 
 def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     """Whether the operations accept ``x`` and these per-channel tensors: weight, bias, running statistics."""
-    if x.dim() < 2 or not _is_by_channel(x):
+    if x.dim() < 2 or not is_by_channel(x):
         return False
     if x.device.type == "cpu":
         return x.is_floating_point() and x.numel() > x.shape[1]
@@ -107,7 +111,7 @@ def fits_form(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     """The same for fake tensors of a trace, which have offsets but no addresses: allocated memory is aligned."""
     if x.device.type == "cpu":
         return fits(x, *channels)
-    if x.dim() < 2 or not _is_by_channel(x) or x.dtype not in _NUMBERS:
+    if x.dim() < 2 or not is_by_channel(x) or x.dtype not in _NUMBERS:
         return False
     aligned = x.storage_offset() * x.element_size() % _VECTOR == 0
     return aligned and _fits_kernels(x, channels)
@@ -118,10 +122,10 @@ def _fits_kernels(x: torch.Tensor, channels: Sequence[torch.Tensor | None]) -> b
     if not row or row % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
         return False
     # Kernels count rows in an int, and a little beyond the last one.
-    return all(_is_plain(channel, x.device) for channel in channels) and 1 < x.numel() // x.shape[1] < 2**30
+    return all(is_plain(channel, x.device) for channel in channels) and 1 < x.numel() // x.shape[1] < 2**30
 
 
-def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
+def is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
     return channels is None or (
         channels.dtype is torch.float32 and channels.is_contiguous() and channels.device == device
     )
@@ -134,7 +138,7 @@ def per_channel(x: torch.Tensor, running_mean: torch.Tensor | None) -> torch.Ten
     return _per_channel(x)
 
 
-def _is_by_channel(x: torch.Tensor) -> bool:
+def is_by_channel(x: torch.Tensor) -> bool:
     """Whether the channels are innermost in memory, without gaps."""
     return x.movedim(1, -1).is_contiguous()
 

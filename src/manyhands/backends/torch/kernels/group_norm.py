@@ -22,8 +22,8 @@ import math
 
 import torch
 
-from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled, float_bits, multiprocessors
-from manyhands.errors import CannotCompile
+from manyhands.backends.torch.kernels.batch_norm import is_by_channel, is_plain
+from manyhands.backends.torch.kernels.nvrtc import Kernels, check_capability, compiled, float_bits, multiprocessors
 
 _FILE = "group_norm.cu"
 _NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half"}
@@ -36,7 +36,6 @@ _ROWS = 4  # at least, for each thread
 _BLOCKS = 8  # for each multiprocessor, in all samples
 _MOST_PARTS = 256  # blocks of a sample, whose sums one block adds up
 _MOST_CHANNELS = 4096
-_LEAST_CAPABILITY = (8, 0)  # converts to bfloat16
 
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _NORMAL = "Tensor x, Tensor mean, Tensor deviation, Tensor? weight, Tensor? bias"
@@ -56,23 +55,20 @@ def ready(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
     """Compile the kernels if the device is a GPU; :class:`CannotCompile` says why that is not possible."""
     if device.type != "cuda":
         return
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        raise CannotCompile("the GPU is older than these kernels are written for")
+    check_capability(device)
     compiled(_FILE, device, NUMBER=_NUMBERS[dtype])
 
 
 def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     """Whether the operations accept this image and these per-channel tensors: weight and bias."""
-    if x.dim() < 3 or x.dtype not in _NUMBERS or not x.numel() or not x.movedim(1, -1).is_contiguous():
+    if x.dim() < 3 or x.dtype not in _NUMBERS or not x.numel() or not is_by_channel(x):
         return False
     if x.shape[1] % _VECTOR or x.shape[1] > _MOST_CHANNELS or x.shape[0] >= 2**16 or math.prod(x.shape[2:]) >= 2**30:
         return False
     if x.device.type == "cuda" and (x.data_ptr() % 16 or x.device.index is None):
         return False
-    return x.device.type in ("cpu", "cuda") and all(
-        channel is None or (channel.dtype is torch.float32 and channel.is_contiguous() and channel.device == x.device)
-        for channel in channels
-    )
+    on_device = x.device.type in ("cpu", "cuda")
+    return on_device and all(is_plain(channel, x.device) for channel in channels)
 
 
 # On a GPU

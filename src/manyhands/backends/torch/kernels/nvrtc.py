@@ -41,6 +41,7 @@ class Launch(enum.Enum):
     EARLY = 6
 
 
+_LEAST_CAPABILITY = (8, 0)
 _COOPERATIVE = 95  # the device's attribute
 
 
@@ -132,6 +133,12 @@ def multiprocessors(device: torch.device) -> int:
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def check_capability(device: torch.device) -> None:
+    """Raise :class:`CannotCompile` if a GPU is too old for our kernels: they convert numbers to bfloat16."""
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise CannotCompile("the GPU is older than these kernels are written for")
 
 
 def compiled(file: str, device: torch.device, **definitions: str) -> Kernels:
