@@ -27,7 +27,7 @@ class Entry:
     step: int
     work: Work
     key: Stall | None
-    wait: Wait | None  # its finding has no number yet (-1)
+    wait: Wait | None  # the number of its finding is still unknown (-1)
     seconds: float = 0.0
     times: int = 1
 

@@ -52,8 +52,7 @@ def choose(
 
     ``replaying`` turns a run into a callable. ``lanes``: also try several lanes.
     """
-    plainly = best.run
-    footprint = best.footprint
+    plainly, footprint = best.run, best.footprint
     assert footprint is not None
     plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
     alone = len({task.device for task in measured.tasks}) == 1
@@ -73,13 +72,13 @@ def choose(
         beside = 0
         if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
-        peaks = Peaks(beside + _peak(backend, traced, scheduled, footprint), plain)
-        if not limit.allows(peaks.planned, plain):
+        needed = beside + _peak(backend, traced, scheduled, footprint)
+        if not limit.allows(needed, plain):
             scheduled = thrifty(scheduled, footprint, limit.most(plain) - beside)
-            peaks = Peaks(beside + _peak(backend, traced, scheduled, footprint), plain)
+            needed = beside + _peak(backend, traced, scheduled, footprint)
         check(scheduled)
         best.predicted[way] = simulate(scheduled, wait_seconds=_WAIT).seconds
-        if (reason := why_too_large(way, peaks.planned, plain, limit)) is not None:
+        if (reason := why_too_large(way, needed, plain, limit)) is not None:
             best.notes.append(reason)
             continue
         try:
@@ -91,13 +90,13 @@ def choose(
                 best.notes.append(f"{way} is not used: {refused}")
                 continue
             replay: Run = replaying(run)
-            ahead = is_ahead(way, replay, best, seconds_of)
+            if not is_ahead(way, replay, best, seconds_of):
+                continue
         except Exception as error:  # out of memory, an operation that cannot be captured: plain execution remains
             best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
-        if ahead:
-            best.way, best.exactness = way, exactness
-            best.run, best.schedule, best.peaks, best.trace = replay, scheduled, peaks, traced
+        best.way, best.exactness, best.peaks = way, exactness, Peaks(needed, plain)
+        best.run, best.schedule, best.trace = replay, scheduled, traced
 
 
 def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
