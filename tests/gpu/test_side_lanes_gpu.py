@@ -94,7 +94,8 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
     exactly, plain = gradients(wide), gradients(net)
     for lanes in (False, True):
         torch._dynamo.reset()
-        forward = torch.compile(loss, dynamic=False, options=beside.compile_options() if lanes else None)
+        options = {"post_grad_custom_post_pass": beside.inductor_pass()} if lanes else None
+        forward = torch.compile(loss, dynamic=False, options=options)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(2):

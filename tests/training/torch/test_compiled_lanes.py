@@ -144,7 +144,7 @@ def test_the_compiler_keeps_the_joins() -> None:
     torch.compile(loss_of, dynamic=False)(plain).backward()
     torch._dynamo.reset()
     beside = Beside(NoLanes())
-    loss = torch.compile(loss_of, dynamic=False, options=beside.compile_options())(other)
+    loss = torch.compile(loss_of, dynamic=False, options={"post_grad_custom_post_pass": beside.inductor_pass()})(other)
     with beside.around(3, compiled=True) as side:
         loss.backward()
     assert len(side.aside) == 4

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from manyhands.errors import CannotCompile
 _aten = torch.ops.aten
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _HOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
-_library.define(f"convolution(Tensor x, Tensor weight, Tensor? bias, {_HOW}) -> Tensor")
+_TAGS = (torch.Tag.needs_exact_strides,)  # for Inductor: ways are chosen for operands in channels_last
+_library.define(f"convolution(Tensor x, Tensor weight, Tensor? bias, {_HOW}) -> Tensor", tags=_TAGS)
 _library.define(
     "convolution_backward(Tensor gradient, Tensor x, Tensor weight, SymInt[]? bias_sizes, "
-    f"{_HOW}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+    f"{_HOW}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
 )
 convolution = torch.ops.manyhands.convolution.default
 convolution_backward = torch.ops.manyhands.convolution_backward.default
@@ -117,11 +120,27 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-_library.impl("convolution", _convolution, "CompositeExplicitAutograd")
-_library.impl("convolution_backward", _convolution_backward, "CompositeExplicitAutograd")
-# For meta tensors, as in a trace, they are PyTorch's operations.
-_library.impl("convolution", _aten.convolution.default, "Meta")
-_library.impl("convolution_backward", _aten.convolution_backward.default, "Meta")
+# Problems of the operations below are recorded here. Not thread-local: autograd has threads for backward passes.
+_recorded: Counter[Problem] | None = None
+
+
+def _recorded_convolution(*args: Any) -> torch.Tensor:
+    if _recorded is not None:
+        _recorded.update(problems_of(_aten.convolution.default, args))
+    return _convolution(*args)
+
+
+def _recorded_convolution_backward(*args: Any) -> tuple[Any, Any, Any]:
+    if _recorded is not None:
+        _recorded.update(problems_of(_aten.convolution_backward.default, args))
+    return _convolution_backward(*args)
+
+
+_library.impl("convolution", _recorded_convolution, "CompositeExplicitAutograd")
+_library.impl("convolution_backward", _recorded_convolution_backward, "CompositeExplicitAutograd")
+# For fake and meta tensors, as in a trace, they are PyTorch's operations.
+torch.library.register_fake("manyhands::convolution", _aten.convolution.default, lib=_library)
+torch.library.register_fake("manyhands::convolution_backward", _aten.convolution_backward.default, lib=_library)
 
 
 def may_choose() -> bool:
@@ -148,6 +167,16 @@ class ChosenConvolutions(TorchDispatchMode):
         self.noting = False
         if self.problems:
             self.report = choose(self.problems, self._steps)
+
+    @contextmanager
+    def in_compiled_code(self) -> Iterator[None]:
+        """Instead of the mode, around a compiled function whose graphs contain the operations of this module."""
+        global _recorded
+        _recorded = self.problems if self.noting else None
+        try:
+            yield
+        finally:
+            _recorded = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

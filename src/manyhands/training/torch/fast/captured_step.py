@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,11 +218,10 @@ class GraphStep:
             self._searching = False
             del self._sized[size]  # only this size: others may have their graphs
             return True
-        has_modes = not self._is_compiled(size)  # a compiled step uses no dispatch modes
-        if self._norms is not None and has_modes:
+        if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
             self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
             self._without("norms", f"normalisation not fused ({why})")
-        elif self._convolutions is not None and has_modes:
+        elif self._convolutions is not None:
             self._convolutions = None
             self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
         elif self._beside is not None:
@@ -246,7 +245,12 @@ class GraphStep:
         return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
 
     def _compiled_forward(self) -> _Forward:
-        options = self._beside.compile_options() if self._beside is not None else None
+        # Imported here, because it imports the compiler, which takes time.
+        from manyhands.training.torch.fast.inductor_passes import StepPasses, UseChosenConvolutions
+
+        convolutions = [] if self._convolutions is None else [UseChosenConvolutions()]
+        lanes = [] if self._beside is None else [self._beside.inductor_pass()]
+        options: dict[str, Any] = {"post_grad_custom_post_pass": StepPasses(*convolutions, *lanes)}
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
         def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountRight]:
@@ -397,7 +401,8 @@ class GraphStep:
         """Forward and backward."""
         size, lanes = len(sized.window), self._beside
         compiled, is_usual = self._is_compiled(size), size == self._size
-        norms, casts, convolutions = (None, None, None) if compiled else (self._norms, self._casts, self._convolutions)
+        norms, casts = (None, None) if compiled else (self._norms, self._casts)
+        convolutions = self._convolutions
         if casts is not None:
             casts.forked = None if lanes is None else lanes.forked
         if norms is not None:
@@ -405,12 +410,12 @@ class GraphStep:
         if convolutions is not None:  # chosen for the usual size; other sizes use the same choice
             convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
-            with convolutions or nullcontext(), casts or nullcontext(), norms or nullcontext():
+            with self._tuned_convolutions(compiled), casts or nullcontext(), norms or nullcontext():
                 loss, count_right = sized.forward(*self._places(sized))
             # No mark with a loss scale: then the update writes to the metrics, too.
             mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
             beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
-            with convolutions or nullcontext(), beside, norms or nullcontext():
+            with self._tuned_convolutions(compiled), beside, norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.redundant is not None:
             sized.redundant.settle()
@@ -422,6 +427,11 @@ class GraphStep:
         if norms is not None and sized.warm == 0:
             self._look_for_poison(loss)
         return _Passed(loss, count_right, mark)
+
+    def _tuned_convolutions(self, compiled: bool) -> AbstractContextManager[Any]:
+        if self._convolutions is None:
+            return nullcontext()
+        return self._convolutions.in_compiled_code() if compiled else self._convolutions
 
     def _look_for_poison(self, loss: torch.Tensor) -> None:
         gradients = [parameter.grad for parameter in self._eager.parameters if parameter.grad is not None]

@@ -19,11 +19,13 @@ import torch
 from torch.fx import Graph, Node
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.convolutions.operations import convolution_backward as chosen_convolution_backward
 from manyhands.training.torch.fast.lanes import compiled
 from manyhands.training.torch.fast.lanes.weight_gradients import multiplications
 
 _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
+_CONVOLUTIONS = (_aten.convolution_backward.default, chosen_convolution_backward)
 # Operations that are allowed between a gradient and the results of the backward pass.
 _LIGHT = {
     operator.getitem,
@@ -63,7 +65,7 @@ def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None
     results: list[Node] = []
     groups: list[_Group] = [_Group()]
     for node in list(graph.nodes):
-        if node.target is _aten.convolution_backward.default and node.args[-1][1]:
+        if node.target in _CONVOLUTIONS and node.args[-1][1]:
             gradients, last = _convolution(graph, node, len(results) + 1)
         elif node.target is _aten.mm.default and _multiplications(node) >= least_product:
             gradients, last = _product_of(graph, node, len(results) + 1)
@@ -123,11 +125,10 @@ def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]
         return [], node
     dtype = _common_cast(wanted)
     with graph.inserting_before(node):
-        last = aside = graph.call_function(
-            _ops.convolution_aside.default, (lane, dtype, *arguments_before, for_bias and 2 in parts)
-        )
+        how = (for_bias and 2 in parts, node.target is chosen_convolution_backward)
+        last = aside = graph.call_function(_ops.convolution_aside.default, (lane, dtype, *arguments_before, *how))
         if for_input and 0 in parts:
-            last = graph.call_function(_aten.convolution_backward.default, (*arguments_before, [True, False, False]))
+            last = graph.call_function(node.target, (*arguments_before, [True, False, False]))  # type: ignore[arg-type]
             last.meta["val"] = (node.meta["val"][0], None, None)
             parts[0].replace_input_with(node, last)
     gradients = _put_in(graph, wanted, aside, dtype)

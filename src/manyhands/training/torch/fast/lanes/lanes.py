@@ -19,6 +19,7 @@ from manyhands.training.torch.fast.lanes.forked import ForkedWork
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
+    from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
 
 COUNT = 2  # side lanes of a backward pass
 # A lane that no pass uses: it never allocates memory that other lanes have freed, and waits for none of them.
@@ -47,11 +48,11 @@ class Beside:
         lanes, name = StreamLanes(device, COUNT + 1, main), f"gpu:{device.index or 0}"
         return cls(lanes, name, most_held=most_held, least_product=_LEAST_PRODUCT)
 
-    def compile_options(self) -> dict[str, Any]:
-        """Options for ``torch.compile`` that add lanes to the compiled graphs."""
+    def inductor_pass(self) -> TakeAside:
+        """The pass that adds lanes to the graphs of a compiled step."""
         from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
 
-        return {"post_grad_custom_post_pass": TakeAside(self._most_held, self._least_product)}
+        return TakeAside(self._most_held, self._least_product)
 
     def around(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
         """``with beside.around(256, compiled=False): loss.backward()``."""
