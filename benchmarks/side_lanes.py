@@ -35,7 +35,7 @@ import torch
 from manyhands import machine
 from manyhands.backends.torch.run import float64
 from manyhands.training.torch.book import models
-from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
 
 ROWS = {
@@ -117,18 +117,20 @@ def exactly(problem: Problem) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in wide.named_parameters() if p.grad is not None}
 
 
-def captured(problem: Problem, *, compiled: bool, lanes: bool, most_held: int) -> Step:
+def captured(problem: Problem, *, compiled: bool, lanes: bool, max_held: int) -> Step:
     torch._dynamo.reset()
     stream = torch.cuda.Stream(problem.device)
-    beside = Beside.on_streams(problem.device, stream, most_held=most_held) if lanes else None
+    step_lanes = StepLanes.on_streams(problem.device, stream, max_held=max_held) if lanes else None
     forward: Callable[[], torch.Tensor] = problem.loss
     if compiled:
-        options = beside.compile_options() if beside is not None else None
+        options = {"post_grad_custom_post_pass": step_lanes.inductor_pass()} if step_lanes is not None else None
         forward = torch.compile(problem.loss, dynamic=False, options=options)
 
     def step() -> None:
         problem.net.zero_grad(set_to_none=True)
-        problem.passes(forward, beside.around(problem.batch, compiled=compiled) if beside is not None else None)
+        problem.passes(
+            forward, step_lanes.during_backward(problem.batch, compiled=compiled) if step_lanes is not None else None
+        )
 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -145,7 +147,7 @@ def captured(problem: Problem, *, compiled: bool, lanes: bool, most_held: int) -
         problem.net.load_state_dict(problem.state)
         graph.replay()
     torch.cuda.synchronize()
-    return Step(graph, left, beside.explain(problem.batch) if beside is not None else [], peak)
+    return Step(graph, left, step_lanes.explain(problem.batch) if step_lanes is not None else [], peak)
 
 
 Gradients = dict[str, torch.Tensor]
@@ -181,9 +183,9 @@ def milliseconds(graph: torch.cuda.CUDAGraph, device: torch.device) -> list[floa
     return times
 
 
-def run(rows: list[str], problem: Problem, *, keep: bool, most_held: float | None, explain: bool) -> int:
+def run(rows: list[str], problem: Problem, *, keep: bool, max_held: float | None, explain: bool) -> int:
     twice = 2 * sum(parameter.numel() * parameter.element_size() for parameter in problem.net.parameters())
-    held = twice if most_held is None else int(most_held * 1e6)
+    held = twice if max_held is None else int(max_held * 1e6)
     wanted = eager(problem)
     exact = exactly(problem)
     if not keep:
@@ -200,7 +202,7 @@ def run(rows: list[str], problem: Problem, *, keep: bool, most_held: float | Non
             problem.reset()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
-            step = captured(problem, compiled=compiled, lanes=lanes, most_held=held)
+            step = captured(problem, compiled=compiled, lanes=lanes, max_held=held)
             right, words = compare(step.gradients, wanted, exact if compiled else None)
         except Exception as error:
             print(f"{row:16}  FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -248,7 +250,7 @@ def main() -> int:
     )
     problem = Problem(flags.model, flags.batch_size, device)
     keep = flags.biases == "keep"
-    return 1 if run(rows, problem, keep=keep, most_held=flags.most_held, explain=flags.explain) else 0
+    return 1 if run(rows, problem, keep=keep, max_held=flags.max_held, explain=flags.explain) else 0
 
 
 if __name__ == "__main__":

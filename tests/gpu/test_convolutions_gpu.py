@@ -156,7 +156,7 @@ def test_a_mode_around_a_net() -> None:
         return [parameter.grad.float() for parameter in net.parameters() if parameter.grad is not None]
 
     exact, plain = gradients(autocast=False), gradients()
-    mode.noting = True
+    mode.recording = True
     with mode:
         gradients()
     mode.choose()
@@ -212,7 +212,7 @@ def test_with_a_bias(case: tuple[int, ...]) -> None:
         y.backward(y.detach())
         return y.detach(), layer.bias.grad
 
-    mode.noting = True
+    mode.recording = True
     with mode:
         passes()
     mode.choose()

@@ -23,7 +23,7 @@ from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.fast import captured_step  # noqa: E402
 from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
-from manyhands.training.torch.fast.lanes.lanes import Beside  # noqa: E402
+from manyhands.training.torch.fast.lanes.lanes import StepLanes  # noqa: E402
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves  # noqa: E402
 
 DEVICE = "cuda:0"
@@ -76,7 +76,7 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
     wide = copy.deepcopy(net).double()
     x, y = IMAGES[:64].to(DEVICE), LABELS[:64].to(DEVICE)
     stream = torch.cuda.Stream()
-    beside = Beside.on_streams(torch.device(DEVICE), stream)
+    step_lanes = StepLanes.on_streams(torch.device(DEVICE), stream)
 
     def loss() -> Any:
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -94,14 +94,14 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
     exactly, plain = gradients(wide), gradients(net)
     for lanes in (False, True):
         torch._dynamo.reset()
-        options = {"post_grad_custom_post_pass": beside.inductor_pass()} if lanes else None
+        options = {"post_grad_custom_post_pass": step_lanes.inductor_pass()} if lanes else None
         forward = torch.compile(loss, dynamic=False, options=options)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(2):
                 net.zero_grad(set_to_none=True)
                 found = forward()
-                with beside.around(64, compiled=True) if lanes else nullcontext():
+                with step_lanes.during_backward(64, compiled=True) if lanes else nullcontext():
                     found.backward()
         verdict = float64.verdict(gradients(net), plain, exactly, torch.finfo(torch.bfloat16).eps)
         assert verdict.accepted, f"lanes: {lanes}; {verdict.words}"
@@ -199,16 +199,16 @@ def test_an_update_in_halves_is_the_same(optimizer: str, precision: str, monkeyp
     assert [row["train_loss"] for row in told.rows] == [row["train_loss"] for row in told_too.rows]
 
 
-@pytest.mark.parametrize("most_held", [None, 1 << 20])
+@pytest.mark.parametrize("max_held", [None, 1 << 20])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", NETS)
-def test_every_gradient_is_the_same(name: str, captured: bool, most_held: int | None) -> None:
+def test_every_gradient_is_the_same(name: str, captured: bool, max_held: int | None) -> None:
     net = models.initialise(NETS[name](), seed=0).to(DEVICE, memory_format=torch.channels_last)
     x, y = IMAGES[:64].to(DEVICE), LABELS[:64].to(DEVICE)
     parameters = list(net.parameters())
     state = {key: value.clone() for key, value in net.state_dict().items()}
     stream = torch.cuda.Stream()
-    beside = Beside(StreamLanes(torch.device(DEVICE), 2, stream), "gpu:0", most_held=most_held)
+    step_lanes = StepLanes(StreamLanes(torch.device(DEVICE), 2, stream), "gpu:0", max_held=max_held)
 
     def backward(lanes: bool) -> None:
         for parameter in parameters:
@@ -218,7 +218,7 @@ def test_every_gradient_is_the_same(name: str, captured: bool, most_held: int | 
         if not lanes:
             loss.backward()
             return
-        with beside.around(64, compiled=False):
+        with step_lanes.during_backward(64, compiled=False):
             loss.backward()
 
     def gradients(lanes: bool) -> list[torch.Tensor]:
@@ -240,7 +240,7 @@ def test_every_gradient_is_the_same(name: str, captured: bool, most_held: int | 
 
     plain, lanes = gradients(False), gradients(True)
     assert all(torch.equal(one, other) for one, other in zip(plain, lanes, strict=True))
-    assert "beside the backward pass" in "\n".join(beside.explain(64))
+    assert "in parallel with the backward pass" in "\n".join(step_lanes.explain(64))
 
 
 @pytest.mark.parametrize("side_lanes", [False, True])

@@ -125,13 +125,13 @@ def test_a_mode_solves_noted_problems_in_their_ways() -> None:
     model, x = _Net(), torch.randn(4, 1, 12, 12)
     plain = _gradients(model, x)
     mode = ChosenConvolutions(steps=10)
-    mode.noting = True
+    mode.recording = True
     with mode:
         noted = _gradients(model, x)
-    assert all(map(torch.equal, plain, noted)), "noting changes nothing"
+    assert all(map(torch.equal, plain, noted)), "recording changes nothing"
     assert len(mode.problems) == 8  # three layers forward, three weights, two inputs
     _all_by_products(mode.problems)
-    mode.noting = False
+    mode.recording = False
     with mode:
         other = _gradients(model, x)
     torch.testing.assert_close(other, plain, rtol=1e-4, atol=1e-4)
@@ -254,7 +254,7 @@ def test_a_pass_puts_chosen_ways_into_a_trace() -> None:
     trace = planning.trace(step, planning.call((), {}), guarded=False)
     assert choose_convolutions(trace) == (trace, None)
     mode = ChosenConvolutions(steps=10)
-    mode.noting = True
+    mode.recording = True
     with mode:
         step()
     _all_by_products(mode.problems)

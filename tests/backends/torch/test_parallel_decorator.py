@@ -69,12 +69,12 @@ def test_methods_are_bound_to_their_objects() -> None:
     assert torch.equal(other.scaled(X), X * 4)
 
 
-class Numbers(list[float]):
+class NumberFormat(list[float]):
     """What it holds is held by C code."""
 
 
 def test_objects_that_cannot_be_watched_are_run_as_they_are() -> None:
-    fast, numbers = mh.parallel(lambda numbers, x: x * numbers[0], synchronous=True), Numbers([2.0])
+    fast, numbers = mh.parallel(lambda numbers, x: x * numbers[0], synchronous=True), NumberFormat([2.0])
     for numbers[0] in (2.0, 3.0):
         assert torch.equal(fast(numbers, X), X * numbers[0])
 

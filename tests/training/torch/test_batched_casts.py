@@ -20,8 +20,8 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.lanes.forked import ForkedWork
-from manyhands.training.torch.fast.lanes.lanes import Beside
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.step.eager import NumberFormat
 
 X = torch.rand(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -221,9 +221,9 @@ def test_the_fast_step_begins_with_the_casts(monkeypatch: pytest.MonkeyPatch) ->
     data, lanes = Arrays((images, torch.arange(COUNT) % 3)), Recorded()
     for net in nets:
         eager = eager_step(net)
-        eager.numbers = Numbers(autocast=torch.bfloat16)
+        eager.number_format = NumberFormat(autocast=torch.bfloat16)
         graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
-        graph._beside = Beside(lanes) if net is nets[1] else None
+        graph._lanes = StepLanes(lanes) if net is nets[1] else None
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         with OnLanes(lanes):
             for _ in range(3):
@@ -241,7 +241,7 @@ def test_the_fast_step_begins_with_the_casts(monkeypatch: pytest.MonkeyPatch) ->
 def test_images_say_how_they_lie(channels: int) -> None:
     """Also those of one channel, whose memory is the same either way."""
     images = torch.rand(2, channels, 5, 7)
-    laid = Numbers(channels_last=True).lay((images, torch.zeros(2)))[0]
+    laid = NumberFormat(channels_last=True).cast((images, torch.zeros(2)))[0]
     assert laid.stride() == (5 * 7 * channels, 1, 7 * channels, channels)
     assert torch.equal(laid, images)
     assert nn.Conv2d(channels, 4, 3)(laid).is_contiguous(memory_format=torch.channels_last)

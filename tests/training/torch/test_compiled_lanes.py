@@ -20,8 +20,8 @@ from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
-from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
-from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.lanes.inductor_pass import MoveToSideLanes
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
 
 # What hooks do is the caller's, not in the compiled graph.
 NAMES = [
@@ -48,8 +48,8 @@ def with_pass(change: Callable[[GraphModule], None]) -> Any:
     return aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=backward)
 
 
-def taken_aside(module: GraphModule, most_held: int | None = None) -> None:
-    TakeAside(most_held)(module.graph)
+def moved_to_lanes(module: GraphModule, max_held: int | None = None) -> None:
+    MoveToSideLanes(max_held)(module.graph)
 
 
 @pytest.mark.long
@@ -57,15 +57,15 @@ def taken_aside(module: GraphModule, most_held: int | None = None) -> None:
 def test_gradients_are_equal_to_the_bit(name: str) -> None:
     plain, _ = pair(MODELS[name])
     torch.compile(loss_of, backend=with_pass(lambda module: None), dynamic=False)(plain).backward()
-    for most_held in (None, 0, 1 << 20):
+    for max_held in (None, 0, 1 << 20):
         torch._dynamo.reset()
         _, other = pair(MODELS[name])
-        change = functools.partial(taken_aside, most_held=most_held)
+        change = functools.partial(moved_to_lanes, max_held=max_held)
         loss = torch.compile(loss_of, backend=with_pass(change), dynamic=False)(other)
         lanes = NoLanes()
         with CompiledLanes(lanes, 2) as side:
             loss.backward()
-        assert side.aside
+        assert side.moved
         assert {lane for lane, _ in lanes.waits} == {0, 1, 2}
         assert_equal(gradients(plain), gradients(other))
 
@@ -73,13 +73,13 @@ def test_gradients_are_equal_to_the_bit(name: str) -> None:
 def test_outside_of_lanes_it_is_computed_where_it_stands() -> None:
     plain, other = pair(models.lenet)
     loss_of(plain).backward()
-    torch.compile(loss_of, backend=with_pass(taken_aside), dynamic=False)(other).backward()
+    torch.compile(loss_of, backend=with_pass(moved_to_lanes), dynamic=False)(other).backward()
     assert_equal(gradients(plain), gradients(other))
 
 
-@pytest.mark.parametrize(("most_held", "joins"), [(None, 1), (0, 10)])
-def test_no_wait_is_missing(most_held: int | None, joins: int) -> None:
-    change = functools.partial(taken_aside, most_held=most_held)
+@pytest.mark.parametrize(("max_held", "joins"), [(None, 1), (0, 10)])
+def test_no_wait_is_missing(max_held: int | None, joins: int) -> None:
+    change = functools.partial(moved_to_lanes, max_held=max_held)
     loss = torch.compile(loss_of, backend=with_pass(change), dynamic=False)(models.small_resnet())
     with CompiledLanes(NoLanes(), 2) as side:
         loss.backward()
@@ -87,7 +87,7 @@ def test_no_wait_is_missing(most_held: int | None, joins: int) -> None:
     assert made is not None
     # One more at the end, for what nobody joined: that is nothing.
     assert [task.name for task in made.graph.tasks].count("join") == joins + 1
-    assert len(side.aside) == 10  # nine convolutions, one product
+    assert len(side.moved) == 10  # nine convolutions, one product
     for task, others in made.waits.items():
         for other in others:
             waits = {**made.waits, task: tuple(one for one in others if one != other)}
@@ -98,7 +98,7 @@ def test_no_wait_is_missing(most_held: int | None, joins: int) -> None:
 
 def test_memory_that_the_compiler_may_use_again_is_found() -> None:
     def forgets(module: GraphModule) -> None:
-        taken_aside(module)
+        moved_to_lanes(module)
         join = next(node for node in module.graph.nodes if "join_lanes" in str(node.target))
         join.args = (join.args[0], join.args[1][1:])
 
@@ -109,7 +109,7 @@ def test_memory_that_the_compiler_may_use_again_is_found() -> None:
 
 def test_a_result_that_is_read_too_early_is_found() -> None:
     def forgets(module: GraphModule) -> None:
-        taken_aside(module)
+        moved_to_lanes(module)
         join = next(node for node in module.graph.nodes if "join_lanes" in str(node.target))
         join.args = (join.args[0][1:], join.args[1])
 
@@ -125,10 +125,10 @@ def test_what_somebody_waits_for_stays() -> None:
         return torch.nn.functional.conv2d(x, weight.sin()).square().sum()
 
     weight, x = torch.rand(2, 1, 3, 3, requires_grad=True), torch.rand(2, 1, 5, 5)
-    compiled = torch.compile(loss, backend=with_pass(taken_aside), dynamic=False)(weight, x)
+    compiled = torch.compile(loss, backend=with_pass(moved_to_lanes), dynamic=False)(weight, x)
     with CompiledLanes(NoLanes(), 2) as side:
         compiled.backward()
-    assert not side.aside
+    assert not side.moved
 
 
 @pytest.mark.long
@@ -143,10 +143,12 @@ def test_the_compiler_keeps_the_joins() -> None:
     plain, other = pair(net)
     torch.compile(loss_of, dynamic=False)(plain).backward()
     torch._dynamo.reset()
-    beside = Beside(NoLanes())
-    loss = torch.compile(loss_of, dynamic=False, options={"post_grad_custom_post_pass": beside.inductor_pass()})(other)
-    with beside.around(3, compiled=True) as side:
+    step_lanes = StepLanes(NoLanes())
+    loss = torch.compile(loss_of, dynamic=False, options={"post_grad_custom_post_pass": step_lanes.inductor_pass()})(
+        other
+    )
+    with step_lanes.during_backward(3, compiled=True) as side:
         loss.backward()
-    assert len(side.aside) == 4
-    assert "3 x convolution, weight and bias" in "\n".join(beside.explain(3))
+    assert len(side.moved) == 4
+    assert "3 x convolution, weight and bias" in "\n".join(step_lanes.explain(3))
     assert_equal(gradients(plain), gradients(other))

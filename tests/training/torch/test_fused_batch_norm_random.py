@@ -180,7 +180,7 @@ def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
     net = Net().double().to(memory_format=torch.channels_last)
     plain = left_behind(copy.deepcopy(net), program, [], [])
     norms = FusedBatchNorms()
-    beside = [SideLanes(NoLanes(), 2, most_held=2000)] if lanes else []
+    beside = [SideLanes(NoLanes(), 2, max_held=2000)] if lanes else []
     result = left_behind(net, program, [BatchedCasts(), norms], [*beside, norms])
     if isinstance(plain, type) or isinstance(result, type):
         assert plain is result

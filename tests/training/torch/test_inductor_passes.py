@@ -22,7 +22,7 @@ from manyhands.backends.torch.convolutions.operations import ChosenConvolutions
 from manyhands.backends.torch.convolutions.problems import Problem
 from manyhands.training.torch.fast.inductor_passes import StepPasses, UseChosenConvolutions
 from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
-from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
+from manyhands.training.torch.fast.lanes.inductor_pass import MoveToSideLanes
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
@@ -95,7 +95,7 @@ def test_a_compiled_step_computes_convolutions_in_their_ways(lanes: bool) -> Non
     plain, other, x = two_nets()
     loss_of(plain, x).backward()
     targets = Counter[str]()
-    passes = StepPasses(UseChosenConvolutions(), *[TakeAside()] * lanes)
+    passes = StepPasses(UseChosenConvolutions(), *[MoveToSideLanes()] * lanes)
     compiled = torch.compile(loss_of, backend=compile_with(passes, targets), dynamic=False)
     convolutions = ChosenConvolutions(steps=10)
 
@@ -106,17 +106,17 @@ def test_a_compiled_step_computes_convolutions_in_their_ways(lanes: bool) -> Non
         side = CompiledLanes(NoLanes(), 2)
         with convolutions.in_compiled_code(), side:
             loss.backward()
-        assert bool(side.aside) == lanes
+        assert bool(side.moved) == lanes
         return [gradient.clone() for gradient in gradients(other)]
 
-    convolutions.noting = True
+    convolutions.recording = True
     torch.testing.assert_close(step(), gradients(plain))
     assert targets["manyhands.convolution.default"] == 3
     assert targets["aten.convolution.default"] == 1, "PyTorch's way is the only one for a transposed convolution"
     assert targets["aten.add.Tensor"] >= 2, "biases are added outside"
     assert len(convolutions.problems) == 8  # three layers forward, three weights, two inputs
     assert not any(problem.has_bias for problem in convolutions.problems)
-    convolutions.noting = False
+    convolutions.recording = False
     plainly = step()
     assert choose_products(convolutions.problems) >= 3
     by_products = step()
@@ -139,7 +139,7 @@ def test_a_graph_without_convolutions_stays_as_it_is() -> None:
 def test_cached_graphs_are_those_of_the_same_passes() -> None:
     alone = StepPasses(UseChosenConvolutions())
     assert alone.uuid() == StepPasses(UseChosenConvolutions()).uuid()
-    assert len({alone.uuid(), StepPasses().uuid(), StepPasses(UseChosenConvolutions(), TakeAside()).uuid()}) == 3
+    assert len({alone.uuid(), StepPasses().uuid(), StepPasses(UseChosenConvolutions(), MoveToSideLanes()).uuid()}) == 3
 
 
 @pytest.mark.long
@@ -149,14 +149,14 @@ def test_inductor_accepts_what_the_passes_leave() -> None:
     plain, other, x = two_nets()
     plain, other, x = (value.to(memory_format=torch.channels_last) for value in (plain, other, x))  # type: ignore[call-overload]
     loss_of(plain, x).backward()
-    options = {"post_grad_custom_post_pass": StepPasses(UseChosenConvolutions(), TakeAside())}
+    options = {"post_grad_custom_post_pass": StepPasses(UseChosenConvolutions(), MoveToSideLanes())}
     compiled = torch.compile(loss_of, dynamic=False, options=options)
     convolutions = ChosenConvolutions(steps=10)
-    convolutions.noting = True
+    convolutions.recording = True
     with convolutions.in_compiled_code():
         loss = compiled(other, x)
         with CompiledLanes(NoLanes(), 2) as side:
             loss.backward()
-    assert side.aside
+    assert side.moved
     assert convolutions.problems
     torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-4)

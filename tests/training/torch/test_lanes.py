@@ -24,7 +24,7 @@ from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.lanes.eager import SideLanes
-from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,7 +34,7 @@ def test_gradients_are_equal_to_the_bit(name: str) -> None:
     lanes = NoLanes()
     with SideLanes(lanes, 2) as side:
         loss_of(other).backward()  # the forward pass inside too: it is left as it is
-    assert side.aside
+    assert side.moved
     assert lanes.waits
     assert_equal(gradients(plain), gradients(other))
 
@@ -62,21 +62,21 @@ def backward(name: str, **options: Any) -> SideLanes:
     return side
 
 
-def test_what_goes_aside() -> None:
-    assert len(backward("resnet-18").aside) == 20 + 2  # 20 convolutions; weight and bias of the last layer
+def test_what_runs_on_side_lanes() -> None:
+    assert len(backward("resnet-18").moved) == 20 + 2  # 20 convolutions; weight and bias of the last layer
     lenet = backward("lenet")
-    assert lenet.aside.count("convolution, weight and bias") == 1
-    assert lenet.aside.count("convolution, weight and bias (no gradient of the input)") == 1
-    assert lenet.aside.count("product, weight") == lenet.aside.count("product, bias") == 3
+    assert lenet.moved.count("convolution, weight and bias") == 1
+    assert lenet.moved.count("convolution, weight and bias (no gradient of the input)") == 1
+    assert lenet.moved.count("product, weight") == lenet.moved.count("product, bias") == 3
     # Nothing that has a hook.
-    hooked = backward("hooks").aside
+    hooked = backward("hooks").moved
     assert hooked.count("product, weight") == 2
     assert hooked.count("product, bias") == 2
     assert "convolution, weight and bias" not in hooked
     # A frozen weight has no gradient; the product of x @ x cannot be told.
-    assert backward("frozen weights").aside.count("product, weight") == 2
-    assert backward("all kinds of convolutions").aside.count("product, weight") == 1
-    assert backward("embeddings").aside.count("embedding") == 4
+    assert backward("frozen weights").moved.count("product, weight") == 2
+    assert backward("all kinds of convolutions").moved.count("product, weight") == 1
+    assert backward("embeddings").moved.count("embedding") == 4
 
 
 def test_the_schedule_has_the_chain_on_the_main_lane() -> None:
@@ -91,10 +91,10 @@ def test_the_schedule_has_the_chain_on_the_main_lane() -> None:
 
 
 @pytest.mark.parametrize("name", ["lenet", "shared weights", "autocast, shared"])
-@pytest.mark.parametrize("most_held", [None, 4096])
-def test_no_wait_is_superfluous_and_none_is_missing(name: str, most_held: int | None) -> None:
+@pytest.mark.parametrize("max_held", [None, 4096])
+def test_no_wait_is_superfluous_and_none_is_missing(name: str, max_held: int | None) -> None:
     """Take out any one wait of a side lane, or of the join: the checker objects."""
-    made = backward(name, most_held=most_held).schedule
+    made = backward(name, max_held=max_held).schedule
     assert made is not None
     needed = 0
     for task, others in made.waits.items():
@@ -122,7 +122,7 @@ def test_convolutions_by_products_share_a_lane(monkeypatch: pytest.MonkeyPatch) 
     layers = [nn.Conv2d(8, 8, size, padding=size // 2, bias=False) for size in (3, 1, 3, 3, 1, 3, 1)]
     net, x = nn.Sequential(*layers), torch.randn(2, 8, 8, 8)
     noted = ChosenConvolutions(steps=1)
-    noted.noting = True
+    noted.recording = True
     with noted:
         net(x).square().sum().backward()
     by_product = {}
@@ -150,7 +150,7 @@ def test_gradients_are_taken_over_and_not_copied() -> None:
 def test_memory_is_held_until_the_join_or_to_the_limit() -> None:
     """An activation that a side lane reads lives on when autograd is through with it."""
 
-    def alive_at_the_end(most_held: int | None) -> list[bool]:
+    def alive_at_the_end(max_held: int | None) -> list[bool]:
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU()) for _ in range(6)))
         first = torch.rand(64, 64, requires_grad=True)
@@ -158,7 +158,7 @@ def test_memory_is_held_until_the_join_or_to_the_limit() -> None:
         first.register_hook(lambda _: alive.extend(_is_alive(one) for one in handles))
         loss = net(first).sum()
         handles = _inputs_of_layers(loss)
-        with SideLanes(NoLanes(), 1, most_held=most_held):
+        with SideLanes(NoLanes(), 1, max_held=max_held):
             loss.backward()
         assert not any(_is_alive(one) for one in handles)
         return alive
@@ -249,17 +249,17 @@ def test_ten_steps_are_equal_to_the_bit() -> None:
 
 
 def test_a_step_tells_its_lanes() -> None:
-    beside = Beside(NoLanes(), most_held=1 << 20)
-    assert "no backward pass" in beside.explain(3)[0]
+    step_lanes = StepLanes(NoLanes(), max_held=1 << 20)
+    assert "no backward pass" in step_lanes.explain(3)[0]
     for size in (3, 2):
         loss = loss_of(models.lenet(), size)
-        with beside.around(size, compiled=False):
+        with step_lanes.during_backward(size, compiled=False):
             loss.backward()
-    text = "\n".join(beside.explain(3))
+    text = "\n".join(step_lanes.explain(3))
     assert "on 3 lanes" in text
     assert "cpu compute 0 (main)" in text
     assert "3 x product, weight" in text
-    assert beside.around(3, compiled=False) is not beside.around(2, compiled=False)
-    with beside.around(9, compiled=False):
+    assert step_lanes.during_backward(3, compiled=False) is not step_lanes.during_backward(2, compiled=False)
+    with step_lanes.during_backward(9, compiled=False):
         torch.rand(2, requires_grad=True).sum().backward()
-    assert "nothing runs on side lanes" in beside.explain(9)[0]
+    assert "nothing runs on side lanes" in step_lanes.explain(9)[0]

@@ -22,7 +22,7 @@ from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way
 from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
-from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, as_written
+from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
 from manyhands.training.torch.fast.progress import Progress
 
 RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
@@ -53,7 +53,7 @@ def test_whoever_makes_a_step_it_is_the_same() -> None:
     (eager, progress, step), (plain, _, plainly) = job(), job()
     for parameter in (eager, plain):
         parameter.optimizer.zero_grad()
-    made = PlannedStep(PlanOfParallel(step), step, progress)
+    made = PlannedStep(ParallelPlan(step), step, progress)
     for run in (made, plainly):
         torch.manual_seed(1)
         for _ in range(20):
@@ -81,7 +81,7 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Parallel._plan
     monkeypatch.setattr(Parallel, "_plan", lambda *arguments, **how: planned.append(1) or plan(*arguments, **how))
     eager, progress, step = job()
-    made = PlannedStep(PlanOfParallel(step), step, progress)
+    made = PlannedStep(ParallelPlan(step), step, progress)
     for _ in range(20):
         made()
         eager.metrics.peek()
@@ -136,7 +136,7 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PlannedStep, Pl
 
         times = clock()
         monkeypatch.setattr(PlannedStep, "_mark", lambda _: next(times))
-        return PlannedStep(PlanOfParallel(lambda: None), one, Progress(8, CPU)), plan, one
+        return PlannedStep(ParallelPlan(lambda: None), one, Progress(8, CPU)), plan, one
 
     return begin
 
@@ -201,7 +201,7 @@ def test_a_step_that_fails_half_way_is_an_error() -> None:
         progress.advance(4)
         raise ValueError("half way")
 
-    made = PlannedStep(PlanOfParallel(half), lambda: None, progress)
+    made = PlannedStep(ParallelPlan(half), lambda: None, progress)
     with pytest.raises(ValueError, match="half way"):
         made()
 

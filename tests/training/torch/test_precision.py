@@ -205,5 +205,5 @@ def test_all_others_compute_in_bfloat16(
     monkeypatch.setattr(precision, "_WIDE", 1)
     rank = rank_of(model, **settings)
     rank._choose_precision()
-    assert rank.numbers.autocast is torch.bfloat16
+    assert rank.number_format.autocast is torch.bfloat16
     assert not [note for note in rank.notes if "cannot" in note]

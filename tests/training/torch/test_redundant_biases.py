@@ -18,9 +18,9 @@ from training_cases import difference, mlp, vectors
 from manyhands.training.torch.book import models
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
-from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, may_have_redundant_biases
-from manyhands.training.torch.step.skip_nan import Spared
+from manyhands.training.torch.step.skip_nan import StepUndo
 
 
 class Net(nn.Module):
@@ -136,11 +136,11 @@ def test_a_compiled_step() -> None:
 
 
 def test_beside_side_lanes() -> None:
-    net, beside = Net(), Beside(NoLanes())
+    net, step_lanes = Net(), StepLanes(NoLanes())
     redundant = searched(net)
     assert redundant is not None
     gradients: list[list[Any]] = []
-    for around in (contextlib.nullcontext(), beside.around(6, compiled=False)):
+    for around in (contextlib.nullcontext(), step_lanes.during_backward(6, compiled=False)):
         net.zero_grad(set_to_none=True)
         with redundant.left_out():
             loss = loss_of(net)
@@ -149,7 +149,7 @@ def test_beside_side_lanes() -> None:
         redundant.settle()
         gradients.append([parameter.grad for parameter in net.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    assert "    3 x convolution, weight" in beside.explain(6)
+    assert "    3 x convolution, weight" in step_lanes.explain(6)
 
 
 def test_a_net_that_the_caller_compiled_is_left_alone() -> None:
@@ -253,7 +253,7 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
     for fast in (True, False):
         net = mlp(norm=True)
         eager, data = eager_step(net), Arrays((X, y))
-        eager.clip, eager.spared = 0.1, Spared(net, eager.optimizer)
+        eager.clip, eager.undo = 0.1, StepUndo(net, eager.optimizer)
         graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         for step in range(5):

@@ -41,7 +41,7 @@ from manyhands.training.torch.objective import Objective, mixes_samples, widened
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step import running_sums
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.eager import NumberFormat
 from manyhands.training.torch.step.running_sums import Metrics
 from manyhands.training.torch.workers import job_bytes
 
@@ -54,7 +54,7 @@ class Evaluation:
 
     model: torch.nn.Module
     world: World
-    numbers: Numbers
+    number_format: NumberFormat
     batch_size: int
     data: Source
     objective: Objective
@@ -84,15 +84,15 @@ class Evaluation:
                 if batch is None or not (size := rows(batch)):
                     outputs.add(None)
                     continue
-                laid, both = self.numbers.lay(batch), None
-                with self.numbers.scope(device):
+                cast_batch, both = self.number_format.cast(batch), None
+                with self.number_format.scope(device):
                     if watched:
-                        both, loss, right = objective.as_sum(self.model, laid)
+                        both, loss, right = objective.as_sum(self.model, cast_batch)
                         watched = both is not None  # a loss that is unknown once stays unknown
                     else:
-                        loss, right = objective(self.model, laid)
+                        loss, right = objective(self.model, cast_batch)
                     if answers is not None:
-                        outputs.add((self._rounded(answers.take(laid)), target_of(self.model, laid)), size)
+                        outputs.add((self._rounded(answers.take(cast_batch)), target_of(self.model, cast_batch)), size)
                 both = both or LossSum(loss.double() * size, size)
                 counts += both.count
                 sums.add(both.total, right, size, 0, weight=1 / size)
@@ -111,9 +111,9 @@ class Evaluation:
                 if batch is None or not (size := rows(batch)):
                     outputs.add(None)
                     continue
-                laid = self.numbers.lay(batch)
-                with self.numbers.scope(self.world.device):
-                    outputs.add((self._rounded(answer(self.model, laid, inputs)), None), size)
+                cast_batch = self.number_format.cast(batch)
+                with self.number_format.scope(self.world.device):
+                    outputs.add((self._rounded(answer(self.model, cast_batch, inputs)), None), size)
                 alive()
         outputs.finish()
 
@@ -134,7 +134,7 @@ class Evaluation:
 
     def _rounded(self, outputs: Any) -> Any:
         """Outputs that are in half precision only because the trainer computes in it, as float32."""
-        if self.numbers.autocast is None:
+        if self.number_format.autocast is None:
             return outputs
         return map_tensors(widened, outputs)
 

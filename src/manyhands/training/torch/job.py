@@ -19,7 +19,7 @@ from manyhands.training.torch.configured import Configured, configured
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import Objective, OwnStep, makes_updates, takes_optimizer
 from manyhands.training.torch.optimizers import MakeOptimizer
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.eager import NumberFormat
 from manyhands.training.torch.step.several_optimizers import Entry, Several
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,14 +104,14 @@ class Job:
                 )
 
 
-def numbers_for(job: Job, device: torch.device) -> Numbers:
+def number_format_for(job: Job, device: torch.device) -> NumberFormat:
     """Precision and memory format that the user has chosen; :mod:`.preflight.precision` chooses the rest."""
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
     autocast = HALVES.get(precision)
-    laid = images and job.settings.step.fast and (on_gpu or autocast is not None)
-    return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)
+    channels_last = images and job.settings.step.fast and (on_gpu or autocast is not None)
+    return NumberFormat(autocast, channels_last=channels_last, dtype=torch.float64 if precision == "fp64" else None)
 
 
 def torch_settings() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from manyhands.training.torch.data.sources import Arrays, Samples, Source, Strea
 from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.fast import capturable, capture_stream, captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
-from manyhands.training.torch.job import Job, numbers_for
+from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import OwnStep, makes_updates, placed
 from manyhands.training.torch.preflight import precision
 from manyhands.training.torch.ranks import global_batch_norm, measured_shares, sharding
@@ -78,7 +78,7 @@ class Rank:
         is_measured = job.settings.step.shares == "measured"
         self.shares = [1 / world.size] * world.size if is_measured else job.settings.fixed_shares
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
-        self.numbers = numbers_for(job, world.device)
+        self.number_format = number_format_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.
         self._global_stats = job.settings.step.batch_stats == "global" and world.size > 1
         self.sharded = job.settings.step.shard and world.size > 1
@@ -94,7 +94,7 @@ class Rank:
         self.least = 2 if world.size > 1 and not self._global_stats and captured_step.normalises(self.model) else 1
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
         self.checkpointed = activation_checkpoints.of(self.model, pick, statistics=statistics)
-        self.objective = placed(job.objective, world.device, self.numbers.dtype)
+        self.objective = placed(job.objective, world.device, self.number_format.dtype)
         configured = job.make_optimizer(self.model)
         self.optimizer = optimizer = configured.optimizer
         job_state.settle(optimizer)
@@ -120,7 +120,7 @@ class Rank:
         model = model.to(self.world.device)
         if self.settings.precision == "fp64":
             model = model.double()
-        if self.numbers.channels_last:
+        if self.number_format.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.world.broadcast_([*model.parameters(), *model.buffers()])
         if self._global_stats:
@@ -129,7 +129,7 @@ class Rank:
 
     def _shard_model(self, job: Job) -> torch.nn.Module:
         """A sharded copy of the model."""
-        self.numbers.channels_last = False  # FSDP2 divides contiguous memory only
+        self.number_format.channels_last = False  # FSDP2 divides contiguous memory only
         model = sharding.sharded(job.model, self.world, torch.float64 if self.settings.precision == "fp64" else None)
         self.module_state = ModuleState(model)
         return model
@@ -144,16 +144,19 @@ class Rank:
         """Choose the precision where it is "auto": the same on all ranks, and a resumed job keeps its own."""
         if self.settings.precision != "auto":
             return
-        if self.numbers.dtype is torch.float64:
+        if self.number_format.dtype is torch.float64:
             self._note_precision(precision.Choice("fp64", precision.CONTINUED))
             return
         choice = precision.choose(self.job, self.model, self.objective, self.world, self.half_before)
         self._note_precision(choice)
         self._unproven = choice.bf16 and self.world.size == 1
         if choice.bf16:
-            numbers = precision.bf16_numbers(self.model)
-            self.numbers.autocast, self.numbers.channels_last = numbers.autocast, numbers.channels_last
-            if numbers.channels_last:
+            number_format = precision.bf16_format(self.model)
+            self.number_format.autocast, self.number_format.channels_last = (
+                number_format.autocast,
+                number_format.channels_last,
+            )
+            if number_format.channels_last:
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 job_state.settle(self.optimizer)
 
@@ -282,7 +285,7 @@ class Rank:
             choice = precision.refused(self.model, error)
         else:
             return
-        self.notes, self.numbers.autocast = notes, None
+        self.notes, self.number_format.autocast = notes, None
         if had_graph and isinstance(self.data, Arrays):
             self.graph = self._fast_step(self.data)
             order = torch.from_numpy(self._order(self.data, window.epoch))
@@ -312,7 +315,7 @@ class Rank:
 
     def _count_good_steps(self) -> None:
         """On a GPU, where updates may be taken back, count the steps on the device: a skipped one does not count."""
-        if self.plain_step.spared is not None and self.world.device.type == "cuda":
+        if self.plain_step.undo is not None and self.world.device.type == "cuda":
             capturable.count_on_device(self.optimizer)
 
     def _set_rate(self, factor: float | None) -> None:
@@ -382,7 +385,7 @@ class Rank:
         if self.test is None:
             return None
         size = self.settings.batch_size
-        evaluation = Evaluation(self.model, self.world, self.numbers, size, self.test, self.objective)
+        evaluation = Evaluation(self.model, self.world, self.number_format, size, self.test, self.objective)
         with sharding.gathered(self.model) if self.sharded else contextlib.nullcontext():
             return evaluation.evaluate(alive, take)
 
@@ -407,9 +410,9 @@ class Rank:
 
     def become_double(self) -> None:
         """Compute in float64, as the job of the checkpoint did; called before its state is restored."""
-        self.numbers.dtype = torch.float64
+        self.number_format.dtype = torch.float64
         self.model.double()
-        self.objective = placed(self.job.objective, self.world.device, self.numbers.dtype)
+        self.objective = placed(self.job.objective, self.world.device, self.number_format.dtype)
         job_state.settle(self.optimizer)
         self.plain_step.close()
         self.plain_step = build_step(self)

@@ -22,7 +22,7 @@ from manyhands.training.torch.job import HALVES, Job
 from manyhands.training.torch.objective import placed
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.eager import NumberFormat
 from manyhands.training.torch.workers import job_bytes, pool
 
 _ALIVE_EVERY = 0.2  # seconds
@@ -31,17 +31,17 @@ _ALIVE_EVERY = 0.2  # seconds
 def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
     """This rank's part: returns the figures over all ranks; a prediction goes to ``take`` and returns None."""
     precision = job.settings.precision
-    numbers = Numbers(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
-    model = job.model.to(here.device, numbers.dtype)
+    number_format = NumberFormat(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
+    model = job.model.to(here.device, number_format.dtype)
     here.broadcast_([*model.parameters(), *model.buffers()])
     randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))
     data = feed.resident(job.train, here.device)
-    evaluation = Evaluation(model, here, numbers, job.settings.batch_size, data, job.objective)
+    evaluation = Evaluation(model, here, number_format, job.settings.batch_size, data, job.objective)
     if job.purpose == "predict":
         assert take is not None
         evaluation.predict(job.inputs, alive, take)
         return None
-    evaluation.objective = placed(job.objective, here.device, numbers.dtype)
+    evaluation.objective = placed(job.objective, here.device, number_format.dtype)
     figures, values = evaluate.figures_of(evaluation, job.metrics, alive)
     assert figures is not None
     return evaluate.as_dict(figures, values)

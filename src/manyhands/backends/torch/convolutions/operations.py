@@ -33,12 +33,12 @@ _library.define(
 )
 convolution = torch.ops.manyhands.convolution.default
 convolution_backward = torch.ops.manyhands.convolution_backward.default
-INSTEAD: dict[object, Any] = {
+REPLACEMENTS: dict[object, Any] = {
     _aten.convolution.default: convolution,
     _aten.convolution_backward.default: convolution_backward,
 }
-for _theirs, _replacement in INSTEAD.items():  # estimates give them the cost of PyTorch's
-    flop_registry[_replacement.overloadpacket] = flop_registry[_theirs.overloadpacket]  # type: ignore[attr-defined]
+for _original, _replacement in REPLACEMENTS.items():  # estimates give them the cost of PyTorch's
+    flop_registry[_replacement.overloadpacket] = flop_registry[_original.overloadpacket]  # type: ignore[attr-defined]
 
 
 def problems_of(target: object, args: tuple[Any, ...]) -> list[Problem]:
@@ -159,12 +159,12 @@ class ChosenConvolutions(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._steps = steps
         self.problems = Counter[Problem]()  # of the recorded passes
-        self.noting = False
+        self.recording = False
         self.report: Report | None = None
 
     def choose(self) -> None:
         """Choose ways for the recorded problems, and stop recording."""
-        self.noting = False
+        self.recording = False
         if self.problems:
             self.report = choose(self.problems, self._steps)
 
@@ -172,7 +172,7 @@ class ChosenConvolutions(TorchDispatchMode):
     def in_compiled_code(self) -> Iterator[None]:
         """Instead of the mode, around a compiled function whose graphs contain the operations of this module."""
         global _recorded
-        _recorded = self.problems if self.noting else None
+        _recorded = self.problems if self.recording else None
         try:
             yield
         finally:
@@ -181,8 +181,8 @@ class ChosenConvolutions(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in INSTEAD or kwargs:
+        if func not in REPLACEMENTS or kwargs:
             return func(*args, **kwargs or {})
-        if self.noting:
+        if self.recording:
             self.problems.update(problems_of(func, args))
         return (_convolution if func is _aten.convolution.default else _convolution_backward)(*args)

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.convolutions import choice
-from manyhands.backends.torch.convolutions.operations import INSTEAD, may_choose, problems_of
+from manyhands.backends.torch.convolutions.operations import REPLACEMENTS, may_choose, problems_of
 from manyhands.backends.torch.convolutions.problems import Form, Problem
 from manyhands.backends.torch.passes.rewriting import Rewriting
 
@@ -24,12 +24,12 @@ def choose_convolutions(trace: Trace) -> tuple[Trace, str | None]:
     """Use the faster way for every convolution that has one."""
     rewriting = Rewriting(trace)
     count = replaced = 0
-    for node in rewriting.nodes(*INSTEAD):
+    for node in rewriting.nodes(*REPLACEMENTS):
         chosen = [choice.chosen_for(problem) for problem in problems_of(node.target, _values(node))]
         count += len(chosen)
         faster = [way for way in chosen if way is not None and way.way is not None]
         if faster and all(any(way.result == Form.of(value) for value in _results(node)) for way in faster):
-            node.target = INSTEAD[node.target]
+            node.target = REPLACEMENTS[node.target]
             replaced += len(faster)
     return (rewriting.done(), f"{replaced} of {count} in faster ways") if replaced else (trace, None)
 
@@ -40,7 +40,7 @@ def tune_convolutions(trace: Trace, calls: int) -> tuple[Trace, str | None]:
         return trace, None
     problems = Counter[Problem]()
     for step in trace.steps:
-        if step.node.target in INSTEAD:
+        if step.node.target in REPLACEMENTS:
             problems.update(
                 problem
                 for problem in problems_of(step.node.target, _values(step.node))

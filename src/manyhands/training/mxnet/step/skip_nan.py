@@ -20,7 +20,7 @@ from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
 
 
-class Spared:
+class StepUndo:
     """Copies of everything that a step changes, to undo the step if its loss is NaN."""
 
     def __init__(self, model: Any, trainer: gluon.Trainer) -> None:

@@ -35,7 +35,7 @@ from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
 from manyhands.training.mxnet.step.batch_norm import Together
 from manyhands.training.mxnet.step.running_sums import Metrics
-from manyhands.training.mxnet.step.skip_nan import Spared
+from manyhands.training.mxnet.step.skip_nan import StepUndo
 from manyhands.training.python_attributes import Attributes
 from manyhands.training.settings import Settings
 
@@ -57,7 +57,7 @@ class Step:
         """``together``: layers normalise over all devices."""
         self.trainer, self.objective, self.metrics, self.together = trainer, objective, metrics, together
         self.clip, self.accumulate = settings.gradient_clip_val, settings.step.accumulate
-        self.spared = Spared(objective.model, trainer) if settings.step.on_nan == "continue" else None
+        self.undo = StepUndo(objective.model, trainer) if settings.step.on_nan == "continue" else None
         self.average: Average | None = None
         self.parameters: list[gluon.Parameter] = list(trainer._params)
         self.attributes = replicas.attributes(objective.model)
@@ -79,8 +79,8 @@ class Step:
 
     def __call__(self, shards: Shards, whole: int, step: int) -> None:
         """Make the update of a batch of ``whole`` samples."""
-        if self.spared is not None:
-            self.spared.keep(self.average)
+        if self.undo is not None:
+            self.undo.keep(self.average)
         for parameter in self._added_to:
             for gradient in parameter.list_grad():
                 gradient[:] = 0  # MXNet's own zero_grad does not take arrays of its NumPy mode
@@ -105,8 +105,8 @@ class Step:
         if self.average is not None:
             self.average.update()
         good = self.metrics.add_up(step, whole, gradients)
-        if self.spared is not None:
-            self.spared.put_back(good)
+        if self.undo is not None:
+            self.undo.put_back(good)
         self.metrics.set_out()
 
     def _work(self, shard: Sequence[Any], whole: int) -> list[Loss]:

@@ -43,7 +43,7 @@ def _turn(device: torch.device) -> threading.RLock:
 
 
 @contextmanager
-def waits_fail() -> Iterator[None]:
+def forbid_host_waits() -> Iterator[None]:
     """A context in which an operation that makes the host wait for the GPU raises, as it would in a capture."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

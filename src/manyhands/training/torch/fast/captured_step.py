@@ -47,13 +47,13 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
-from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fail
-from manyhands.training.torch.fast.forward import CountRight, at_once, counting_later, forward
-from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.capture_stream import forbid_host_waits, on, stream_of
+from manyhands.training.torch.fast.forward import CountRight, already_counted, forward, forward_counting_later
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms, normalises_groups
-from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written
+from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, StepPlan, as_written
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
 from manyhands.training.torch.fast.traced_step import TracedStep
@@ -70,7 +70,7 @@ _Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountRight
 
 
 @dataclass
-class _Sized:
+class _SizedStep:
     """The step for one batch size, and its graph."""
 
     window: torch.Tensor
@@ -82,7 +82,7 @@ class _Sized:
 
 
 @dataclass
-class _Passed:
+class _PassResults:
     """The results of a step's passes that its metrics need."""
 
     loss: torch.Tensor
@@ -131,7 +131,7 @@ def fast_step(
     )
 
 
-class _NothingDone(Exception):
+class _FailedBeforeUpdate(Exception):
     """A step failed before it changed anything."""
 
 
@@ -159,7 +159,7 @@ class GraphStep:
         trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
         # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
         self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._beside = Beside.on_streams(eager.device, self._stream, most_held=self._held) if side_lanes else None
+        self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=self._held) if side_lanes else None
         # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
         self.reasons: dict[str, str] = {}
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
@@ -169,7 +169,7 @@ class GraphStep:
         self._casts = BatchedCasts() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
         self._checkpointed = checkpointed
-        self._sized: dict[int, _Sized] = {}
+        self._sized: dict[int, _SizedStep] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = python_state.hooks(eager.model, eager.optimizer)
         self._watch = python_state.Watch([eager.model, getattr(eager.objective, "loss", None)], eager.optimizer)
@@ -195,12 +195,12 @@ class GraphStep:
                     if sized.warm < _WARM_UP:
                         self._warm_up(sized)
                     else:  # the capture computes nothing yet
-                        sized.replay = self._tried(sized, self._captured(sized).replay)
+                        sized.replay = self._with_plan(sized, self._captured(sized).replay)
                 why = None
-            except _NothingDone as nothing:
-                why = f"{type(nothing.__cause__).__name__}: {nothing.__cause__}"
+            except _FailedBeforeUpdate as failure:
+                why = f"{type(failure.__cause__).__name__}: {failure.__cause__}"
             if why is not None:  # outside of the except block, where the error no longer holds the memory of its step
-                if self._without_a_feature(sized, why):
+                if self._turn_feature_off(sized, why):
                     return self(size)
                 self.ended = f"the graph could not be made ({why})"[:_LONGEST_REASON]
                 return False
@@ -208,7 +208,7 @@ class GraphStep:
             sized.replay()
         return True
 
-    def _without_a_feature(self, sized: _Sized, why: str) -> bool:
+    def _turn_feature_off(self, sized: _SizedStep, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
         In a step as written: the search for redundant biases. Later: our own kernels, then the lanes, the compiler.
@@ -220,42 +220,42 @@ class GraphStep:
             return True
         if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
             self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
-            self._without("norms", f"normalisation not fused ({why})")
+            self._note_reason("norms", f"normalisation not fused ({why})")
         elif self._convolutions is not None:
             self._convolutions = None
-            self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
-        elif self._beside is not None:
-            self._beside = None
-            self._without("lanes", f"no side lanes ({why})")
+            self._note_reason("convolutions", f"convolutions: PyTorch's choice ({why})")
+        elif self._lanes is not None:
+            self._lanes = None
+            self._note_reason("lanes", f"no side lanes ({why})")
         elif self._is_compiled(size):
             self.compiled = False
-            self._without("compiler", f"kernels are not compiled ({why})")
+            self._note_reason("compiler", f"kernels are not compiled ({why})")
         else:
             return False
         self._sized.clear()
         return True
 
-    def _without(self, feature: str, reason: str) -> None:
+    def _note_reason(self, feature: str, reason: str) -> None:
         self.reasons[feature] = reason[:_LONGEST_REASON]
 
-    def _new(self, size: int) -> _Sized:
-        later = functools.partial(counting_later, self._eager, self._data)
+    def _new(self, size: int) -> _SizedStep:
+        later = functools.partial(forward_counting_later, self._eager, self._data)
         forward = self._compiled_forward() if self._is_compiled(size) else later
         warm = -_AS_WRITTEN if self._searching else 0
-        return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
+        return _SizedStep(torch.arange(size, device=self._eager.device), forward, warm)
 
     def _compiled_forward(self) -> _Forward:
         # Imported here, because it imports the compiler, which takes time.
         from manyhands.training.torch.fast.inductor_passes import StepPasses, UseChosenConvolutions
 
         convolutions = [] if self._convolutions is None else [UseChosenConvolutions()]
-        lanes = [] if self._beside is None else [self._beside.inductor_pass()]
+        lanes = [] if self._lanes is None else [self._lanes.inductor_pass()]
         options: dict[str, Any] = {"post_grad_custom_post_pass": StepPasses(*convolutions, *lanes)}
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
         def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountRight]:
             loss, right = compiled(order, places)  # the compiled function also counts right answers
-            return loss, at_once(right)
+            return loss, already_counted(right)
 
         return forward
 
@@ -271,7 +271,7 @@ class GraphStep:
             group_norm.ready(device)
             return FusedGroupNorms()
         except CannotCompile as error:
-            self._without("norms", f"normalisation not fused ({error})")
+            self._note_reason("norms", f"normalisation not fused ({error})")
             return None
 
     def _tuned(self, steps: int) -> ChosenConvolutions | None:
@@ -281,7 +281,7 @@ class GraphStep:
             return None
         if not may_choose():
             why = "deterministic algorithms are asked for, or cuDNN is off"
-            self._without("convolutions", f"convolutions: PyTorch's choice ({why})")
+            self._note_reason("convolutions", f"convolutions: PyTorch's choice ({why})")
             return None
         return ChosenConvolutions(steps)
 
@@ -304,8 +304,8 @@ class GraphStep:
             reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
             lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
-            if self._beside is not None:
-                lines += self._beside.explain(size)
+            if self._lanes is not None:
+                lines += self._lanes.explain(size)
             else:
                 lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
             if size == self._size and self.planned is not None:
@@ -314,14 +314,14 @@ class GraphStep:
                 lines.append(f"  {self.reasons['plan']}")
         return "\n".join(lines)
 
-    def _warm_up(self, sized: _Sized) -> None:
+    def _warm_up(self, sized: _SizedStep) -> None:
         eager = self._eager
         statistics = [buffer.clone() for buffer in eager.model.buffers()]
         before = eager.versions()
         self._watch.before()
         reserve_workspaces([self._stream], eager.device)
         try:
-            with nullcontext() if self._beside is None else self._beside.on_one_stream():
+            with nullcontext() if self._lanes is None else self._lanes.on_one_stream():
                 self._work(sized)
         except Exception as error:
             if eager.versions() != before:
@@ -329,20 +329,20 @@ class GraphStep:
             with torch.no_grad():
                 for buffer, before_step in zip(eager.model.buffers(), statistics, strict=True):
                     buffer.copy_(before_step)
-            raise _NothingDone from error
+            raise _FailedBeforeUpdate from error
         sized.warm += 1
         self.ended = self._watch.after()
         if self._checkpointed is not None and self._checkpointed.drew:
             self.ended = self.ended or "checkpointed blocks draw random numbers, whose state a graph cannot restore"
 
-    def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
+    def _captured(self, sized: _SizedStep) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
         if self._convolutions is not None and len(sized.window) == self._size:
             try:
                 self._convolutions.choose()
             except Exception as error:  # nothing has changed yet: the step continues with PyTorch's convolutions
                 self._convolutions = None
-                self._without("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
+                self._note_reason("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
         reserve_workspaces([self._stream], self._eager.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
@@ -350,56 +350,56 @@ class GraphStep:
                 self._work(sized)
             instantiate(graph, self._eager.device)
         except Exception as error:
-            raise _NothingDone from error
+            raise _FailedBeforeUpdate from error
         return graph
 
-    def _tried(self, sized: _Sized, captured: Callable[[], object]) -> Callable[[], object]:
+    def _with_plan(self, sized: _SizedStep, captured: Callable[[], object]) -> Callable[[], object]:
         """The captured step; with ``parallel``, the faster of the captured step and a plan of the whole step."""
         if not self._parallel or len(sized.window) != self._size:
             return captured
         if self._is_compiled(self._size):
-            self._without("plan", "the whole step is not planned: kernels are compiled")
+            self._note_reason("plan", "the whole step is not planned: kernels are compiled")
             return captured
         self.planned = PlannedStep(self._plan_of(sized, captured), captured, self._progress)
         return self.planned
 
-    def _plan_of(self, sized: _Sized, captured: Callable[[], object]) -> WholeStep:
+    def _plan_of(self, sized: _SizedStep, captured: Callable[[], object]) -> StepPlan:
         """A plan of ``parallel`` if the captured step uses only PyTorch's kernels, else a plan with our kernels."""
         eager = self._eager
-        keeps_more = eager.average is not None or eager.spared is not None or eager.scale is not None
+        keeps_more = eager.average is not None or eager.undo is not None or eager.scale is not None
         if self._norms is None and sized.redundant is None and not keeps_more:
-            return PlanOfParallel(as_written(eager, self._data, self._progress, sized.window))
+            return ParallelPlan(as_written(eager, self._data, self._progress, sized.window))
         step = functools.partial(self._work, sized, as_written=True)
-        return TracedStep(step, captured, eager.device, lanes=self._beside is not None, held=self._held)
+        return TracedStep(step, captured, eager.device, lanes=self._lanes is not None, held=self._held)
 
-    def _work(self, sized: _Sized, *, as_written: bool = False) -> None:
+    def _work(self, sized: _SizedStep, *, as_written: bool = False) -> None:
         """Run the whole step; ``as_written``: without dispatch modes, for a trace."""
         eager, size = self._eager, len(sized.window)
-        if eager.spared is not None:
-            eager.spared.keep(eager.average)
+        if eager.undo is not None:
+            eager.undo.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
         # Only up to the update: a step that fails after it cannot be repeated.
-        with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
-            passed = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
+        with forbid_host_waits() if sized.warm == _WARM_UP - 1 else nullcontext():
+            results = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
         optimizer_step = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
-        eager.update([passed.loss.detach()], self._progress.step, optimizer_step)
+        eager.update([results.loss.detach()], self._progress.step, optimizer_step)
         # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
         # They are issued last, so that a step that fails before its update has changed nothing.
-        beside = None if passed.after_forward is None else self._beside
-        with nullcontext() if beside is None else beside.from_mark(passed.after_forward):
-            eager.metrics.add(passed.loss, passed.count_right(), size, self._progress.step)
+        lanes = None if results.after_forward is None else self._lanes
+        with nullcontext() if lanes is None else lanes.on_metrics_lane(results.after_forward):
+            eager.metrics.add(results.loss, results.count_right(), size, self._progress.step)
         self._progress.advance(size)
 
-    def _optimizer_step(self, sized: _Sized) -> None:
-        if self._beside is not None and update_in_halves(self._eager.optimizer, self._beside.forked):
+    def _optimizer_step(self, sized: _SizedStep) -> None:
+        if self._lanes is not None and update_in_halves(self._eager.optimizer, self._lanes.forked):
             sized.notes.append("update: in two halves, one on a side lane")
         else:
             self._eager.optimizer.step()
 
-    def _passes(self, sized: _Sized) -> _Passed:
+    def _passes(self, sized: _SizedStep) -> _PassResults:
         """Forward and backward."""
-        size, lanes = len(sized.window), self._beside
+        size, lanes = len(sized.window), self._lanes
         compiled, is_usual = self._is_compiled(size), size == self._size
         norms, casts = (None, None) if compiled else (self._norms, self._casts)
         convolutions = self._convolutions
@@ -408,38 +408,38 @@ class GraphStep:
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
         if convolutions is not None:  # chosen for the usual size; other sizes use the same choice
-            convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
+            convolutions.recording = sized.warm == _WARM_UP - 1 and is_usual
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
             with self._tuned_convolutions(compiled), casts or nullcontext(), norms or nullcontext():
                 loss, count_right = sized.forward(*self._places(sized))
             # No mark with a loss scale: then the update writes to the metrics, too.
             mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
-            beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
-            with self._tuned_convolutions(compiled), beside, norms or nullcontext():
+            side_lanes = nullcontext() if lanes is None else lanes.during_backward(size, compiled=compiled)
+            with self._tuned_convolutions(compiled), side_lanes, norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.redundant is not None:
             sized.redundant.settle()
         sized.notes = [mode.explain() for mode in (casts, norms) if mode is not None and mode.counts]
         if mark is not None:
-            sized.notes.append("metrics: on a lane of their own, beside the backward pass and the update")
+            sized.notes.append("metrics: on a lane of their own, in parallel with the backward pass and the update")
         if convolutions is not None and convolutions.report is not None and is_usual:
             sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:
-            self._look_for_poison(loss)
-        return _Passed(loss, count_right, mark)
+            self._check_for_poison(loss)
+        return _PassResults(loss, count_right, mark)
 
     def _tuned_convolutions(self, compiled: bool) -> AbstractContextManager[Any]:
         if self._convolutions is None:
             return nullcontext()
         return self._convolutions.in_compiled_code() if compiled else self._convolutions
 
-    def _look_for_poison(self, loss: torch.Tensor) -> None:
+    def _check_for_poison(self, loss: torch.Tensor) -> None:
         gradients = [parameter.grad for parameter in self._eager.parameters if parameter.grad is not None]
         if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
             why = "the model's own, or something reads memory past PyTorch"
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
-    def _as_written(self, sized: _Sized) -> _Passed:
+    def _as_written(self, sized: _SizedStep) -> _PassResults:
         """Forward and backward without dispatch modes; the last of these steps searches for redundant biases."""
         search = Search(self._eager.model) if sized.warm == -1 else None
         with search or nullcontext():
@@ -449,9 +449,9 @@ class GraphStep:
             self._eager.scaled(loss).backward()
         if search is not None:
             sized.redundant = search.redundant_biases()
-        return _Passed(loss, at_once(right))
+        return _PassResults(loss, already_counted(right))
 
-    def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, sized: _SizedStep) -> tuple[torch.Tensor, torch.Tensor]:
         return self._progress.order, self._progress.position + sized.window
 
     def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -460,8 +460,8 @@ class GraphStep:
 
 def _has_own_kernels(eager: EagerStep) -> bool:
     """Whether we have kernels for the model's normalisation; our GroupNorm takes only 16-bit images."""
-    model, numbers = eager.model, eager.numbers
-    has_images = numbers.autocast in group_norm.DTYPES and numbers.channels_last
+    model, number_format = eager.model, eager.number_format
+    has_images = number_format.autocast in group_norm.DTYPES and number_format.channels_last
     return normalises(model) or (has_images and normalises_groups(model))
 
 

@@ -34,17 +34,17 @@ def forward(
     return loss, count_right(scored)
 
 
-def counting_later(
+def forward_counting_later(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, CountRight]:
     """The loss, and a function that counts the right answers."""
     loss, scored = _scored(eager, data, order, places)
     if scored is None or not is_torchs_alone(loss) or _is_of(eager.model, scored.answer):
-        return loss, at_once(count_right(scored))
+        return loss, already_counted(count_right(scored))
     return loss, functools.partial(count_right, Scored(scored.answer.detach(), scored.target))
 
 
-def at_once(right: torch.Tensor | None) -> CountRight:
+def already_counted(right: torch.Tensor | None) -> CountRight:
     """Wrap a count that is already known."""
     return lambda: right
 
@@ -52,8 +52,8 @@ def at_once(right: torch.Tensor | None) -> CountRight:
 def _scored(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, Scored | None]:
-    batch = eager.numbers.lay(data.take(order.index_select(0, places)))
-    with eager.numbers.scope(eager.device):
+    batch = eager.number_format.cast(data.take(order.index_select(0, places)))
+    with eager.number_format.scope(eager.device):
         return eager.objective.loss_and_scores(eager.model, batch)
 
 

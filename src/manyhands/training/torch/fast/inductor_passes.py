@@ -49,11 +49,11 @@ class UseChosenConvolutions(_CustomGraphPass):  # type: ignore[misc]
         replaced = 0
         for node in list(graph.nodes):
             values = tuple(arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args)
-            if node.target not in operations.INSTEAD or not operations.problems_of(node.target, values):
+            if node.target not in operations.REPLACEMENTS or not operations.problems_of(node.target, values):
                 continue
             if node.target is _aten.convolution.default and node.args[2] is not None:
                 _add_bias_after(graph, node)
-            node.target = operations.INSTEAD[node.target]
+            node.target = operations.REPLACEMENTS[node.target]
             replaced += 1
         if replaced:
             graph.lint()

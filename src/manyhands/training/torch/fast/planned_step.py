@@ -3,7 +3,7 @@
 Side lanes (:mod:`.lanes.eager`) keep the program order and only move weight gradients off the main lane. A plan traces
 the step and schedules all of its operations: branches of the forward pass run in parallel, and an update begins as soon
 as its gradient is ready. Planning takes seconds, runs the step many times, and restores all that the step changes.
-There are two kinds of plans: a plan of ``parallel`` with PyTorch's kernels (:class:`PlanOfParallel`), and one with our
+There are two kinds of plans: a plan of ``parallel`` with PyTorch's kernels (:class:`ParallelPlan`), and one with our
 kernels for BatchNorm (:mod:`.traced_step`).
 
 A plan must give the captured step's results, equal to the bit, or it is not used. So either can run a training step.
@@ -51,7 +51,7 @@ def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch
     return step
 
 
-class WholeStep(Protocol):
+class StepPlan(Protocol):
     """A plan of the whole step. The first call plans and runs one step; ``replay`` runs each later step."""
 
     def __call__(self) -> object: ...
@@ -64,7 +64,7 @@ class WholeStep(Protocol):
     def explain(self) -> str: ...
 
 
-class PlanOfParallel:
+class ParallelPlan:
     """A plan that ``parallel`` makes of the step: the same operations, with results equal to the bit."""
 
     def __init__(self, step: Step) -> None:
@@ -93,9 +93,9 @@ class PlanOfParallel:
 class PlannedStep:
     """Runs one step per call: by a plan and by a captured step in turns, then by the faster of the two."""
 
-    def __init__(self, plan: WholeStep, captured: Step, progress: Progress) -> None:
+    def __init__(self, plan: StepPlan, captured: Step, progress: Progress) -> None:
         self._progress = progress
-        self._plan: WholeStep | None = plan
+        self._plan: StepPlan | None = plan
         self._winner: Step | None = None
         self._seconds: tuple[float, float] | None = None  # per step: the plan's, the captured step's
         self._why: str | None = None  # why there is no plan
@@ -105,7 +105,7 @@ class PlannedStep:
         step = self._winner or next(self._turns)
         step()
 
-    def _race(self, plan: WholeStep, captured: Step) -> Iterator[Step]:
+    def _race(self, plan: StepPlan, captured: Step) -> Iterator[Step]:
         """The steps to run, one after the other, until the faster way is known."""
         yield functools.partial(self._first, plan, captured)
         planned = plan.replay
@@ -125,7 +125,7 @@ class PlannedStep:
         step()
         times.append((begin, self._mark()))
 
-    def _first(self, plan: WholeStep, captured: Step) -> None:
+    def _first(self, plan: StepPlan, captured: Step) -> None:
         """Plan in the first step. If planning fails before the step changed anything, run the captured step instead."""
         before = int(self._progress.position)
         try:

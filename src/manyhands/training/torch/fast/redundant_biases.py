@@ -47,7 +47,7 @@ _PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
 def may_have_redundant_biases(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether a search can succeed: there are candidates, and the optimizer can handle gradients of zeros."""
     layers, norms = _candidates(model)
-    return bool(layers and norms) and _bears_zeros(optimizer)
+    return bool(layers and norms) and _ignores_zero_gradients(optimizer)
 
 
 class RedundantBiases:
@@ -278,7 +278,7 @@ def _has(value: object, hooks: Sequence[str]) -> bool:
     return any(getattr(value, name, None) for name in hooks)
 
 
-def _bears_zeros(optimizer: torch.optim.Optimizer) -> bool:
+def _ignores_zero_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a gradient of zeros is safe.
 
     PyTorch's optimizers at most divide by the root of the squared gradient plus eps; others may do anything.

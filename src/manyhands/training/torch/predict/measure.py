@@ -113,7 +113,7 @@ def _profile(
         capacity=int(capacity),
         notes=tuple(notes),
     )
-    return measured, subject.numbers.autocast is torch.bfloat16
+    return measured, subject.number_format.autocast is torch.bfloat16
 
 
 def _shards(size: int, several: bool) -> list[int]:

@@ -16,13 +16,13 @@ from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, pick, rows
 from manyhands.training.torch.data.samples import as_the_model
-from manyhands.training.torch.job import Job, numbers_for
+from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
 from manyhands.training.torch.preflight import precision
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.eager import NumberFormat
 from manyhands.training.torch.step.several_optimizers import Several
 
 
@@ -33,7 +33,7 @@ class Subject:
     model: torch.nn.Module
     objective: Objective
     optimizer: torch.optim.Optimizer
-    numbers: Numbers
+    number_format: NumberFormat
     device: torch.device
     gradients: GradientSum | None = None
 
@@ -44,9 +44,9 @@ class Subject:
             self.gradients.begin()
 
     def forward(self, part: Batch) -> torch.Tensor:
-        laid = self.numbers.lay(part)
-        with self.numbers.scope(self.device):
-            loss, _ = self.objective(self.model, laid)
+        cast_batch = self.number_format.cast(part)
+        with self.number_format.scope(self.device):
+            loss, _ = self.objective(self.model, cast_batch)
         return loss
 
     def step(self, part: Batch) -> None:
@@ -86,7 +86,7 @@ def job_of(model: torch.nn.Module, loss: Any, optimizer: Any, settings: Settings
 def subject_of(job: Job, device: torch.device) -> tuple[Subject, list[str]]:
     """The job's model on the device, and what is to be said of its precision."""
     model, objective, settings = job.model, job.objective, job.settings
-    numbers = numbers_for(job, device)
+    number_format = number_format_for(job, device)
     model.to(device).train()
     if settings.precision == "fp64":
         model.double()
@@ -94,8 +94,8 @@ def subject_of(job: Job, device: torch.device) -> tuple[Subject, list[str]]:
     if settings.precision == "auto":
         choice = precision.choose(job, model, objective, World(0, 1, device), None)
         notes.append(f"{choice}.")
-        numbers = precision.bf16_numbers(model) if choice.bf16 else numbers
-    if numbers.channels_last:
+        number_format = precision.bf16_format(model) if choice.bf16 else number_format
+    if number_format.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     own_optimizer = job.make_optimizer(model).optimizer
     if isinstance(own_optimizer, Several):
@@ -104,7 +104,7 @@ def subject_of(job: Job, device: torch.device) -> tuple[Subject, list[str]]:
             "own optimizer"
         )
     job_state.settle(own_optimizer)
-    return Subject(model, placed(objective, device, numbers.dtype), own_optimizer, numbers, device), notes
+    return Subject(model, placed(objective, device, number_format.dtype), own_optimizer, number_format, device), notes
 
 
 def shard_of(model: torch.nn.Module, batch: Batch, shard: int) -> Batch:

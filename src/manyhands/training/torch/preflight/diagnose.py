@@ -33,7 +33,7 @@ from manyhands.training.torch.data.sources import Samples
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.eager import NumberFormat
 
 _FEW = 4
 _CHANNELS = 4  # of an image, at most
@@ -323,9 +323,9 @@ def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
     """A copy of the model, and the samples on its device; both in float64 if the job is."""
     model = copy.deepcopy(job.model)
     device = next(model.parameters()).device
-    numbers = Numbers(dtype=torch.float64 if job.settings.precision == "fp64" else None)
-    model = model.to(numbers.dtype) if numbers.dtype is not None else model
-    return model, numbers.lay(map_tensors(lambda tensor: tensor.to(device), batch))
+    number_format = NumberFormat(dtype=torch.float64 if job.settings.precision == "fp64" else None)
+    model = model.to(number_format.dtype) if number_format.dtype is not None else model
+    return model, number_format.cast(map_tensors(lambda tensor: tensor.to(device), batch))
 
 
 def _loss(job: Job, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

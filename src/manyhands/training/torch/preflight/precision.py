@@ -39,7 +39,7 @@ from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.build import PlainStep
-from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.eager import NumberFormat
 
 CONTINUED = "as in the checkpoint that this job continues"
 _TWO = 2
@@ -118,26 +118,26 @@ def _channels(layer: torch.nn.Module) -> tuple[int, int] | None:
     return (layer.in_features, layer.out_features) if isinstance(layer, torch.nn.Linear) else None
 
 
-def bf16_numbers(model: torch.nn.Module) -> Numbers:
+def bf16_format(model: torch.nn.Module) -> NumberFormat:
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in model.modules())
-    return Numbers(torch.bfloat16, channels_last=images)
+    return NumberFormat(torch.bfloat16, channels_last=images)
 
 
 def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: torch.device) -> Choice | None:
     """Float32, where a pass fails in bfloat16 and not in float32."""
     if not samples.can_be_read(job.train):
         return None
-    numbers = bf16_numbers(model)
+    number_format = bf16_format(model)
     with randomness.preserved(device):
         try:
             batch = samples.few_samples(job.train, _TWO)
-            _make_pass(model, objective, batch, numbers)
+            _make_pass(model, objective, batch, number_format)
         except Exception as error:
             error_in_bf16 = error
         else:
             return None
         try:
-            _make_pass(model, objective, batch, Numbers(channels_last=numbers.channels_last))
+            _make_pass(model, objective, batch, NumberFormat(channels_last=number_format.channels_last))
         except Exception:  # bfloat16 is not the cause: the first step will raise the error with its context
             return None
     return refused(model, error_in_bf16)
@@ -173,13 +173,13 @@ class BeforeStep:
         return [*self._step.model.buffers(), self._step.metrics.sums]
 
 
-def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, numbers: Numbers) -> None:
+def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, number_format: NumberFormat) -> None:
     """Forward and backward of a copy of the model."""
     trial = copy.deepcopy(model)
     global_batch_norm.localise(trial)  # the other ranks are not asked
-    if numbers.channels_last:
+    if number_format.channels_last:
         trial.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    laid = numbers.lay(samples.as_the_model(trial, batch))
-    with numbers.scope(next(trial.parameters()).device):
-        loss, _ = objective(trial, laid)
+    cast_batch = number_format.cast(samples.as_the_model(trial, batch))
+    with number_format.scope(next(trial.parameters()).device):
+        loss, _ = objective(trial, cast_batch)
     loss.backward()

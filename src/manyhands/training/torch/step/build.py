@@ -18,7 +18,7 @@ from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.own_updates import OwnUpdates
 from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
-from manyhands.training.torch.step.skip_nan import Spared
+from manyhands.training.torch.step.skip_nan import StepUndo
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
@@ -73,12 +73,12 @@ def _eager_step(
         objective,
         rank.metrics,
         device,
-        rank.numbers,
+        rank.number_format,
         clip=rank.settings.gradient_clip_val,
         accumulate=options.accumulate,
         gradients=gradients,
         clock=clock,
-        spared=Spared(rank.model, optimizer) if takes_back else None,
+        undo=StepUndo(rank.model, optimizer) if takes_back else None,
         scale=rank.scale,
         average=None if isinstance(rank.optimizer, Several) else rank.average,
         counts=counts,

@@ -31,11 +31,11 @@ from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.running_sums import Metrics
-from manyhands.training.torch.step.skip_nan import Spared
+from manyhands.training.torch.step.skip_nan import StepUndo
 
 
 @dataclass
-class Numbers:
+class NumberFormat:
     """How numbers are held: the precision of products, and the memory format of images."""
 
     autocast: torch.dtype | None = None
@@ -50,18 +50,20 @@ class Numbers:
             with torch.autocast(device.type, dtype=self.autocast):
                 yield
 
-    def lay(self, batch: Batch) -> Batch:
+    def cast(self, batch: Batch) -> Batch:
         """The batch in the model's dtype and memory format; tensors that fit already are not copied."""
         if not self.channels_last and self.dtype is None:
             return batch
         if type(batch) is tuple:  # the usual one, without a tree: the compiler cannot look into those
-            return tuple(self._laid(part) if isinstance(part, torch.Tensor) else self._lay_tree(part) for part in batch)
-        return self._lay_tree(batch)
+            return tuple(
+                self._cast_part(part) if isinstance(part, torch.Tensor) else self._cast_tree(part) for part in batch
+            )
+        return self._cast_tree(batch)
 
-    def _lay_tree(self, part: Any) -> Any:
-        return tree.map_leaves(self._laid, part)
+    def _cast_tree(self, part: Any) -> Any:
+        return tree.map_leaves(self._cast_part, part)
 
-    def _laid(self, part: Any) -> Any:
+    def _cast_part(self, part: Any) -> Any:
         if not isinstance(part, torch.Tensor):
             return part
         if self.dtype is not None and part.is_floating_point():
@@ -84,23 +86,23 @@ class EagerStep:
         objective: Objective,
         metrics: Metrics,
         device: torch.device,
-        numbers: Numbers,
+        number_format: NumberFormat,
         *,
         clip: float = 0.0,
         accumulate: int = 1,
         gradients: GradientSum | ShardedGradients | None = None,
         clock: Clock | None = None,
-        spared: Spared | None = None,
+        undo: StepUndo | None = None,
         average: Average | None = None,
         counts: bool = True,
         scale: LossScale | None = None,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
-        self.device, self.numbers = device, numbers
+        self.device, self.number_format = device, number_format
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
-        self.clock, self.spared, self.average = clock, spared, average
-        self.scale = scale  # with float16; ``spared`` then takes updates back
+        self.clock, self.undo, self.average = clock, undo, average
+        self.scale = scale  # with float16; ``undo`` then takes updates back
         self._counts = counts  # whether this step counts its samples: of several optimizers' steps the first does
         self._losses: list[torch.Tensor] = []
         # For a step of the model's own, with which a rank without samples takes part; it counts nothing.
@@ -115,8 +117,8 @@ class EagerStep:
         self.objective.batch_idx = batch_idx
         in_sums = self.in_parts and self.objective.sums is True
         self._sums, self._losses = [], []
-        if self.spared is not None:
-            self.spared.keep(self.average)
+        if self.undo is not None:
+            self.undo.keep(self.average)
         if self.gradients is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:
@@ -150,16 +152,16 @@ class EagerStep:
         step: torch.Tensor | int,
         optimizer_step: Callable[[], object] | None = None,
     ) -> None:
-        """Update the weights; where ``spared`` is there, take it back if a loss (in fp16 a gradient) is not finite.
+        """Update the weights; where ``undo`` is there, take it back if a loss (in fp16 a gradient) is not finite.
 
         ``optimizer_step``: instead of the optimizer's own.
         """
         (optimizer_step or self.optimizer.step)()
         if self.average is not None:
             self.average.update()
-        if self.spared is not None:
+        if self.undo is not None:
             good = torch.stack([torch.isfinite(loss) for loss in losses]).all()
-            self.spared.put_back(good if self.scale is None else good & self.scale.is_good)
+            self.undo.put_back(good if self.scale is None else good & self.scale.is_good)
         if self.scale is not None:
             self.scale.update()
             self.metrics.mark(self.scale.collapsed(), step)
@@ -191,13 +193,13 @@ class EagerStep:
             self._sample = map_tensors(torch.clone, cut(batch, 0, 1))
         for number in range(parts):
             start, stop = size * number // parts, size * (number + 1) // parts
-            part = self.numbers.lay(batch if parts == 1 else cut(batch, start, stop))
+            part = self.number_format.cast(batch if parts == 1 else cut(batch, start, stop))
             if self.gradients is not None:
                 self.gradients.arm(number == parts - 1)
             if in_sums:
                 self._work_in_sums(part, stop - start, last=number == parts - 1)
                 continue
-            with self.numbers.scope(self.device):
+            with self.number_format.scope(self.device):
                 loss, right = self._loss(part, stop - start)
             self._note(loss)
             self.scaled(loss * ((stop - start) / whole)).backward()
@@ -206,7 +208,7 @@ class EagerStep:
 
     def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
         """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""
-        with self.numbers.scope(self.device):
+        with self.number_format.scope(self.device):
             if size:
                 both, right = self.objective.in_parts(self.model, part)
             else:
@@ -225,7 +227,7 @@ class EagerStep:
         """Remember whether this loss is finite, for all ranks."""
         if self.gradients is not None:
             self.gradients.note_loss(loss)
-        elif self.spared is not None:
+        elif self.undo is not None:
             self._losses.append(loss.detach())
 
     def _no_count(self) -> torch.Tensor:
@@ -252,7 +254,7 @@ class EagerStep:
         with evaluating(self.model) if is_sharded else contextlib.nullcontext():
             if self._sample is not None and isinstance(self.objective, OwnStep):
                 step = dataclasses.replace(self.objective, training=True)
-                value = step.value(self.model, self.numbers.lay(self._sample))[0]
+                value = step.value(self.model, self.number_format.cast(self._sample))[0]
                 return (value.total if isinstance(value, LossSum) else value) * 0, None
             answer = self._empty_answer(part)
         return torch.stack([tensor.sum() * 0 for tensor in tensors_in(answer)]).sum(), None

@@ -150,9 +150,9 @@ class OwnUpdates(SeveralSteps):
         if self.clock is not None:
             self.clock.start()
         # Without samples the statistics of layers must not change.
-        with self.numbers.scope(self.device), contextlib.nullcontext() if size else evaluating(self.model):
+        with self.number_format.scope(self.device), contextlib.nullcontext() if size else evaluating(self.model):
             user: Any = self.model
-            user.training_step(self.numbers.lay(shard), self._updates)
+            user.training_step(self.number_format.cast(shard), self._updates)
         if self.clock is not None:
             self.clock.stop(size)
         if size and not turn.counted:

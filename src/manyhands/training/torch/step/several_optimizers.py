@@ -134,7 +134,7 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 class SeveralSteps:
     """The steps of several optimizers, as one step of the rank."""
 
-    spared = None  # a batch that is skipped would have to take back all updates: refused
+    undo = None  # a batch that is skipped would have to take back all updates: refused
 
     def __init__(
         self,
@@ -145,7 +145,12 @@ class SeveralSteps:
     ) -> None:
         self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
         self._first = first = next(iter(self._steps.values()))
-        self.device, self.metrics, self.clock, self.numbers = first.device, first.metrics, first.clock, first.numbers
+        self.device, self.metrics, self.clock, self.number_format = (
+            first.device,
+            first.metrics,
+            first.clock,
+            first.number_format,
+        )
 
     def versions(self) -> list[int]:
         return [version for step in self._steps.values() for version in step.versions()]

@@ -26,7 +26,7 @@ from manyhands.training.torch.step.average import Average
 Key = tuple[Any, ...]
 
 
-class Spared:
+class StepUndo:
     """Copies of everything that a step changes, to undo the step if its loss is NaN."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -5,14 +5,14 @@ the lanes to the graph before it is compiled:
 
     main chain                                      after the pass
 
-    dx, dw = convolution_backward(g, x, w)          dw = convolution_aside(lane 1, g, x, w)
+    dx, dw = convolution_backward(g, x, w)          dw = convolution_on_lane(lane 1, g, x, w)
     ... uses of dx ...                              dx = convolution_backward(g, x, w)       (its input alone)
     return dw.to(float32), ...                      ... uses of dx ...
                                                     join_lanes([dw, ...], [g, x, w, ...])
                                                     return dw, ...
 
-The pass is in :mod:`.inductor_pass`, the operations that it inserts are here. ``convolution_aside`` forks its lane off
-at its position in the graph. ``join_lanes`` declares that it writes to all results, so that nothing reads them earlier,
+The pass is in :mod:`.inductor_pass`, its operations are here. ``convolution_on_lane`` forks off its lane
+where it stands in the graph. ``join_lanes`` declares that it writes to all results, so that nothing reads them earlier,
 and that it reads all inputs of the lanes, so that their memory is not reused earlier. All of this is verified: every
 storage that a lane has read must be among the inputs of its join, everything must be joined at the end, and the checker
 verifies the order of the issued work.
@@ -57,7 +57,7 @@ class _Call:
 
 
 class CompiledLanes:
-    """``with CompiledLanes(lanes, 2): loss.backward()``, for a loss that was compiled with :class:`TakeAside`."""
+    """``with CompiledLanes(lanes, 2): loss.backward()``, for a loss that was compiled with :class:`MoveToSideLanes`."""
 
     def __init__(self, lanes: Lanes, count: int, *, device: str = "cpu") -> None:
         self._lanes, self._count = lanes, count
@@ -66,7 +66,7 @@ class CompiledLanes:
         self._begin()
 
     def _begin(self) -> None:
-        self.aside: list[str] = []
+        self.moved: list[str] = []
         self._journal = Journal(self._described)
         self._calls: list[_Call] = []  # not joined yet; their inputs are held until then
 
@@ -98,7 +98,7 @@ class CompiledLanes:
             results: list[torch.Tensor] = function()
         created = _memories(results)
         self._journal.task(lane, Task(name, frozenset(read), frozenset(created)))
-        self.aside.append(name)
+        self.moved.append(name)
         self._calls.append(_Call(read, created, lane, self._journal.mark(lane), self._lanes.mark(lane)))
         return results
 
@@ -144,13 +144,13 @@ def _memories(tensors: Sequence[torch.Tensor]) -> _Memories:
 
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _library.define(
-    "convolution_aside(int lane, ScalarType? dtype, Tensor gradient, Tensor input, Tensor weight, SymInt[]? bias, "
+    "convolution_on_lane(int lane, ScalarType? dtype, Tensor gradient, Tensor input, Tensor weight, SymInt[]? bias, "
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
     "bool for_bias, bool chosen) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
-    "product_aside(int lane, ScalarType? dtype, Tensor one, Tensor other) -> Tensor[]",
+    "product_on_lane(int lane, ScalarType? dtype, Tensor tensor, Tensor other) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
@@ -171,14 +171,14 @@ def _product(dtype: torch.dtype | None, tensor: torch.Tensor, other: torch.Tenso
     return [product if dtype is None else product.to(dtype)]
 
 
-def _convolution_aside(lane: int, dtype: torch.dtype | None, *arguments: Any) -> list[torch.Tensor]:
+def _convolution_on_lane(lane: int, dtype: torch.dtype | None, *arguments: Any) -> list[torch.Tensor]:
     if _current is None:
         return _weight_gradient(dtype, *arguments)
     name = "convolution, weight and bias" if arguments[-2] else "convolution, weight"
     return _current.call(lane, name, lambda: _weight_gradient(dtype, *arguments), arguments[:3])
 
 
-def _product_aside(lane: int, dtype: torch.dtype | None, *factors: torch.Tensor) -> list[torch.Tensor]:
+def _product_on_lane(lane: int, dtype: torch.dtype | None, *factors: torch.Tensor) -> list[torch.Tensor]:
     if _current is None:
         return _product(dtype, *factors)
     return _current.call(lane, "product, weight", lambda: _product(dtype, *factors), factors)
@@ -189,12 +189,12 @@ def _join_lanes(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None
         _current.join(results, inputs)
 
 
-_library.impl("convolution_aside", _convolution_aside, "CompositeExplicitAutograd")
-_library.impl("product_aside", _product_aside, "CompositeExplicitAutograd")
+_library.impl("convolution_on_lane", _convolution_on_lane, "CompositeExplicitAutograd")
+_library.impl("product_on_lane", _product_on_lane, "CompositeExplicitAutograd")
 _library.impl("join_lanes", _join_lanes, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "manyhands::convolution_aside", lambda lane, *arguments: _weight_gradient(*arguments), lib=_library
+    "manyhands::convolution_on_lane", lambda lane, *arguments: _weight_gradient(*arguments), lib=_library
 )
-torch.library.register_fake("manyhands::product_aside", lambda lane, *arguments: _product(*arguments), lib=_library)
+torch.library.register_fake("manyhands::product_on_lane", lambda lane, *arguments: _product(*arguments), lib=_library)
 torch.library.register_fake("manyhands::join_lanes", lambda results, inputs: None, lib=_library)
 _ops = torch.ops.manyhands

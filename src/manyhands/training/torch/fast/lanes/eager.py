@@ -16,7 +16,7 @@ operation on it, the main lane waits.
 
 Memory belongs to the lane that allocated it, and that lane's later work may reuse it as soon as it is freed. So all
 memory that a side lane touches is held until the main lane has waited for that lane: at the join, or earlier if more
-than ``most_held`` bytes are held. Storages are held, not tensors: autograd copies a gradient into ``.grad`` if it has
+than ``max_held`` bytes are held. Storages are held, not tensors: autograd copies a gradient into ``.grad`` if it has
 other references.
 
 Every operation, mark and wait is recorded, also the work before and after the backward pass. At the join, the checker
@@ -99,16 +99,16 @@ class SideLanes(TorchDispatchMode):
     """``with SideLanes(lanes, 2): loss.backward()``: weight gradients on two side lanes, all joined at the end."""
 
     def __init__(
-        self, lanes: Lanes, count: int, *, most_held: int | None = None, least_product: int = 0, device: str = "cpu"
+        self, lanes: Lanes, count: int, *, max_held: int | None = None, min_product: int = 0, device: str = "cpu"
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._lanes, self._count, self._most_held, self._least_product = lanes, count, most_held, least_product
+        self._lanes, self._count, self._max_held, self._min_product = lanes, count, max_held, min_product
         self._described = [Lane(device, number=number) for number in range(count + 1)]
         self.schedule: Schedule | None = None  # of the last backward pass
         self._begin()
 
     def _begin(self) -> None:
-        self.aside: list[str] = []  # the kinds of gradients on side lanes
+        self.moved: list[str] = []  # the kinds of gradients on side lanes
         self._turns = -1  # how many gradients were assigned to the side lanes in turns, minus one
         self._journal = Journal(self._described)
         self._journal.task(_MAIN, Task("all before"))
@@ -117,7 +117,7 @@ class SideLanes(TorchDispatchMode):
         self._behind_count = [0] * (self._count + 1)  # how many of the main lane's tasks each lane has waited for
         self._numbers: dict[int, StorageWeakRef] = {}  # weak references keep ids from being reused
         self._created: set[int] = set()
-        self._created_aside: set[int] = set()
+        self._created_on_lanes: set[int] = set()
         self._exclusive: list[set[int]] = [set() for _ in self._described]  # created on a lane and touched by no other
         # For each memory, the lanes that touched it since the main lane last waited for them, and whether they wrote.
         self._touched: dict[int, dict[int, bool]] = {}
@@ -139,10 +139,10 @@ class SideLanes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = weight_gradients.side_lane_kind(func, args)
-        if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._least_product):
+        if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._min_product):
             return self._on_its_lane(func, args, kwargs)
         lane = self._lane_for(func, args)
-        self.aside.append(kind)
+        self.moved.append(kind)
         # The lane forks off here, so that it does not wait for the gradient of a convolution's input.
         self._behind_main(lane)
         if func is not _aten.convolution_backward.default:
@@ -201,18 +201,20 @@ class SideLanes(TorchDispatchMode):
             if other != lane:
                 exclusive.difference_update(read)
         if lane == _MAIN:
-            self._held.to_the_end += [storage for memory, storage in read.items() if memory in self._created_aside]
+            self._held.to_the_end += [storage for memory, storage in read.items() if memory in self._created_on_lanes]
             return
-        self._created_aside |= created
+        self._created_on_lanes |= created
         self._exclusive[lane] |= created
         for memory in read.keys() | created:
             lanes = self._touched.setdefault(memory, {})
             lanes[lane] = lanes.get(lane, False) or memory in writes
-        self._held.to_the_end += [storage for memory, storage in read.items() if memory in self._created_aside]
-        mark = None if self._most_held is None else (lane, self._journal.mark(lane), self._lanes.mark(lane))
-        self._held.add({memory: storage for memory, storage in read.items() if memory not in self._created_aside}, mark)
-        if self._most_held is not None:
-            self._let_go(self._most_held)
+        self._held.to_the_end += [storage for memory, storage in read.items() if memory in self._created_on_lanes]
+        mark = None if self._max_held is None else (lane, self._journal.mark(lane), self._lanes.mark(lane))
+        self._held.add(
+            {memory: storage for memory, storage in read.items() if memory not in self._created_on_lanes}, mark
+        )
+        if self._max_held is not None:
+            self._let_go(self._max_held)
 
     def _let_go(self, most: int) -> None:
         """If too much is held, let the main lane wait for the oldest work on side lanes, and release its memory."""

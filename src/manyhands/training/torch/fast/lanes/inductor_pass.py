@@ -4,7 +4,7 @@ A gradient moves if there are only casts, views and sums between it and the resu
 at the end. Until then the compiler keeps all inputs of the lanes. If these are too large, the pass inserts earlier
 joins, each for the oldest gradients, which are likely finished:
 
-    dw1 = aside(g1, x1)     dw2 = aside(g2, x2)     join([dw1], [g1, x1])     dw3 = aside(g3, x3)     ...
+    dw1 = on_lane(g1, x1)     dw2 = on_lane(g2, x2)     join([dw1], [g1, x1])     dw3 = on_lane(g3, x3)     ...
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
 _CONVOLUTIONS = (_aten.convolution_backward.default, chosen_convolution_backward)
 # Operations that are allowed between a gradient and the results of the backward pass.
-_LIGHT = {
+_ALLOWED_AFTER = {
     operator.getitem,
     _prims.convert_element_type.default,
     _aten._to_copy.default,
@@ -40,40 +40,40 @@ _LIGHT = {
 }
 
 
-class TakeAside(_CustomGraphPass):  # type: ignore[misc]
-    """Moves weight gradients to side lanes: ``torch.compile(f, options={"post_grad_custom_post_pass": TakeAside()})``.
+class MoveToSideLanes(_CustomGraphPass):  # type: ignore[misc]
+    """Moves weight gradients to side lanes; for ``torch.compile``'s option ``post_grad_custom_post_pass``.
 
-    About ``most_held`` bytes of the lanes' inputs are held; beyond that the main lane waits for the oldest work.
-    Products of fewer than ``least_product`` multiplications stay on the main lane.
+    About ``max_held`` bytes of the lanes' inputs are held; beyond that the main lane waits for the oldest work.
+    Products of fewer than ``min_product`` multiplications stay on the main lane.
     """
 
-    def __init__(self, most_held: int | None = None, least_product: int = 0) -> None:
-        self._most_held, self._least_product = most_held, least_product
+    def __init__(self, max_held: int | None = None, min_product: int = 0) -> None:
+        self._max_held, self._min_product = max_held, min_product
 
     def __call__(self, graph: Graph) -> None:
         if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
-            _take_aside(graph, self._most_held, self._least_product)
+            _move_to_side_lanes(graph, self._max_held, self._min_product)
 
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: it changes with the options and with the code of these files."""
         sources = [inspect.getsource(module) for module in (compiled, sys.modules[__name__])]
-        return hashlib.sha256(repr((self._most_held, self._least_product, sources)).encode()).digest()
+        return hashlib.sha256(repr((self._max_held, self._min_product, sources)).encode()).digest()
 
 
-def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None:
+def _move_to_side_lanes(graph: Graph, max_held: int | None, min_product: int) -> None:
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[Node] = []
     groups: list[_Group] = [_Group()]
     for node in list(graph.nodes):
         if node.target in _CONVOLUTIONS and node.args[-1][1]:
             gradients, last = _convolution(graph, node, len(results) + 1)
-        elif node.target is _aten.mm.default and _multiplications(node) >= least_product:
-            gradients, last = _product_of(graph, node, len(results) + 1)
+        elif node.target is _aten.mm.default and _multiplications(node) >= min_product:
+            gradients, last = _product(graph, node, len(results) + 1)
         else:
             continue
         results += gradients
         groups[-1].add(gradients)
-        if most_held is not None and groups[-1].bytes > most_held / 2:
+        if max_held is not None and groups[-1].bytes > max_held / 2:
             # The previous group is joined only now: its lanes could run during all of this group.
             if len(groups) > 1:
                 groups[-2].join(graph, last.next)
@@ -121,19 +121,19 @@ def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]
     *arguments_before, (for_input, _, for_bias) = arguments
     parts: dict[Any, Node] = {user.args[1]: user for user in node.users}
     wanted = [parts[number] for number in (1, 2) if number in parts]
-    if 1 not in parts or not all(node_after.target in _LIGHT for node_after in _after(wanted)):
+    if 1 not in parts or not all(node_after.target in _ALLOWED_AFTER for node_after in _after(wanted)):
         return [], node
     dtype = _common_cast(wanted)
     with graph.inserting_before(node):
         how = (for_bias and 2 in parts, node.target is chosen_convolution_backward)
-        last = aside = graph.call_function(_ops.convolution_aside.default, (lane, dtype, *arguments_before, *how))
+        last = on_lane = graph.call_function(_ops.convolution_on_lane.default, (lane, dtype, *arguments_before, *how))
         if for_input and 0 in parts:
             last = graph.call_function(node.target, (*arguments_before, [True, False, False]))  # type: ignore[arg-type]
             last.meta["val"] = (node.meta["val"][0], None, None)
             parts[0].replace_input_with(node, last)
-    gradients = _put_in(graph, wanted, aside, dtype)
+    gradients = _replace_results(graph, wanted, on_lane, dtype)
     graph.erase_node(node)
-    return gradients, gradients[-1] if last is aside else last
+    return gradients, gradients[-1] if last is on_lane else last
 
 
 def _multiplications(node: Node) -> int:
@@ -141,26 +141,26 @@ def _multiplications(node: Node) -> int:
     return multiplications(left, right)
 
 
-def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
+def _product(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
     """Move a product to a lane, if only results of the backward pass need it."""
-    if not all(after.target in _LIGHT for after in _after([node])):
+    if not all(after.target in _ALLOWED_AFTER for after in _after([node])):
         return [], node
     dtype = _common_cast([node])
     with graph.inserting_before(node):
-        aside = graph.call_function(_ops.product_aside.default, (lane, dtype, *node.args))
-    gradients = _put_in(graph, [node], aside, dtype)
+        on_lane = graph.call_function(_ops.product_on_lane.default, (lane, dtype, *node.args))
+    gradients = _replace_results(graph, [node], on_lane, dtype)
     return gradients, gradients[-1]
 
 
-def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | None) -> list[Node]:
+def _replace_results(graph: Graph, wanted: list[Node], on_lane: Node, dtype: torch.dtype | None) -> list[Node]:
     """Replace the old results (and casts of them to ``dtype``) by those of the call on the side lane."""
     values = [node.meta["val"] for node in wanted]
-    aside.meta["val"] = [value if dtype is None else value.to(dtype) for value in values]
+    on_lane.meta["val"] = [value if dtype is None else value.to(dtype) for value in values]
     parts = []
     for number, old in enumerate(wanted):
-        with graph.inserting_after(aside):
-            part = graph.call_function(operator.getitem, (aside, number))
-        part.meta["val"] = aside.meta["val"][number]
+        with graph.inserting_after(on_lane):
+            part = graph.call_function(operator.getitem, (on_lane, number))
+        part.meta["val"] = on_lane.meta["val"][number]
         for cast in list(old.users) if dtype is not None else []:
             cast.replace_all_uses_with(part)
             graph.erase_node(cast)

@@ -19,50 +19,48 @@ from manyhands.training.torch.fast.lanes.forked import ForkedWork
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
-    from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
+    from manyhands.training.torch.fast.lanes.inductor_pass import MoveToSideLanes
 
 COUNT = 2  # side lanes of a backward pass
 # A lane that no pass uses: it never allocates memory that other lanes have freed, and waits for none of them.
 _METRICS = COUNT + 1
 # The fewest multiplications for which a product is worth a lane: cuBLAS keeps 33 MB for each stream that it runs on.
-_LEAST_PRODUCT = 1 << 22
+_MIN_PRODUCT = 1 << 22
 
 
-class Beside:
+class StepLanes:
     """Side lanes for the steps of one device, separately for each batch size."""
 
-    def __init__(
-        self, lanes: Lanes, device: str = "cpu", *, most_held: int | None = None, least_product: int = 0
-    ) -> None:
+    def __init__(self, lanes: Lanes, device: str = "cpu", *, max_held: int | None = None, min_product: int = 0) -> None:
         self._lanes, self._device = lanes, device
-        self._most_held, self._least_product = most_held, least_product
+        self._max_held, self._min_product = max_held, min_product
         self._of: dict[int, SideLanes | CompiledLanes] = {}
         self.forked = ForkedWork(lanes, device)  # for casts of weights, and half of the update
 
     @classmethod
-    def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, most_held: int | None = None) -> Beside:
+    def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, max_held: int | None = None) -> StepLanes:
         """CUDA streams as lanes, next to the stream that steps are captured on.
 
-        ``most_held``: about how many bytes the lanes may hold that a single lane would already have freed.
+        ``max_held``: about how many bytes the lanes may hold that a single lane would already have freed.
         """
         lanes, name = StreamLanes(device, COUNT + 1, main), f"gpu:{device.index or 0}"
-        return cls(lanes, name, most_held=most_held, least_product=_LEAST_PRODUCT)
+        return cls(lanes, name, max_held=max_held, min_product=_MIN_PRODUCT)
 
-    def inductor_pass(self) -> TakeAside:
+    def inductor_pass(self) -> MoveToSideLanes:
         """The pass that adds lanes to the graphs of a compiled step."""
-        from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
+        from manyhands.training.torch.fast.lanes.inductor_pass import MoveToSideLanes
 
-        return TakeAside(self._most_held, self._least_product)
+        return MoveToSideLanes(self._max_held, self._min_product)
 
-    def around(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
-        """``with beside.around(256, compiled=False): loss.backward()``."""
+    def during_backward(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
+        """``with lanes.during_backward(256, compiled=False): loss.backward()``."""
         if size not in self._of and compiled:
             # Imported here, because it imports the compiler, which takes time.
             from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
 
             self._of[size] = CompiledLanes(self._lanes, COUNT, device=self._device)
         elif size not in self._of:
-            limits: dict[str, Any] = {"most_held": self._most_held, "least_product": self._least_product}
+            limits: dict[str, Any] = {"max_held": self._max_held, "min_product": self._min_product}
             self._of[size] = SideLanes(self._lanes, COUNT, device=self._device, **limits)
         return self._of[size]
 
@@ -84,7 +82,7 @@ class Beside:
         return self._lanes.mark(0)
 
     @contextmanager
-    def from_mark(self, mark: Any) -> Iterator[None]:
+    def on_metrics_lane(self, mark: Any) -> Iterator[None]:
         """A context whose work runs on a separate lane, after a mark on the main lane; at the end the main lane waits.
 
         The inputs of the work must be complete at the mark, and must be neither changed nor freed until the end.
@@ -101,7 +99,7 @@ class Beside:
         lanes = self._of.get(size)
         if lanes is None or lanes.schedule is None:
             return ["  no backward pass on lanes yet"]
-        if not lanes.aside:
+        if not lanes.moved:
             return ["  nothing runs on side lanes: no gradient goes straight to a parameter"]
         schedule = lanes.schedule
         counts = f"{len(schedule.graph)} tasks on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
@@ -110,5 +108,5 @@ class Beside:
             names = Counter(schedule.graph.tasks[task].name for task in tasks)
             most = ", ".join(f"{count} {name}" for name, count in names.most_common(4))
             lines.append(f"    {lane} ({'side' if number else 'main'}): {len(tasks)} tasks ({most})")
-        lines.append("  beside the backward pass:")
-        return lines + [f"    {count} x {kind}" for kind, count in Counter(lanes.aside).items()]
+        lines.append("  in parallel with the backward pass:")
+        return lines + [f"    {count} x {kind}" for kind, count in Counter(lanes.moved).items()]

@@ -1,4 +1,4 @@
-"""Metrics beside the backward pass: the same figures, from answers that nothing writes to meanwhile."""
+"""Metrics in parallel with the backward pass: the same figures, from answers that nothing writes to meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.forward import is_torchs_alone
 from manyhands.training.torch.fast.lanes.lanes import COUNT as SIDE_LANES
-from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.lanes.lanes import StepLanes
 
 METRICS = SIDE_LANES + 1
 
@@ -53,7 +53,7 @@ def stepped(
     net = mlp(norm=True) if net is None else net
     eager = eager_step(net, loss)
     graph = GraphStep(eager, Arrays(vectors(COUNT)), 16, compiled=False, changing_rate=False)
-    graph._beside = None if lanes is None else Beside(lanes)
+    graph._lanes = None if lanes is None else StepLanes(lanes)
     graph._searching = False  # steps as written would come first
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for _ in range(steps):
@@ -84,39 +84,41 @@ def test_metrics_are_on_a_lane_of_their_own_from_the_end_of_the_forward_pass(mon
 
 def test_the_lane_of_metrics_waits_for_the_mark_after_the_forward_pass() -> None:
     lanes = Recorded()
-    beside = Beside(lanes)
-    mark = beside.mark()
-    beside.mark()
+    step_lanes = StepLanes(lanes)
+    mark = step_lanes.mark()
+    step_lanes.mark()
 
     def fail() -> None:
         assert lanes.current == METRICS
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"), beside.from_mark(mark):
+    with pytest.raises(ValueError, match="no"), step_lanes.on_metrics_lane(mark):
         fail()
     assert lanes.waits == [(METRICS, mark), (0, lanes.marks)]  # joined, also after an error
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("has_lanes", [False, True])
 def test_answers_that_the_backward_pass_writes_to_are_counted_before_it(
-    beside: bool, monkeypatch: pytest.MonkeyPatch
+    has_lanes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_gpu(monkeypatch)
-    lanes = Recorded() if beside else None
+    lanes = Recorded() if has_lanes else None
     _, eager, log = stepped(Reusing.apply, lanes, steps=1)
     net = mlp(norm=True)
     x, y = Arrays(vectors(COUNT)).take(torch.arange(16))
     assert eager.metrics.read().right == int((net(x).argmax(1) == y).sum())
-    assert ((0, "argmax") in log) == beside
+    assert ((0, "argmax") in log) == has_lanes
     assert (METRICS, "argmax") not in log
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_answers_that_the_update_writes_to_are_counted_before_it(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_lanes", [False, True])
+def test_answers_that_the_update_writes_to_are_counted_before_it(
+    has_lanes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_gpu(monkeypatch)
     net = Baseline()
     before = int(net.scores.argmax())
-    _, eager, log = stepped(functional.cross_entropy, Recorded() if beside else None, steps=1, net=net)
+    _, eager, log = stepped(functional.cross_entropy, Recorded() if has_lanes else None, steps=1, net=net)
     _, y = Arrays(vectors(COUNT)).take(torch.arange(16))
     assert int(net.scores.argmax()) != before  # so counting after the update would give another number
     assert eager.metrics.read().right == int((y == before).sum())
