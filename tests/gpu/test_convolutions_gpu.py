@@ -185,6 +185,31 @@ def test_the_trainer_says_what_it_chose(tuned: bool, tmp_path: Path) -> None:
     assert ("convolutions: " in told) == tuned
 
 
+def test_a_compiled_step_has_them(tmp_path: Path) -> None:
+    """Biases included, which Inductor adds: it trains as the step that is not compiled."""
+    torch.manual_seed(0)
+    data = torch.rand(2048, 3, 32, 32), torch.arange(2048) % 10
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layers = [torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(64, 128, 1, stride=2)]
+        net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(128 * 16 * 16, 10))
+        trainer = mh.Trainer(
+            *(3, 1),
+            devices="gpu",
+            batch_size=256,
+            lr=0.01,
+            step=mh.Step(compile=compiled),
+            run=tmp_path / f"{compiled}",
+        )
+        losses.append(trainer.fit(net, data).rows[-1]["train_loss"])
+        told = (tmp_path / f"{compiled}" / "step.txt").read_text()
+        print(told)
+        assert "convolutions: " in told
+        assert ("kernels compiled" in told) == compiled
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
 def test_a_compiled_function_has_them() -> None:
     torch.manual_seed(0)
     down = torch.nn.Conv2d(64, 128, 1, stride=2, bias=False)

@@ -12,7 +12,8 @@ PyTorch (2.11 loses memory and can draw no more random numbers). If a warm-up st
 capture fails, nothing has changed yet and a plain step runs instead.
 
 If the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
-nor on lanes. The second step searches for such biases, which are left out from then on.
+nor on lanes. The second step searches for such biases, which are left out from then on. In long jobs it also counts
+what a compiler could fuse (:mod:`.compile_gain`), to decide whether compiling pays off.
 
 With side lanes, four kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
 of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), metrics during
@@ -48,6 +49,7 @@ from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fast.capture_stream import forbid_host_waits, on, stream_of
+from manyhands.training.torch.fast.compile_gain import CompileGain, FusibleWork
 from manyhands.training.torch.fast.forward import CountRight, already_counted, forward, forward_counting_later
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
@@ -60,10 +62,10 @@ from manyhands.training.torch.fast.traced_step import TracedStep
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
-_COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
+_COMPILE_MAY_PAY = 5_000  # steps: with fewer no net that we know wins back the compiler's time
 _PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 _WARM_UP = 3
-_AS_WRITTEN = 2  # steps before the warm-up, if redundant biases are searched for (in the last of these steps)
+_AS_WRITTEN = 2  # steps before the warm-up, if something is searched for or counted (in the last of these steps)
 _LONGEST_REASON = 300  # characters
 # Takes an epoch's order, and positions in it.
 _Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountRight]]
@@ -100,33 +102,33 @@ def fast_step(
 ) -> GraphStep:
     """The fast step of a job; compiled if the user asks for it, or if compiling is likely to pay off.
 
-    With BatchNorm it does not: our own kernels were 5% faster than compiled ones (ResNet-18).
+    Where we have kernels for normalisation it does not: they were 5% (ResNet-18) to 30% (GroupNorm) faster.
     """
     batches = min(data.count // settings.batch_size, settings.limits.batches or data.count)
     steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
-    compiled = settings.step.compile
-    if compiled is None:
-        compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and _has_own_kernels(eager))
-    parallel = settings.step.parallel
+    compiled, parallel = settings.step.compile, settings.step.parallel
+    uses_own_kernels = settings.step.fused_norms and _has_own_kernels(eager)
+    if compiled is None and (parallel or steps < _COMPILE_MAY_PAY or uses_own_kernels or is_compiled(eager.model)):
+        compiled = False
     if parallel is None:
         parallel = steps >= _PLAN_PAYS and not compiled and not _has_own_kernels(eager)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
     if eager.scale is not None:  # gradients may be infinite, and the check for NaN would blame our kernels
         norms = False
-    tuned = steps if settings.step.tuned_convolutions else None
+    tuned = settings.step.tuned_convolutions
     if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
-        compiled = parallel = lanes = norms = False
-        tuned = None
+        compiled = parallel = lanes = norms = tuned = False
     return GraphStep(
         eager,
         data,
         settings.batch_size,
+        steps,
         compiled=compiled,
         changing_rate=changing_rate,
         side_lanes=lanes,
         fused_norms=norms,
         parallel=parallel,
-        tuned_for=tuned,
+        tuned_convolutions=tuned,
         checkpointed=checkpointed,
     )
 
@@ -143,16 +145,19 @@ class GraphStep:
         eager: EagerStep,
         data: Arrays,
         batch_size: int,
+        steps: int = 0,
         *,
-        compiled: bool,
+        compiled: bool | None,
         changing_rate: bool,
         side_lanes: bool = False,
         fused_norms: bool = False,
         parallel: bool = False,
-        tuned_for: int | None = None,
+        tuned_convolutions: bool = False,
         checkpointed: ActivationCheckpoints | None = None,
     ) -> None:
-        self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
+        self._eager, self._data, self._size, self._steps = eager, data, batch_size, steps
+        self.compiled = compiled  # None: decided after the steps as written
+        self._gain: CompileGain | None = None  # what the decision is based on
         self._progress = Progress(data.count, eager.device)
         self._parallel = parallel
         self._stream = stream_of(eager.device)
@@ -164,7 +169,7 @@ class GraphStep:
         self.reasons: dict[str, str] = {}
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
-        self._convolutions = self._tuned(tuned_for) if tuned_for is not None else None
+        self._convolutions = self._tuned() if tuned_convolutions else None
         # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
         self._casts = BatchedCasts() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
@@ -211,11 +216,13 @@ class GraphStep:
     def _turn_feature_off(self, sized: _SizedStep, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written: the search for redundant biases. Later: our own kernels, then the lanes, the compiler.
+        In a step as written: the search for redundant biases, and the count of what a compiler could fuse. Later: our
+        own kernels, then the lanes, the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:
             self._searching = False
+            self.compiled = self.compiled or False  # a model may not allow a mode that counts
             del self._sized[size]  # only this size: others may have their graphs
             return True
         if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
@@ -241,7 +248,8 @@ class GraphStep:
     def _new(self, size: int) -> _SizedStep:
         later = functools.partial(forward_counting_later, self._eager, self._data)
         forward = self._compiled_forward() if self._is_compiled(size) else later
-        warm = -_AS_WRITTEN if self._searching else 0
+        deciding = self.compiled is None and size == self._size
+        warm = -_AS_WRITTEN if self._searching or deciding else 0
         return _SizedStep(torch.arange(size, device=self._eager.device), forward, warm)
 
     def _compiled_forward(self) -> _Forward:
@@ -274,8 +282,8 @@ class GraphStep:
             self._note_reason("norms", f"normalisation not fused ({error})")
             return None
 
-    def _tuned(self, steps: int) -> ChosenConvolutions | None:
-        """The search for the fastest convolutions, for a job of this many steps."""
+    def _tuned(self) -> ChosenConvolutions | None:
+        """The search for the fastest convolutions."""
         model = self._eager.model
         if is_compiled(model) or not any(isinstance(layer, _ConvNd) for layer in model.modules()):
             return None
@@ -283,11 +291,11 @@ class GraphStep:
             why = "deterministic algorithms are asked for, or cuDNN is off"
             self._note_reason("convolutions", f"convolutions: PyTorch's choice ({why})")
             return None
-        return ChosenConvolutions(steps)
+        return ChosenConvolutions(self._steps)
 
     def _is_compiled(self, size: int) -> bool:
         """Whether this size is compiled: only the usual size is worth the half minute that compiling takes."""
-        return self.compiled and size == self._size
+        return bool(self.compiled) and size == self._size
 
     def notes(self) -> list[str]:
         """For the job's result: which features are not used and why, and whether the plan is used."""
@@ -303,7 +311,8 @@ class GraphStep:
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
             reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
-            lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
+            gain = [] if self._gain is None or size != self._size else [self._gain.explain(self._steps)]
+            lines += [f"  {note}" for note in (*gain, *redundant, *sized.notes, *reasons)]
             if self._lanes is not None:
                 lines += self._lanes.explain(size)
             else:
@@ -440,16 +449,26 @@ class GraphStep:
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
     def _as_written(self, sized: _SizedStep) -> _PassResults:
-        """Forward and backward without dispatch modes; the last of these steps searches for redundant biases."""
-        search = Search(self._eager.model) if sized.warm == -1 else None
-        with search or nullcontext():
+        """Forward and backward without dispatch modes, but for those that search and count in the last such step."""
+        search = Search(self._eager.model) if sized.warm == -1 and self._searching else None
+        is_decided = self.compiled is not None or len(sized.window) != self._size or sized.warm != -1
+        work = None if is_decided else FusibleWork(self._eager.parameters)
+        with work or nullcontext(), search or nullcontext():
             loss, right = self._forward(*self._places(sized))
             if search is not None:
                 search.trace(loss)
             self._eager.scaled(loss).backward()
         if search is not None:
             sized.redundant = search.redundant_biases()
+        if work is not None:
+            self._decide_to_compile(sized, work.gain(self._eager.device))
         return _PassResults(loss, already_counted(right))
+
+    def _decide_to_compile(self, sized: _SizedStep, gain: CompileGain) -> None:
+        self._gain, self.compiled = gain, gain.pays_off(self._steps)
+        if self.compiled:
+            self._parallel = False
+            sized.forward = self._compiled_forward()
 
     def _places(self, sized: _SizedStep) -> tuple[torch.Tensor, torch.Tensor]:
         return self._progress.order, self._progress.position + sized.window
