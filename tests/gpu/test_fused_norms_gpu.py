@@ -71,6 +71,28 @@ def test_gradients_and_statistics_are_as_exact(name: str) -> None:
         assert float((value - right).norm()) < 1.05 * float((other - right).norm()) + 1e-6 * float(right.norm())
 
 
+def test_a_result_that_a_stream_of_the_model_reads_first() -> None:
+    """It is written on the stream of the pass: that stream reads it, too, and does not wait for the other."""
+    batch_norm.ready(DEVICE)
+    norm = nn.BatchNorm2d(64).to(DEVICE)
+    x = torch.rand(64, 64, 32, 32, device=DEVICE).to(memory_format=torch.channels_last)
+    other = torch.cuda.Stream(DEVICE)
+    expected = copy.deepcopy(norm)(x).detach()
+    norms = FusedBatchNorms()
+    norms.begin(poison=True)
+    with norms, torch.no_grad():
+        y = norm(x)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(50_000_000)
+            there = y * 2
+        here = y * 3
+        copied = here.clone()  # long before the other stream wakes up
+    torch.cuda.synchronize()
+    torch.testing.assert_close(copied, expected * 3)
+    torch.testing.assert_close(there, expected * 2)
+
+
 def trained(run: Path | None = None, **options: Any) -> tuple[dict[str, Any], Any]:
     net = models.initialise(models.small_resnet(), seed=0)
     trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, lr=0.05, precision="bf16", quiet=True, run=run, **options)

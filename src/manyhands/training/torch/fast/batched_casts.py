@@ -23,6 +23,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
+from manyhands.training.torch.fast.capture_stream import current_stream
 from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
 
@@ -43,14 +44,14 @@ class BatchedCasts(TorchDispatchMode):
         self._ahead: dict[int, torch.Tensor] | None = None  # cast, and not yet requested
         self._batch_counts: dict[int, torch.Tensor] = {}
         self._is_early = False  # whether the casts of this pass run on the side lane
-        self._stream: int | None = None  # the stream of the pass: early casts are ready on it
+        self._stream: torch.cuda.Stream | None = None  # the stream of the pass: early casts are ready on it
         self.counts = Counter[str]()
 
     def __enter__(self) -> BatchedCasts:
         self._now, self._ahead, self._batch_counts = {}, None, {}
         self.counts = Counter[str]()
         self._is_early = False
-        self._stream = _current_stream()
+        self._stream = current_stream()
         if self.forked is not None and self._before:
             first, dtype = next(iter(self._before.values()))
             self._ahead = self._all_casts(first.device, dtype, self.forked) or None
@@ -95,7 +96,7 @@ class BatchedCasts(TorchDispatchMode):
     def _cast(self, func: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         number = memory_id(weight)
         self._now[number] = weight, dtype
-        if _current_stream() != self._stream:  # a stream that the model uses
+        if current_stream() != self._stream:  # a stream that the model uses
             return func(weight, dtype=dtype)  # type: ignore[no-any-return]
         if self._ahead is None:
             self._ahead = self._all_casts(weight.device, dtype, None)
@@ -136,11 +137,6 @@ class BatchedCasts(TorchDispatchMode):
         """What was batched, in words."""
         batched = "batched: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         return batched + "; the casts on a side lane, from the step's beginning" * self._is_early
-
-
-def _current_stream() -> int | None:
-    """The handle of the current stream; None without a GPU."""
-    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None
 
 
 def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -23,6 +23,11 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
     return new_stream(device)
 
 
+def current_stream() -> torch.cuda.Stream | None:
+    """The current stream of the current device; None without a GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
 @contextmanager
 def on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
     """A context whose work goes to this stream, ordered with the current stream before and after; None: no change."""

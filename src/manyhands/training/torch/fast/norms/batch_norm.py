@@ -206,6 +206,9 @@ class FusedBatchNorms(DeferringMode):
             noted = [note.pending.statistics for note in self._notes.values() if isinstance(note.pending, Norm)]
             self._take([statistics for statistics in self._untaken if statistics not in noted])
 
+    def _pending_count(self) -> int:
+        return super()._pending_count() + len(self._untaken)
+
     def _take(self, statistics: Iterable[Statistics]) -> None:
         with torch.no_grad():
             for each in statistics:

@@ -1,10 +1,15 @@
-"""Deferred results: a note describes what belongs in their memory, and a mode writes it before anything reads it."""
+"""Deferred results: a note describes what belongs in their memory, and a mode writes it before anything reads it.
+
+A model may use streams of its own. Results are deferred only on the stream of the pass, and written only there: another
+stream that is about to read one waits for it, so that all streams which wait for the stream of the pass find it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
+from manyhands.training.torch.fast.capture_stream import current_stream
 from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of, written_by
 
 _aten = torch.ops.aten
@@ -147,20 +153,48 @@ class DeferringMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._handlers = handlers
         self._notes: dict[int, Note] = {}
+        self._stream: torch.cuda.Stream | None = None  # the stream of the pass
+
+    def __enter__(self) -> Self:
+        self._stream = current_stream()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (stream := current_stream()) is not None and stream != self._stream:
+            with self._before(stream):
+                self._settle_before(func, args, kwargs)
+            return func(*args, **kwargs)
         self._forget()
         handler = self._handlers.get(func)
         result = handler(self, func, *args, **kwargs) if handler is not None else NotImplemented
         if result is not NotImplemented:
             return result
+        self._settle_before(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def _before(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """A context that writes pending results on the stream of the pass; then the other stream waits for them."""
+        with torch.cuda.stream(self._stream):
+            self._forget()
+            pending = self._pending_count()
+            yield
+            has_written = self._pending_count() != pending
+        if has_written and self._stream is not None:
+            stream.wait_stream(self._stream)
+
+    def _pending_count(self) -> int:
+        return len(self._notes)
+
+    def _settle_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write what this operation reads, and what it is about to change the inputs of."""
         if not is_view(func):
             self._settle((args, kwargs))
             self._settle_before_writing(func, args, kwargs)
-        return func(*args, **kwargs)
 
     def _note(self, tensor: Any) -> Note | None:
         """The note of a tensor's memory, unless the tensor is another view of it."""
