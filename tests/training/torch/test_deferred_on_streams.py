@@ -34,7 +34,8 @@ class Streams:
         write = pending.Note.write
 
         def written(note: pending.Note) -> None:
-            self.written_on.append(self.current)
+            if note.tensor() is not None:
+                self.written_on.append(self.current)
             write(note)
 
         monkeypatch.setattr(pending, "current_stream", lambda: self.current)
