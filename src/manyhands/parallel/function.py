@@ -278,11 +278,11 @@ class Parallel(ParallelFunction[P, R]):
         try:
             with self.backend.untouched(trace, call.tensors) as put_back:
                 whole = device is not None if self.compiles_whole is None else self.compiles_whole
-                lanes_later = self.compile and self.compiles_regions_later and whole and device is not None
-                planned = self._choose(call, trace, device, progress, lanes=not lanes_later)
+                postponed = self.compile and self.compiles_regions_later and whole and device is not None
+                planned = self._choose(call, trace, device, progress, only_plain=postponed)
                 if self.compile and not self.synchronous:
                     progress.enters("compiling")
-                    trials = self._trials(call, trace, device, progress, put_back, lanes_are_left=lanes_later)
+                    trials = self._trials(call, trace, device, progress, put_back, postponed=postponed)
                     later = self.compiles_regions_later
                     planned = choose_compiled.better(planned, trials, whole=whole, later=later)
                     if planned.regions_after is not None:
@@ -305,7 +305,7 @@ class Parallel(ParallelFunction[P, R]):
         progress: Progress,
         put_back: Callable[[], None],
         *,
-        lanes_are_left: bool,
+        postponed: bool,
     ) -> choose_compiled.Trials[Trace, Call, object, object]:
         """The functions that plan the trace and its compiled forms, and time plans, with the arguments of a call."""
         return choose_compiled.Trials(
@@ -313,7 +313,7 @@ class Parallel(ParallelFunction[P, R]):
             trace,
             lambda trace: self._choose(call, trace, device, progress, then="compiling"),
             lambda plan: self.backend.seconds(lambda: plan.run(*call.run_arguments), device, put_back),
-            lanes_are_left,
+            postponed,
         )
 
     def _compile_regions(self, planned: Planned, trace: Trace, device: object | None, call: Call) -> Planned:
@@ -323,7 +323,7 @@ class Parallel(ParallelFunction[P, R]):
             progress.enters("compiling")
             try:
                 with self.backend.untouched(trace, call.tensors) as put_back:
-                    trials = self._trials(call, trace, device, progress, put_back, lanes_are_left=True)
+                    trials = self._trials(call, trace, device, progress, put_back, postponed=True)
                     better = choose_compiled.with_regions(planned, trials)
             except Exception as error:  # whatever fails: the plan remains
                 planned.notes.append(f"compiled regions: not used: {first_line(error)}")
@@ -374,12 +374,15 @@ class Parallel(ParallelFunction[P, R]):
         progress: Progress,
         then: str = "trials",
         *,
-        lanes: bool = True,
+        only_plain: bool = False,
     ) -> Planned:
-        """Plan the trace, and keep the fastest correct way. ``lanes``: on a GPU, also try several lanes."""
+        """Plan the trace, and keep the fastest correct way.
+
+        ``only_plain``: on a GPU, time plain execution alone, and estimate the costs of operations.
+        """
         backend = self.backend
         progress.enters("costs")
-        costed = costs(backend, trace, device)
+        costed = costs(backend, trace, device, measure=not only_plain)
         measured = graph(costed.tasks)
         best = Planned(self._plainly, threads=backend.threads(), costed=costed, reuse_outputs=self.reuse_outputs)
         best.footprint = Footprint(*backend.footprint(trace))
@@ -391,7 +394,7 @@ class Parallel(ParallelFunction[P, R]):
         elif device is None:
             choose_cpu.choose(best, backend, call, trace, measured, limit, replaying)
         else:
-            choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying, lanes=lanes)
+            choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying, only_plain=only_plain)
         # A reference to a run keeps the memory of its CUDA graph.
         best.starts = {run: start for run, start in best.starts.items() if run is best.run}
         best.advice = explain.advice(measured, backend.cost_keys(trace), functools.partial(backend.batch_hint, trace))

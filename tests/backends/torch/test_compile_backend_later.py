@@ -104,39 +104,52 @@ def test_regions_wait_until_calls_can_pay_for_them(
     assert any("compiled regions are tried after" in note for note in found.notes) == (after is not None)
 
 
+SIDE_BY_SIDE = ((), (), (), ())
+FAST, SLOW = 1e-3, 4e-3  # seconds of a call
+
+
 @pytest.mark.parametrize(
-    ("reads", "later", "speeds", "lanes", "asked"),
+    ("reads", "later", "compiled", "lanes", "asked"),
     [
-        # Lanes are put off with regions.
-        (((), (), (), ()), True, (4e-3, 1e-3), "one lane", 1),
-        # Not where regions are tried at once: both are.
-        (((), (), (), ()), False, (4e-3, 1e-3), "2 lanes", 3),
-        (((), (), (), ()), False, (4e-3, 9e-3), "one lane", 3),
-        # What is a chain has no use for regions; but nothing compiled won, so lanes are.
-        (CHAIN, True, (4e-3, 1e-3), "2 lanes", 2),
+        # Compiled code wins: uncompiled operations wait, as regions do.
+        (SIDE_BY_SIDE, True, FAST, "whole graph", ["fused"]),
+        # Not where regions are tried at once: all are.
+        (SIDE_BY_SIDE, False, FAST, "whole graph", ["fused", "as written", "fused sin"]),
+        # It does not win: then uncompiled operations are tried, and regions wait.
+        (SIDE_BY_SIDE, True, None, "2 lanes", ["fused", "as written"]),
+        (SIDE_BY_SIDE, False, None, "2 lanes", ["fused", "as written", "fused sin"]),
+        # Lanes and regions are of no use to a chain, but one graph is, if nothing compiled wins.
+        (CHAIN, True, FAST, "whole graph", ["fused"]),
+        (CHAIN, True, None, "2 lanes", ["fused", "as written"]),
     ],
 )
-def test_lanes_wait_as_regions_do(
-    monkeypatch: pytest.MonkeyPatch, reads: Any, later: bool, speeds: Any, lanes: str, asked: int
+def test_uncompiled_operations_wait_as_regions_do(
+    monkeypatch: pytest.MonkeyPatch, reads: Any, later: bool, compiled: float | None, lanes: str, asked: list[str]
 ) -> None:
+    """``compiled``: the seconds of the compiled graph; None: it cannot be used."""
     backend: Any = Compiler(monkeypatch)
-    one, written = plan(Means.GRAPH, *BESIDE, reads=reads), Trace(Task("sin"))
-    two = copy.copy(one)
-    two.way = Way(Means.GRAPH, "2 lanes")
-    two.seconds = {AS_WRITTEN: 1.0, two.way: speeds[1]}
-    seen: list[Any] = []
+    plain = plan(Means.GRAPH, *BESIDE, reads=reads)
+    plain.way, plain.seconds = AS_WRITTEN, {AS_WRITTEN: 1.0}
+    uncompiled, whole = plan(Means.GRAPH, *BESIDE, reads=reads), plan(Means.GRAPH, 1, reads=((),))
+    uncompiled.way = Way(Means.GRAPH, "2 lanes")
+    seconds = {id(plain): 1.0, id(uncompiled): 2e-3, id(whole): compiled}
+    seen: list[str] = []
 
     def choose(trace: Any) -> Planned:
-        seen.append(trace)
-        return two if trace is written else Planned(lambda *_: None)
+        seen.append(trace.tasks[0].name)
+        usable = {"as written": uncompiled, "fused": whole if compiled is not None else plain}
+        return usable.get(seen[-1], Planned(lambda *_: None))
 
     trials: Any = choose_compiled.Trials(
-        backend, written, choose, lambda planned: speeds[planned is two], lanes_are_left=True
+        backend, Trace(Task("as written")), choose, lambda planned: seconds[id(planned)], postponed=True
     )
-    found = choose_compiled.better(one, trials, whole=True, later=later)
+    found = choose_compiled.better(plain, trials, whole=True, later=later)
     assert found.way.lanes == lanes
-    assert len(seen) == asked
-    if later and lanes == "one lane":
+    assert seen == asked
+    waits = later and reads is SIDE_BY_SIDE
+    assert (found.regions_after is not None) == waits
+    if compiled is not None and waits:
+        seconds[id(found)] = SLOW  # they are timed again then
         assert choose_compiled.with_regions(found, trials).way.lanes == "2 lanes"
 
 

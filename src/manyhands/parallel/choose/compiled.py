@@ -5,9 +5,10 @@
 operations are small, and loses where a library's kernel beats the compiler's. So both are measured: the best plan of
 each kind is timed in turns with the best one so far, so that a moment in which the machine is busy affects both.
 Compiling takes long. If the whole function is compiled and lanes have nothing to gain, because its tasks depend on each
-other, runs of small operations are not compiled as well. Lanes and regions can also be tried later: once lanes could
-have saved, in all calls so far, as much time as compiling takes. So the first call takes little longer than compiling
-the whole function once. (Not counted: a backward graph is planned again if its forward graph gets another plan.)
+other, runs of small operations are not compiled as well. Plans of uncompiled operations and regions can also be tried
+later: once lanes could have saved, in all calls so far, as much time as compiling takes. So the first call takes little
+longer than compiling the whole function once. (Not counted: a backward graph is planned again if its forward graph gets
+another plan.)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Trials(Generic[TraceT, CallT, DevicesT, PlanT]):
     trace: TraceT  # of the uncompiled operations
     choose: Callable[[TraceT], Planned]  # returns the best plan of a trace
     seconds_of: Callable[[Planned], float]  # of one call of a plan
-    lanes_are_left: bool = False  # the plan so far has one lane: lanes of uncompiled operations were postponed
+    postponed: bool = False  # plans of uncompiled operations are still to be tried
 
 
 def better(
@@ -49,7 +50,7 @@ def better(
 ) -> Planned:
     """The best of this plan and of plans with compiled code; its report covers all of them.
 
-    ``whole``: also compile the function as a whole. ``later``: regions and postponed lanes may be left to
+    ``whole``: also compile the function as a whole. ``later``: regions and postponed plans may be left to
     :func:`with_regions`, after ``regions_after`` calls.
     """
     measured = None if planned.schedule is None else planned.schedule.graph
@@ -57,9 +58,11 @@ def better(
     compiled, start = False, time.perf_counter()
     if whole:
         compiled, planned = _better_of(planned, trials, trials.backend.fuse_whole, _WHOLE)
+    if not planned.way.compiled:  # it cannot be compiled, or plain execution is faster
+        planned, trials = _with_postponed(planned, trials), replace(trials, postponed=False)
     if compiled and not can_overlap:
         planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
-        return planned if planned.way.compiled else _with_lanes(planned, trials)
+        return planned
     if compiled and later and measured is not None and planned.way.means is Means.GRAPH:
         _wait_for_calls(planned, measured, time.perf_counter() - start)
         return planned
@@ -67,18 +70,18 @@ def better(
 
 
 def with_regions(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
-    """The best of this plan, of plans with compiled regions, and of postponed lanes."""
-    return _better_of(_with_lanes(planned, trials), trials, trials.backend.fuse, "")[1]
+    """The best of this plan, of plans with compiled regions, and of postponed plans."""
+    return _better_of(_with_postponed(planned, trials), trials, trials.backend.fuse, "")[1]
 
 
-def _with_lanes(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
-    """The better of this plan and of uncompiled operations on lanes, if these were postponed."""
-    if not trials.lanes_are_left:
+def _with_postponed(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
+    """The better of this plan and of plans of uncompiled operations, if these were postponed."""
+    if not trials.postponed:
         return planned
     try:
         other = trials.choose(trials.trace)
     except Exception as error:
-        planned.notes.append(f"lanes: not used: {first_line(error)}")
+        planned.notes.append(f"uncompiled operations on lanes: not used: {first_line(error)}")
         return planned
     taken = other.way != AS_WRITTEN and _is_ahead(other, planned, trials.seconds_of)
     return _reported(planned, other, taken, other.seconds, other.predicted)

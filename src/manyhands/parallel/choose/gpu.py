@@ -46,11 +46,11 @@ def choose(
     limit: Limit,
     replaying: Callable[[Replay], Run],
     *,
-    lanes: bool = True,
+    only_plain: bool = False,
 ) -> None:
     """Try plain execution, one lane, and the plans that promise more; put the fastest correct one into ``best``.
 
-    ``replaying`` turns a run into a callable. ``lanes``: also try several lanes.
+    ``replaying`` turns a run into a callable. ``only_plain``: time plain execution, and try nothing else.
     """
     plainly, footprint = best.run, best.footprint
     assert footprint is not None
@@ -64,9 +64,11 @@ def choose(
             return backend.seconds(lambda: run(*call.run_arguments), device, put_back, *repeats)
 
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
+    if only_plain:
+        return
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     footprints = {id(trace): footprint}
-    for way, scheduled, traced in ways(backend, trace, device, measured, best, lanes=lanes):
+    for way, scheduled, traced in ways(backend, trace, device, measured, best):
         footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
         # A graph holds copies of the arguments, and its results in addition to those that the caller gets.
         beside = 0
@@ -128,15 +130,13 @@ def ways(
     device: DevicesT,
     measured: Graph,
     best: Planned,
-    *,
-    lanes: bool = True,
 ) -> list[tuple[Way, Schedule, TraceT]]:
     """The ways to try: graphs if they can be captured, streams if the host or several GPUs take part.
 
     A graph of the function's operations on one lane is always among them: it is what people write by hand.
     """
     tried: list[tuple[Way, Schedule, TraceT]] = []
-    schedules = candidates(measured) if lanes else []
+    schedules = candidates(measured)
     if (reason := backend.why_no_graph(trace)) is None:
         tried.append((ONE_LANE, one_lane(measured), trace))
         if (whole := backend.unsplit(trace)) is not None:
@@ -160,8 +160,6 @@ def promising(
 
     The best plan is always included, unless its tasks can only follow each other.
     """
-    if not schedules:
-        return []
     if measured.critical_path() > _CHAIN * measured.work():
         best.notes.append("lanes are not tried: its tasks depend on each other, so nothing could overlap")
         return []
