@@ -103,5 +103,19 @@ def test_a_model_that_allows_no_counting_is_not_compiled(monkeypatch: pytest.Mon
     assert_as_plain_steps(net, eager, 4)
 
 
+def test_a_step_that_cannot_be_compiled_keeps_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compile_gain, "_SECONDS", 0.0)
+    monkeypatch.setattr(compile_gain, "_SECONDS_PER_OPERATION", 0.0)
+    monkeypatch.setattr(GraphStep, "_compiled_forward", lambda self: fail)
+    net = mlp(norm=True)
+    graph, eager = deciding_step(monkeypatch, LONG, net)
+    assert graph.compiled is False
+    assert graph.reasons == {"compiler": "kernels are not compiled (RuntimeError: no compiler)"}
+    assert_as_plain_steps(net, eager, 4)
+
+
 def test_the_speed_of_memory_has_a_default() -> None:
     assert compile_gain._memory_speed(CPU) == compile_gain._BYTES_PER_SECOND

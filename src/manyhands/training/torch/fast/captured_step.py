@@ -225,7 +225,11 @@ class GraphStep:
             self.compiled = self.compiled or False  # a model may not allow a mode that counts
             del self._sized[size]  # only this size: others may have their graphs
             return True
-        if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
+        chose_to_compile = self._gain is not None  # it was not asked for: all other features matter more
+        if self._is_compiled(size) and chose_to_compile:
+            self.compiled = False
+            self._note_reason("compiler", f"kernels are not compiled ({why})")
+        elif self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
             self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
             self._note_reason("norms", f"normalisation not fused ({why})")
         elif self._convolutions is not None:
