@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.training.torch.fast import captured_step, compile_gain  # noqa: E402
+from manyhands.training.torch.fast import build, compile_gain  # noqa: E402
 
 nn = torch.nn
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("pays", [False, True])
 def test_a_job_decides_itself(pays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(captured_step, "_COMPILE_MAY_PAY", 0)
+    monkeypatch.setattr(build, "_COMPILE_MAY_PAY", 0)
     if pays:
         monkeypatch.setattr(compile_gain, "_SECONDS", 0.0)
         monkeypatch.setattr(compile_gain, "_SECONDS_PER_OPERATION", 0.0)

@@ -26,8 +26,10 @@ from manyhands.training.torch.data.batches import tensors_in
 from manyhands.training.torch.data.drawn_samples import generator_of
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.evaluation import Evaluation
-from manyhands.training.torch.fast import capturable, capture_stream, captured_step
-from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
+from manyhands.training.torch.fast import capturable, capture_stream
+from manyhands.training.torch.fast.build import fast_step
+from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.fast.norms.choice import normalises_batches
 from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import OwnStep, makes_updates, placed
 from manyhands.training.torch.preflight import precision
@@ -91,7 +93,7 @@ class Rank:
             )
         self.all_take_part = self._global_stats or self.sharded or (self.makes_updates and world.size > 1)
         self.model = self._shard_model(job) if self.sharded else self._place_model(job.model)
-        self.least = 2 if world.size > 1 and not self._global_stats and captured_step.normalises(self.model) else 1
+        self.least = 2 if world.size > 1 and not self._global_stats and normalises_batches(self.model) else 1
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
         self.checkpointed = activation_checkpoints.of(self.model, pick, statistics=statistics)
         self.objective = placed(job.objective, world.device, self.number_format.dtype)

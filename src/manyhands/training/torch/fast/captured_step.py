@@ -27,23 +27,19 @@ used.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
-from manyhands.backends.torch.kernels import batch_norm, group_norm
 from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.errors import CannotCompile
-from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
@@ -54,7 +50,8 @@ from manyhands.training.torch.fast.forward import CountRight, already_counted, f
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
-from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms, normalises_groups
+from manyhands.training.torch.fast.norms.choice import fused_norms
+from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
 from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, StepPlan, as_written
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
@@ -62,8 +59,6 @@ from manyhands.training.torch.fast.traced_step import TracedStep
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
-_COMPILE_MAY_PAY = 5_000  # steps: with fewer no net that we know wins back the compiler's time
-_PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 _WARM_UP = 3
 _AS_WRITTEN = 2  # steps before the warm-up, if something is searched for or counted (in the last of these steps)
 _LONGEST_REASON = 300  # characters
@@ -90,47 +85,6 @@ class _PassResults:
     loss: torch.Tensor
     count_right: CountRight
     after_forward: Any = None  # a mark on the main lane, if metrics may run in parallel with the backward pass
-
-
-def fast_step(
-    eager: EagerStep,
-    data: Arrays,
-    settings: Settings,
-    *,
-    changing_rate: bool,
-    checkpointed: ActivationCheckpoints | None = None,
-) -> GraphStep:
-    """The fast step of a job; compiled if the user asks for it, or if compiling is likely to pay off.
-
-    Where we have kernels for normalisation it does not: they were 5% (ResNet-18) to 30% (GroupNorm) faster.
-    """
-    batches = min(data.count // settings.batch_size, settings.limits.batches or data.count)
-    steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
-    compiled, parallel = settings.step.compile, settings.step.parallel
-    uses_own_kernels = settings.step.fused_norms and _has_own_kernels(eager)
-    if compiled is None and (parallel or steps < _COMPILE_MAY_PAY or uses_own_kernels or is_compiled(eager.model)):
-        compiled = False
-    if parallel is None:
-        parallel = steps >= _PLAN_PAYS and not compiled and not _has_own_kernels(eager)
-    lanes, norms = settings.step.side_lanes, settings.step.fused_norms
-    if eager.scale is not None:  # gradients may be infinite, and the check for NaN would blame our kernels
-        norms = False
-    tuned = settings.step.tuned_convolutions
-    if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
-        compiled = parallel = lanes = norms = tuned = False
-    return GraphStep(
-        eager,
-        data,
-        settings.batch_size,
-        steps,
-        compiled=compiled,
-        changing_rate=changing_rate,
-        side_lanes=lanes,
-        fused_norms=norms,
-        parallel=parallel,
-        tuned_convolutions=tuned,
-        checkpointed=checkpointed,
-    )
 
 
 class _FailedBeforeUpdate(Exception):
@@ -272,16 +226,8 @@ class GraphStep:
         return forward
 
     def _fused_norms(self) -> FusedBatchNorms | FusedGroupNorms | None:
-        """Our own kernels for BatchNorm, or for GroupNorm if the model has no BatchNorm."""
-        model, device = self._eager.model, self._eager.device
-        if not _has_own_kernels(self._eager) or is_compiled(model):
-            return None
         try:
-            if normalises(model):
-                batch_norm.ready(device)
-                return FusedBatchNorms()
-            group_norm.ready(device)
-            return FusedGroupNorms()
+            return fused_norms(self._eager)
         except CannotCompile as error:
             self._note_reason("norms", f"normalisation not fused ({error})")
             return None
@@ -479,15 +425,3 @@ class GraphStep:
 
     def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return forward(self._eager, self._data, order, places)
-
-
-def _has_own_kernels(eager: EagerStep) -> bool:
-    """Whether we have kernels for the model's normalisation; our GroupNorm takes only 16-bit images."""
-    model, number_format = eager.model, eager.number_format
-    has_images = number_format.autocast in group_norm.DTYPES and number_format.channels_last
-    return normalises(model) or (has_images and normalises_groups(model))
-
-
-def normalises(model: torch.nn.Module) -> bool:
-    """Whether the model has a BatchNorm in training mode."""
-    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())

@@ -39,10 +39,6 @@ from manyhands.training.torch.fast.operation_memory import has_memory
 _aten = torch.ops.aten
 
 
-def normalises_groups(model: torch.nn.Module) -> bool:
-    return any(isinstance(layer, torch.nn.GroupNorm) for layer in model.modules())
-
-
 @dataclass
 class Widened:
     """A 16-bit image or gradient, in float32."""
