@@ -287,6 +287,15 @@ def test_seeds_and_states_are_the_hosts() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_numbers_on_a_device_are_read_into_new_tensors() -> None:
+    half = torch.tensor(1.5, device="cuda:1", dtype=torch.float16)
+    assert torch.equal(torch.tensor([half]), torch.tensor([1.5], dtype=torch.float16))
+    assert torch.tensor([[half, 2], (3, half)], device="cuda").tolist() == [[1.5, 2.0], [3.0, 1.5]]
+    assert half.new_tensor([half]).device == torch.device("cuda:1")
+    assert torch.zeros(2).fill_(half).tolist() == [1.5, 1.5]
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_files_hold_tensors_of_the_host(tmp_path: Any) -> None:
     layer = nn.Linear(2, 2).cuda(1)
     torch.save({"net": layer.state_dict(), "x": torch.ones(2, device="cuda:0"), "epoch": 3}, tmp_path / "a.pt")

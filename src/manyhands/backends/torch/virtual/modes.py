@@ -23,7 +23,7 @@ from manyhands.backends.torch.compat import (
 from manyhands.backends.torch.replacements import Replacements
 from manyhands.backends.torch.virtual import lazy
 from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtual, of_thread, set_devices, stands_in
-from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, move, place, swap_tensors
+from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, move, place, readable, swap_tensors
 
 _changes = Replacements()
 # Functions that replace calls while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
@@ -161,6 +161,8 @@ class NameTranslation(TorchFunctionMode):
             kwargs = {**kwargs, "device": device}
         if stands_in() and kwargs.get("pin_memory"):  # PyTorch would ask CUDA for the memory
             return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        if func in _FROM_DATA and args:
+            args = (readable(args[0]), *args[1:])
         if func in _FROM_DATA and device is not None and is_virtual(device):
             requires_grad = kwargs.pop("requires_grad", False)
             tensor = place(func(*args, **{**kwargs, "device": HOST}), device)

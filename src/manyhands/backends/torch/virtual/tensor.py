@@ -17,7 +17,7 @@ observers: list[Callable[[Any, Any, Any, Any], None]] = []
 
 _aten = torch.ops.aten
 # Operations that take tensors of two devices, as on GPUs.
-_ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+_ACROSS_DEVICES = {_aten.copy_.default, _aten.fill_.Tensor, _aten._to_copy.default, _aten.set_.source_Tensor}
 # Operations that take indices or lengths from the host, as on GPUs.
 _INDEXED = {
     _aten.index.Tensor,
@@ -45,6 +45,13 @@ def home(tensor: torch.Tensor) -> torch.device:
 def inside(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor in a virtual one, or the tensor itself."""
     return tensor._inner if isinstance(tensor, VirtualTensor) else tensor
+
+
+def readable(data: Any) -> Any:
+    """Data for ``torch.tensor``, which reads the memory of tensors in a list directly: virtual ones have none."""
+    if not isinstance(data, (list, tuple)):
+        return data
+    return [inside(part) if isinstance(part, torch.Tensor) else readable(part) for part in data]
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -145,7 +152,7 @@ class VirtualTensor(torch.Tensor):
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
     ) -> torch.Tensor:
-        tensor = torch.tensor(data, dtype=dtype or self.dtype, device=HOST)
+        tensor = torch.tensor(readable(data), dtype=dtype or self.dtype, device=HOST)
         return place(tensor, self._home if device is None else actual(device)).requires_grad_(requires_grad)
 
     def tolist(self) -> Any:
