@@ -103,6 +103,33 @@ def test_a_program_with_a_profiler_a_tracer_and_a_compiler_is_unchanged(tmp_path
     assert audited.stdout == plain.stdout
 
 
+LISTS = """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+value, row = torch.tensor(1.5, device=device), torch.ones(1, device=device)
+class Mine(torch.Tensor):
+    pass
+for made in (torch.tensor([value, 2]), torch.as_tensor([[value]]), torch.tensor([row]), row.new_tensor([value])):
+    print(made.tolist())
+print(torch.tensor([torch.tensor(1).as_subclass(Mine)]), torch.FloatTensor([torch.tensor(1)]))
+try:
+    torch.tensor([torch.ones(2, device=device)])
+except ValueError as error:
+    print(error)
+print(row[row > 0].tolist(), [each.item() for each in row], row[0].item())
+"""
+
+
+@pytest.mark.parametrize("option", ["--as-if-gpu", "--warmup=1"])
+def test_tensors_in_a_list_are_numbers_as_in_a_plain_run(tmp_path: Path, option: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(LISTS)
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    audited = run_command("audit", option, str(script))
+    assert audited.returncode == 0, audited.stderr
+    assert audited.stdout == plain.stdout
+
+
 ON_A_STAND_IN = """
 import sys, torch
 torch.cuda.set_sync_debug_mode("warn")

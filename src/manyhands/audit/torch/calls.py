@@ -201,11 +201,13 @@ def one_hot_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
 
 
 def data_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
-    """``torch.tensor(data, device=...)``: made on the host, then copied."""
+    """``torch.tensor(data, device=...)``: made on the host, then copied. Tensors in a list are read one by one."""
     device = kwargs.get("device")
     if device is None:
         device = torch.get_default_device()
     data = args[0] if args else kwargs.get("data")
+    if isinstance(data, (list, tuple)) and any(map(on_device, data[:8])):  # not all: a list of numbers may be long
+        return Wait(Kind.READ, 8 * _length(data))
     if not is_device(device) or on_device(data):
         return None
     if isinstance(data, torch.Tensor):

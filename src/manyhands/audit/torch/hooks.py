@@ -48,7 +48,11 @@ def install() -> None:
     for name, rule in calls.METHODS.items():
         for owner in (torch.Tensor, VirtualTensor):  # a virtual tensor overrides some of them
             if owner is torch.Tensor or name in vars(owner):
-                setattr(owner, name, _wrapped(getattr(owner, name), f"Tensor.{name}", rule))
+                wrapped = _wrapped(getattr(owner, name), f"Tensor.{name}", rule)
+                if owner is not torch.Tensor or name != "__getitem__":
+                    setattr(owner, name, wrapped)
+                else:
+                    compat.replace_getitem(wrapped)
     for name, rule in calls.FUNCTIONS.items():
         setattr(torch, name, _wrapped(getattr(torch, name), f"torch.{name}", rule))
     for name in calls.OF_LINALG:

@@ -64,6 +64,7 @@ from manyhands.backends.torch.compat.fake_tensors import (
     quick_constants,
 )
 from manyhands.backends.torch.compat.guards_by_dynamo import compile_whole, dynamo_check, dynamo_enabled
+from manyhands.backends.torch.compat.sequence_slot import replace_getitem
 from manyhands.backends.torch.compat.tensor_places import addresses_are, equal_addresses
 
 # Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.
