@@ -95,15 +95,15 @@ def test_tasks_leave_nothing_to_the_garbage_collector(synchronous: bool) -> None
 
 def test_who_has_waited_is_forgotten() -> None:
     with parallel(threads=1) as scope:
-        crew = scope._crew
-        assert crew is not None
+        workers = scope._workers
+        assert workers is not None
         future = task(time.sleep)(0.05)
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 future.result(timeout=0.001)
-        assert not any(crew._bells.values())
+        assert not any(workers._bells.values())
         future.result()
         waitall()
-        assert not crew._bells
-        assert not crew._to_do
-        assert not crew._done
+        assert not workers._bells
+        assert not workers._to_do
+        assert not workers._done

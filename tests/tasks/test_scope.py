@@ -289,7 +289,7 @@ def test_what_needs_a_failed_task_is_cancelled_by_name() -> None:
 
 
 def test_only_what_really_was_to_be_written_is_spoiled() -> None:
-    """While a result is not there yet it may be any argument; what fails then spoils no more than afterwards."""
+    """While a result is not there yet it may be any argument; what fails then blocks no more than afterwards."""
     for wait in (False, True):
         box: list[int] = []
         with parallel(threads=2):

@@ -110,7 +110,7 @@ class SlowList(list[Any]):
 def test_what_ends_while_another_end_is_entered_is_entered_with_it() -> None:
     meet = threading.Barrier(2)
     with parallel(threads=2) as scope:
-        scope._crew._lock = SlowLock()  # type: ignore[union-attr, assignment]
+        scope._workers._lock = SlowLock()  # type: ignore[union-attr, assignment]
         for _ in range(40):
             for future in [task(meet.wait)(60) for _ in range(2)]:
                 future.result(timeout=60)
@@ -138,7 +138,7 @@ def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
 
 def test_what_is_given_to_a_thread_that_is_about_to_rest_is_done() -> None:
     with parallel(threads=1) as scope:
-        scope._crew._resting = SlowList()  # type: ignore[union-attr]
+        scope._workers._resting = SlowList()  # type: ignore[union-attr]
         for number in range(60):
             time.sleep(number % 7 * 3e-4)
             task(int)(number).result(timeout=60)

@@ -289,7 +289,7 @@ class _Open(Scope):
             parts_of=hooks.parts_of,
             version_of=hooks.version_of,
             bound=hooks.bound,
-            in_turn=hooks.in_turn,
+            exclusive=hooks.exclusive,
         )
         self._backend = backend
 

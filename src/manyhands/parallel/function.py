@@ -261,7 +261,7 @@ class Parallel(ParallelFunction[P, R]):
         """``first``: the signature's first call, which may create outside values that exist at the next."""
         progress.enters("capture")
         try:
-            with _tracing, Effects(refuse=True) as effects, scope.at_once():
+            with _tracing, Effects(refuse=True) as effects, scope.inline_tasks():
                 trace = self.backend.trace(self.function, call, to_compile=self.compile)
             if effects.seen is not None:
                 raise CannotTrace(f"it {effects.seen}")

@@ -23,20 +23,20 @@ from manyhands.tasks.undeclared_writes import Watch, in_words
 
 if TYPE_CHECKING:
     from manyhands.tasks.scope import parallel
-    from manyhands.tasks.workers import Crew
+    from manyhands.tasks.workers import WorkerPool
 
 T = TypeVar("T")
 Function = Callable[..., object]
 
 
-class Here(threading.local):
+class ThreadState(threading.local):
     """The state of this thread."""
 
     scope: parallel | None = None  # the open scope; None in a thread that runs a task
-    at_once = False  # whether tasks are plain calls
+    inline_tasks = False  # whether tasks are plain calls
 
 
-here = Here()
+thread_state = ThreadState()
 
 
 class Call(Job):
@@ -46,7 +46,7 @@ class Call(Job):
 
     def __init__(
         self,
-        crew: Crew,
+        workers: WorkerPool,
         unsettled: dict[Job, None],
         objects: Objects,
         function: Function,
@@ -54,7 +54,7 @@ class Call(Job):
         arguments: tuple[object, ...],
         keywords: dict[str, object],
     ) -> None:
-        super().__init__(crew, name_of(function), unsettled)
+        super().__init__(workers, name_of(function), unsettled)
         self._objects, self._function, self._writes = objects, function, writes
         self._arguments, self._keywords = arguments, keywords
         self._done_by = objects.bound(function) if objects.bound else function
@@ -72,13 +72,13 @@ class Call(Job):
     def stored_in(self, value: object) -> Set[Hashable]:
         return self._objects.look(value).memories
 
-    def really_touched(self) -> Set[Hashable]:
-        return self._read().memories | self.really_written()
+    def accessed(self) -> Set[Hashable]:
+        return self._read().memories | self.written_memories()
 
-    def really_written(self) -> Set[Hashable]:
+    def written_memories(self) -> Set[Hashable]:
         return self._objects.look(*self._writes).memories if self._writes else NOTHING
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._done_by = self._function = _nothing
         self._arguments, self._keywords, self._writes = (), {}, ()
         self._context = self._reached = None
@@ -91,13 +91,13 @@ class Call(Job):
             reached = self._read()
             if reached.inputs:
                 arguments, keywords = filled(arguments), filled(keywords)
-        if not reached.in_turn:
+        if not reached.exclusive:
             return self._watched(reached, arguments, keywords)
-        with _in_turn(reached.in_turn):
+        with _exclusive(reached.exclusive):
             return self._watched(self._read(), arguments, keywords)
 
     def _watched(self, reached: Reached, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        watch = Watch(self._objects, reached, self.really_written())
+        watch = Watch(self._objects, reached, self.written_memories())
         assert self._context is not None
         value = self._context.run(call_at_once, self._done_by, arguments, keywords)
         if (changed := watch.changed()) is not None:
@@ -120,7 +120,7 @@ _turns_lock = threading.Lock()
 
 
 @contextmanager
-def _in_turn(objects: Collection[object]) -> Iterator[None]:
+def _exclusive(objects: Collection[object]) -> Iterator[None]:
     """While no other task uses one of these objects."""
     with _turns_lock:
         locks = [
@@ -138,11 +138,11 @@ def _nothing() -> None:
 
 def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keywords: dict[str, object]) -> T:
     """A plain call, in which tasks are plain calls as well."""
-    before, here.scope = here.scope, None
+    before, thread_state.scope = thread_state.scope, None
     try:
         return function(*arguments, **keywords)
     finally:
-        here.scope = before
+        thread_state.scope = before
 
 
 def filled(value: T) -> T:

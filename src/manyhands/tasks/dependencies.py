@@ -19,7 +19,7 @@ from manyhands.tasks.node import NOTHING, ORDER, REACHES, TAKES, Job, Touched
 from manyhands.tasks.regions import Region, Regions
 
 
-class Ledger:
+class Dependencies:
     """The last writer of each memory and the readers since, of jobs that are not over."""
 
     def __init__(self) -> None:

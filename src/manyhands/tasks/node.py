@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from manyhands.errors import TaskCancelled, WaitsForItself
 
 if TYPE_CHECKING:
-    from manyhands.tasks.workers import Crew
+    from manyhands.tasks.workers import WorkerPool
 
 T = TypeVar("T")
 
@@ -41,21 +41,21 @@ class Job:
     """
 
     __slots__ = (
-        *("_origin", "begun", "crew", "error", "followers", "listed", "missing", "name", "needs", "number"),
-        *("over", "overwritten", "seen_at", "touched", "trace", "unsettled", "value", "waits_for"),
+        *("_origin", "begun", "workers", "error", "followers", "listed", "missing", "name", "needs", "number"),
+        *("over", "overwritten", "raised_at", "touched", "trace", "unsettled", "value", "waits_for"),
     )
 
-    def __init__(self, crew: Crew | None, name: str, unsettled: dict[Job, None]) -> None:
-        self.crew, self.name = crew, name
+    def __init__(self, workers: WorkerPool | None, name: str, unsettled: dict[Job, None]) -> None:
+        self.workers, self.name = workers, name
         self.number = next(_numbers)
-        # What it touches, as far as known; what of that was written since; where it is listed (see Ledger).
+        # What it touches, as far as known; what of that was written since; where it is listed (see Dependencies).
         self.touched = self.overwritten = self.listed = NOTHING
         self.needs: tuple[Job, ...] = ()
         self.waits_for: Job | None = None  # the job whose result it has asked for while running
         self.followers: list[tuple[Job, int]] | None = None  # and why
         self.missing = 0
         self.begun = self.over = False
-        self.seen_at: int | None = None
+        self.raised_at: int | None = None
         self.value: Any = None  # the result of the function; its Future has the type
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
@@ -66,11 +66,11 @@ class Job:
         """The memories it touches, as far as they are known."""
         return NOTHING, NOTHING, [], []
 
-    def really_touched(self) -> Set[Hashable]:
+    def accessed(self) -> Set[Hashable]:
         """The memories it really touches, known when it starts."""
         return NOTHING
 
-    def really_written(self) -> Set[Hashable]:
+    def written_memories(self) -> Set[Hashable]:
         """Those of them that it writes."""
         return NOTHING
 
@@ -82,7 +82,7 @@ class Job:
         """Do the work; returns the result."""
         return self.value
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release what it needed to run: it will not be run any more."""
 
     @property
@@ -98,24 +98,24 @@ class Job:
     def cancelled(self) -> bool:
         return isinstance(self.error, TaskCancelled) and not self.begun
 
-    def see(self) -> None:
+    def note_raised(self) -> None:
         """Its error has been raised to the caller."""
-        if self.seen_at is None:
-            self.seen_at = next(_numbers)
+        if self.raised_at is None:
+            self.raised_at = next(_numbers)
 
-    def spoils(self, later: Job) -> bool:
+    def blocks(self, later: Job) -> bool:
         """Whether a later job must not use what this failed one should have written: its error was not raised yet."""
-        seen = (failed.seen_at for failed in (self, self.origin))
+        seen = (failed.raised_at for failed in (self, self.origin))
         return self.number < later.number and not any(at is not None and at < later.number for at in seen)
 
     def wait(self, timeout: float | None) -> None:
         if not self.over:
-            assert self.crew is not None
-            self.crew.wait(self, timeout)
+            assert self.workers is not None
+            self.workers.wait(self, timeout)
 
     def raise_error(self) -> None:
         if self.error is not None:
-            self.see()
+            self.note_raised()
             raise self.error.with_traceback(self.trace)
 
 
@@ -143,7 +143,7 @@ class Future(Generic[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the task; returns its error or None. The error then counts as raised."""
         self._job.wait(timeout)
-        self._job.see()
+        self._job.note_raised()
         return self._job.error
 
     def __bool__(self) -> bool:
@@ -153,7 +153,7 @@ class Future(Generic[T]):
         return f"<Future of {self._job.name}: {self._job.state()}>"
 
 
-def doom(job: Job, origin: Job) -> None:
+def cancel_because_of(job: Job, origin: Job) -> None:
     """Cancel a job because of the one that failed."""
     if job.error is None:
         failure = origin.error
@@ -164,40 +164,40 @@ def doom(job: Job, origin: Job) -> None:
         job._origin = origin
 
 
-def ask(me: Job, wanted: Job) -> None:
+def note_wait(waiting: Job, awaited: Job) -> None:
     """Note that a job waits for another; raises if that one waits for it."""
     with _circles:
-        reached: dict[Job, Job | None] = {wanted: None}
-        stack = [wanted]
-        while stack and me not in reached:
-            waiting = stack.pop()
-            for need in (*waiting.needs, waiting.waits_for) if waiting.waits_for else waiting.needs:
+        reached: dict[Job, Job | None] = {awaited: None}
+        stack = [awaited]
+        while stack and waiting not in reached:
+            job = stack.pop()
+            for need in (*job.needs, job.waits_for) if job.waits_for else job.needs:
                 if not need.over and need not in reached:
-                    reached[need] = waiting
+                    reached[need] = job
                     stack.append(need)
-        if me in reached:
-            way, last = [me], reached[me]
+        if waiting in reached:
+            way, last = [waiting], reached[waiting]
             while last is not None:
                 way.append(last)
                 last = reached[last]
-            circle = ", which waits for ".join(job.name for job in reversed(way)) if len(way) > 1 else "itself"
+            circle = ", which waits for ".join(step.name for step in reversed(way)) if len(way) > 1 else "itself"
             raise WaitsForItself(
-                f"{me.name} asks for the result of {circle}: that is a deadlock. Pass the result as an argument, "
+                f"{waiting.name} asks for the result of {circle}: that is a deadlock. Pass the result as an argument, "
                 "task(fn)(future), of a task that was submitted before"
             )
-        me.waits_for = wanted
+        waiting.waits_for = awaited
 
 
-def settle(jobs: dict[Job, None]) -> None:
+def raise_first_error(jobs: dict[Job, None]) -> None:
     """Raise the first error that has not been raised yet; tasks cancelled because of it are not reported separately.
 
     Jobs that are done are released.
     """
-    failed = [job for job in jobs if job.error is not None and job.seen_at is None and not job.cancelled()]
+    failed = [job for job in jobs if job.error is not None and job.raised_at is None and not job.cancelled()]
     for job in [job for job in jobs if job.over]:
         job.unsettled.pop(job, None)
     for job in failed:
-        job.see()
+        job.note_raised()
     if failed:
         if len(failed) > 1 and failed[0].error is not None:
             names = [job.name for job in failed[1:]]

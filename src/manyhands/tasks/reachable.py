@@ -89,7 +89,7 @@ class Reached:
     holders: list[object] = dataclasses.field(default_factory=list)  # Python's containers and the user's objects
     variables: list[Variable] = dataclasses.field(default_factory=list)
     helpers: list[Variable] = dataclasses.field(default_factory=list)  # globals that name code, and what classes have
-    in_turn: Collection[object] = ()  # objects that only one task at a time may use
+    exclusive: Collection[object] = ()  # objects that only one task at a time may use
     locks: bool = False  # whether a lock, or something like it, is among them
     words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
     for_good: bool = True  # whether nothing can be added later, as long as the variables stay bound
@@ -123,9 +123,9 @@ class Objects:
         parts_of: Callable[[object], Collection[object] | None],
         version_of: Callable[[object], object] | None,
         bound: Callable[[Callable[..., object]], Callable[..., object]] | None,
-        in_turn: Callable[[list[object], Set[str]], Collection[object]] | None,
+        exclusive: Callable[[list[object], Set[str]], Collection[object]] | None,
     ) -> None:
-        self.in_turn = in_turn
+        self.exclusive = exclusive
         self.memory_of, self.parts_of, self.version_of, self.bound = memory_of, parts_of, version_of, bound
         self.rebound: set[Hashable] = set()  # variables that some task has declared to write
         self._kinds: dict[type, _Kind | None] = {}
@@ -141,8 +141,8 @@ class Objects:
                 walk.stack, walk.later = walk.later, []
                 self._through(walk)
             reached.inputs, reached.futures = inputs, reached.inputs
-        if self.in_turn is not None:
-            reached.in_turn = self.in_turn(reached.objects, walk.words)
+        if self.exclusive is not None:
+            reached.exclusive = self.exclusive(reached.objects, walk.words)
         return reached
 
     def _has_more(self, walk: _Walk) -> bool:
@@ -284,24 +284,26 @@ class Objects:
             reached.for_good = False
             reached.holders.append(function)
             later.extend(function.__dict__.values())
-        if (said := _said(function)).words:
-            walk.words |= said.words
-            self._globals(function.__globals__, said, walk)
+        if (names := _looked_up_names(function)).words:
+            walk.words |= names.words
+            self._globals(function.__globals__, names, walk)
 
-    def _globals(self, names: dict[str, object], said: _Said, walk: _Walk) -> None:
-        for name in said.globals:
-            value = names.get(name, _MISSING)
+    def _globals(self, namespace: dict[str, object], names: _LookedUpNames, walk: _Walk) -> None:
+        for name in names.globals:
+            value = namespace.get(name, _MISSING)
             if isinstance(value, types.ModuleType):
                 if id(value) not in walk.seen and not is_foreign(value):
                     walk.seen[id(value)] = value
-                    self._globals(vars(value), _Said(tuple(said.words & vars(value).keys()), said.words), walk)
+                    self._globals(
+                        vars(value), _LookedUpNames(tuple(names.words & vars(value).keys()), names.words), walk
+                    )
             elif value is not _MISSING:
                 walk.later.append(value)
                 if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-                    walk.reached.helpers.append(Variable(names, name, value))
+                    walk.reached.helpers.append(Variable(namespace, name, value))
                 else:
-                    walk.reached.memories.add((id(names), name))
-                    walk.reached.variables.append(Variable(names, name, value))
+                    walk.reached.memories.add((id(namespace), name))
+                    walk.reached.variables.append(Variable(namespace, name, value))
 
     def _object(self, value: object, walk: _Walk) -> None:
         """A user's object: its attributes are followed."""
@@ -343,26 +345,26 @@ class Objects:
         return True
 
 
-class _Said(NamedTuple):
+class _LookedUpNames(NamedTuple):
     """What a function's code looks up by name: among its globals, and anywhere."""
 
     globals: tuple[str, ...]
     words: frozenset[str]
 
 
-_NOTHING_SAID = _Said((), frozenset())
-_codes: dict[int, tuple[types.CodeType, _Said]] = {}  # by the address of the code, which is kept
+_NO_NAMES = _LookedUpNames((), frozenset())
+_codes: dict[int, tuple[types.CodeType, _LookedUpNames]] = {}  # by the address of the code, which is kept
 
 
-def _said(function: types.FunctionType) -> _Said:
+def _looked_up_names(function: types.FunctionType) -> _LookedUpNames:
     code = function.__code__
     if (known := _codes.get(id(code))) is not None:
         return known[1]
     if len(_codes) > 10_000:  # code that is made while the program runs
         _codes.clear()
-    said = _NOTHING_SAID if is_foreign(function) else _Said(tuple(_global_names(code)), frozenset(words_of(code)))
-    _codes[id(code)] = code, said
-    return said
+    names = _NO_NAMES if is_foreign(function) else _LookedUpNames(tuple(_global_names(code)), frozenset(words_of(code)))
+    _codes[id(code)] = code, names
+    return names
 
 
 def _global_names(code: types.CodeType) -> dict[str, None]:

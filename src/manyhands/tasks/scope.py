@@ -47,12 +47,12 @@ from typing import TypeVar
 
 from manyhands.errors import EngineError
 from manyhands.machine import usable_cores
-from manyhands.tasks.call import Call, call_at_once, filled, here, name_of
-from manyhands.tasks.node import Future, Job, settle
+from manyhands.tasks.call import Call, call_at_once, filled, name_of, thread_state
+from manyhands.tasks.node import Future, Job, raise_first_error
 from manyhands.tasks.reachable import PLAIN, Objects
-from manyhands.tasks.workers import Crew
+from manyhands.tasks.workers import WorkerPool
 
-__all__ = ["Future", "at_once", "no_threads", "parallel", "task", "waitall"]
+__all__ = ["Future", "inline_tasks", "no_threads", "parallel", "task", "waitall"]
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class parallel:
     gives the same key for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to one is a
     write to the other. ``parts_of``: what else is read and written with an object; None: its attributes.
     ``version_of``: something that every write to an object changes, or None. ``bound``: applied to each function in the
-    thread that submits the task, to carry over that thread's state (a framework's modes). ``in_turn``: given the
+    thread that submits the task, to carry over that thread's state (a framework's modes). ``exclusive``: given the
     objects that a task reaches and the words in its code, those objects that change inside when they are only used (a
     block that is traced at its first call): tasks that share one run one after the other, in any order.
     """
@@ -79,55 +79,55 @@ class parallel:
         parts_of: Callable[[object], Collection[object] | None] = lambda value: None,
         version_of: Callable[[object], object] | None = None,
         bound: Callable[[Callable[..., object]], Callable[..., object]] | None = None,
-        in_turn: Callable[[list[object], Set[str]], Collection[object]] | None = None,
+        exclusive: Callable[[list[object], Set[str]], Collection[object]] | None = None,
     ) -> None:
         _must_be_threads(threads)
         if threads is not None and threads < 1:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
-        self._objects = Objects(memory_of, parts_of, version_of, bound, in_turn)
+        self._objects = Objects(memory_of, parts_of, version_of, bound, exclusive)
         self._jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
-        self._crew: Crew | None = None
+        self._workers: WorkerPool | None = None
         self._outer: parallel | None = None
 
     def __enter__(self) -> parallel:
-        if self._crew is not None:
+        if self._workers is not None:
             raise EngineError("this scope is open already: make another with parallel()")
         self._outer = _scope()
         if self._outer is None:
-            self._crew = Crew(0 if self._synchronous else self._threads or usable_cores())
+            self._workers = WorkerPool(0 if self._synchronous else self._threads or usable_cores())
         elif self._threads is not None or self._synchronous:
             raise EngineError("an inner scope uses the threads of the outer one: write parallel() without arguments")
         else:
-            self._crew, self._objects = self._outer._crew, self._outer._objects
-        here.scope = self
+            self._workers, self._objects = self._outer._workers, self._outer._objects
+        thread_state.scope = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        crew, self._crew = self._crew, None
-        here.scope = self._outer
-        assert crew is not None
-        if crew.process != os.getpid():
+        workers, self._workers = self._workers, None
+        thread_state.scope = self._outer
+        assert workers is not None
+        if workers.process != os.getpid():
             return
         joined = False
         try:
             if error is not None:
-                crew.cancel(self._jobs, f"its scope was left by {type(error).__name__}")
+                workers.cancel(self._jobs, f"its scope was left by {type(error).__name__}")
             _wait_for(self._jobs)
             joined = True
         except BaseException as interrupt:
-            crew.cancel(self._jobs, f"its scope was left by {type(interrupt).__name__}")
+            workers.cancel(self._jobs, f"its scope was left by {type(interrupt).__name__}")
             if error is None:  # a second interrupt is not waited for
                 _wait_for(self._jobs)
                 joined = True
             raise
         finally:
             if self._outer is None:
-                crew.close(join=joined)
+                workers.close(join=joined)
         if error is None:
-            settle(self._jobs)
+            raise_first_error(self._jobs)
 
     def _submit(
         self,
@@ -136,10 +136,10 @@ class parallel:
         arguments: tuple[object, ...],
         keywords: dict[str, object],
     ) -> Future[T]:
-        crew = self._crew
-        assert crew is not None
-        job = Call(crew, self._jobs, self._objects, function, writes, arguments, keywords)
-        crew.submit(job)
+        workers = self._workers
+        assert workers is not None
+        job = Call(workers, self._jobs, self._objects, function, writes, arguments, keywords)
+        workers.submit(job)
         return Future(job)
 
 
@@ -182,7 +182,7 @@ def waitall() -> None:
         jobs = [*scope._jobs, *jobs]
         scope = scope._outer
     _wait_for(jobs)
-    settle(dict.fromkeys(jobs))
+    raise_first_error(dict.fromkeys(jobs))
 
 
 def no_threads(threads: int) -> str:
@@ -194,18 +194,18 @@ def no_threads(threads: int) -> str:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def inline_tasks() -> Iterator[None]:
     """In this thread tasks are plain calls: tracing a function does not see other threads."""
-    before, here.at_once = here.at_once, True
+    before, thread_state.inline_tasks = thread_state.inline_tasks, True
     try:
         yield
     finally:
-        here.at_once = before
+        thread_state.inline_tasks = before
 
 
 def _scope() -> parallel | None:
-    scope = here.scope
-    if scope is None or here.at_once or scope._crew is None or scope._crew.process != os.getpid():
+    scope = thread_state.scope
+    if scope is None or thread_state.inline_tasks or scope._workers is None or scope._workers.process != os.getpid():
         return None
     return scope
 

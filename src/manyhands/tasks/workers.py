@@ -23,8 +23,8 @@ from collections.abc import Hashable, Iterable, Set
 
 from manyhands.addresses import share
 from manyhands.errors import EngineError, TaskCancelled
-from manyhands.tasks.dependencies import Ledger
-from manyhands.tasks.node import TAKES, Job, ask, doom
+from manyhands.tasks.dependencies import Dependencies
+from manyhands.tasks.node import TAKES, Job, cancel_because_of, note_wait
 
 
 class _Working(threading.local):
@@ -35,7 +35,7 @@ _working = _Working()
 _WAIT = 1.0  # seconds of one wait
 
 
-class Crew:
+class WorkerPool:
     """Threads that run jobs, started when needed. With a size of 0, a job runs when it is submitted."""
 
     def __init__(self, size: int) -> None:
@@ -49,7 +49,7 @@ class Crew:
         self._resting: list[threading.Lock] = []  # the bells of threads that have nothing to do
         self._bells: dict[Job | None, list[threading.Lock]] = {}  # of threads that wait for a job; None: that help
         self._closing = False
-        self._ledger = Ledger()
+        self._dependencies = Dependencies()
         self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs should have written
 
     # Submitting
@@ -69,17 +69,17 @@ class Crew:
         """Enter a job, or return the unfinished jobs of other crews that it must wait for first."""
         with self._lock:
             touched = job.look()  # with the lock held: no result comes in between
-            if strangers := [other for other in touched[2] if other.crew is not self and not other.over]:
+            if strangers := [other for other in touched[2] if other.workers is not self and not other.over]:
                 return strangers
             job.unsettled[job] = None
-            reached = [other for other in touched[3] if other.crew is self]
-            if needs := self._ledger.enter(job, (*touched[:3], reached)):
+            reached = [other for other in touched[3] if other.workers is self]
+            if needs := self._dependencies.enter(job, (*touched[:3], reached)):
                 job.needs = tuple(need for need in needs if not need.over)
                 job.missing = len(job.needs)
                 for need, why in needs.items():
                     if need.over:
                         if why == TAKES and need.error is not None:
-                            doom(job, need.origin)
+                            cancel_because_of(job, need.origin)
                     elif need.followers is None:
                         need.followers = [(job, why)]
                     else:
@@ -110,7 +110,7 @@ class Crew:
     # Doing
 
     def _run_jobs(self) -> None:
-        """What a thread does until the crew closes."""
+        """What a thread does until the pool is closed."""
         bell = _bell()
         while True:
             if (job := self._next()) is not None:
@@ -169,7 +169,7 @@ class Crew:
 
     def _work(self, job: Job) -> None:
         if self._spoiled and (culprit := self._culprit(job)) is not None:
-            doom(job, culprit.origin)
+            cancel_because_of(job, culprit.origin)
             return
         before, _working.job = _working.job, job
         try:
@@ -187,21 +187,21 @@ class Crew:
         while finished:
             over = finished.pop()
             over.over = True
-            self._ledger.forget(over)
+            self._dependencies.forget(over)
             try:
-                self._ledger.place_result(over)
+                self._dependencies.place_result(over)
             except Exception as error:  # it is unknown what memory its result is in
                 over.error, over.trace = error, error.__traceback__
             if over.error is None:
                 over.unsettled.pop(over, None)
             else:
                 over.begun = over.begun and over.origin is over
-                if written := over.really_written():
+                if written := over.written_memories():
                     self._spoiled.append((written, over))
-            over.let_go()
+            over.release()
             for follower, why in over.followers or ():
                 if why == TAKES and over.error is not None and not follower.over:
-                    doom(follower, over.origin)
+                    cancel_because_of(follower, over.origin)
                 follower.missing -= 1
                 if not follower.missing:
                     if follower.error is not None:
@@ -217,8 +217,8 @@ class Crew:
 
     def _culprit(self, job: Job) -> Job | None:
         """The failed job that should have written what this one touches."""
-        touched = job.really_touched()
-        failed = (culprit for written, culprit in self._spoiled if culprit.spoils(job) and share(touched, written))
+        touched = job.accessed()
+        failed = (culprit for written, culprit in self._spoiled if culprit.blocks(job) and share(touched, written))
         return min(failed, key=lambda culprit: culprit.number, default=None)
 
     # Waiting
@@ -229,7 +229,7 @@ class Crew:
             raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
         me = _working.job
         if me is not None and timeout is None:  # a wait with a timeout is no deadlock
-            ask(me, job)
+            note_wait(me, job)
         try:
             self._wait(job, timeout, me)
         finally:
@@ -238,7 +238,7 @@ class Crew:
 
     def _wait(self, job: Job, timeout: float | None, me: Job | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
-        helps = me is not None and me.crew is self
+        helps = me is not None and me.workers is self
         while True:
             with self._lock:
                 needed = self._can_be_done_for(job) if helps and not job.over else None
@@ -255,7 +255,7 @@ class Crew:
                     me.waits_for = None
             elif job.over:
                 return
-            elif not _rings(bell, end):
+            elif not _wait_for_bell(bell, end):
                 with self._lock:
                     late = bell not in bells  # it was rung after all
                     if not late:
@@ -296,7 +296,7 @@ class Crew:
             thread.join()
 
 
-def _rings(bell: threading.Lock, end: float | None) -> bool:
+def _wait_for_bell(bell: threading.Lock, end: float | None) -> bool:
     """Wait for a bell, at most until ``end``.
 
     In short waits: an interrupt that comes right before a wait does not end it, and is handled after it.

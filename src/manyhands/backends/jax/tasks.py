@@ -85,7 +85,7 @@ _TRANSFORMS = {
 _TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval_shape", "cached_partial"}
 
 
-def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
+def exclusive(objects: list[Any], words: Set[str]) -> list[Any]:
     """Flax modules, if the task calls a Flax transform, which empties them and fills them again."""
     modules = [value for value in objects if isinstance(value, _nnx_classes()[:1])]
     if not modules or not (words & _TRANSFORMS or any(_is_transform(value) for value in objects)):

@@ -62,7 +62,7 @@ def version_of(value: Any) -> Any:
     return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
 
 
-def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
+def exclusive(objects: list[Any], words: Set[str]) -> list[Any]:
     """Blocks that two threads must not call at once: hybridized ones, and those whose parameters have no values yet."""
     blocks = {id(part): part for value in objects if isinstance(value, mx.gluon.Block) for part in blocks_of(value)}
     return [block for block in blocks.values() if _is_cached(block) or _is_deferred(block)]

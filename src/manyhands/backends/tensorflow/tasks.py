@@ -105,7 +105,7 @@ class _Value:
         return content.shape, content.tolist() if content.dtype.hasobject else content.tobytes()
 
 
-def in_turn(objects: list[Any], words: Set[str]) -> Sequence[Any]:
+def exclusive(objects: list[Any], words: Set[str]) -> Sequence[Any]:
     """Nothing changes inside when it is only used."""
     return ()
 
