@@ -15,7 +15,7 @@ from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Lane, schedule
 from manyhands.schedule.memory import Footprint
-from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.memory_limit import limit_memory
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.task import Task
 
@@ -39,7 +39,7 @@ def planning() -> dict[str, Any]:
                 times.append(time.perf_counter() - start)
                 processor.append(time.process_time() - begin)
                 begin = time.process_time()
-                check(thrifty(planned, footprint, len(memories) // 2))
+                check(limit_memory(planned, footprint, len(memories) // 2))
                 held = max(held, time.process_time() - begin)
             name = f"{count} tasks, {form}"
             row["seconds"][name] = statistics.median(times)

@@ -102,7 +102,7 @@ def lazy(door: str, verbs: Verbs[Any, Any, Any]) -> tuple[list[str], Callable[[s
             waits = {"_synchronize": staticmethod(verbs.synchronize), "__module__": door}
             value = type(name, (module.Benchmark,), {**waits, "__doc__": module.Benchmark.__doc__})
         elif name == "parallel" and framework != "torch":
-            value = module.Offer(importlib.import_module(f"manyhands.backends.{framework}.planning"))
+            value = module.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.planning"))
         else:
             value = getattr(module, name)
         here[name] = value

@@ -19,7 +19,7 @@ def test_luck_is_no_more_than_plain_executions_least_exact_result_has_and_has_a_
     first, lucky = Distance(0.003, 0.003, 1.0, 1e-5), Distance(0.002, 1e-7, 1.0, 1e-5)
     assert judge([first, lucky], 0.005).accepted
     assert not judge([lucky], 0.005).accepted
-    assert judge([lucky], 0.005, leap=0.0025).accepted
+    assert judge([lucky], 0.005, jump=0.0025).accepted
     assert not judge([first, Distance(0.01, 1e-7, 1.0, 1e-5)], 0.005).accepted
     assert not judge([Distance(0.4, 0.4, 1.0, 1e-5), Distance(0.01, 1e-7, 1.0, 1e-5)], 0.005).accepted
 

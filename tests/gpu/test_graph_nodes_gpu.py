@@ -21,7 +21,7 @@ _BYTES = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 
 @pytest.fixture(autouse=True)
 def _ready(gpu: None) -> None:
-    """Kernels cannot be compiled during a capture, and graphs get a room when somebody had a workspace."""
+    """Kernels cannot be compiled during a capture, and graphs get an arena when somebody had a workspace."""
     compiled("fill.cu", GPU)
     workspace(SIZE, GPU)
 
@@ -109,7 +109,7 @@ def test_convolutions_leave_no_memsets() -> None:
 
 
 def shared(size: int, device: Any) -> Any:
-    """Memory that others have before and after, as workspaces outside of a graph's room do."""
+    """Memory that others have before and after, as workspaces outside of a graph's arena do."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 

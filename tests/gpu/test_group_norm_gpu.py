@@ -52,8 +52,8 @@ def test_kernels_give_what_float64_gives(form: Any, activation: str, dtype: Any)
     wide = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     expected = ACTIVATIONS[activation](group_norm(wide[0], groups, *wide[1:], eps=1e-3))
     expected.backward(gradient.double())
-    mean, deviation = kernels.statistics(x, groups, 1e-3)
-    parts = (x, mean, deviation, weight, bias)
+    mean, rstd = kernels.statistics(x, groups, 1e-3)
+    parts = (x, mean, rstd, weight, bias)
     for_weight, for_bias, means = kernels.sums(gradient, *parts, activation)
     results = {
         "result": (kernels.apply(*parts, activation, True), expected),
@@ -68,7 +68,7 @@ def test_kernels_give_what_float64_gives(form: Any, activation: str, dtype: Any)
     assert torch.equal(kernels.apply(*parts, activation, False), results["result"][0].to(dtype))
     narrow = kernels.input_gradient(gradient, *parts, means, activation, False)
     assert torch.equal(narrow, results["input"][0].to(dtype))
-    assert torch.equal(kernels.statistics(x, groups, 1e-3)[1], deviation), "the same every time"
+    assert torch.equal(kernels.statistics(x, groups, 1e-3)[1], rstd), "the same every time"
 
 
 def net() -> nn.Module:

@@ -49,29 +49,29 @@ def test_statistics(shape: tuple[int, ...], dtype: Any, shift: float) -> None:
     one = layer(shape, dtype, shift=shift)
     running = one["mean"].clone(), one["variance"].clone()
     assert kernels.fits(one["x"], one["weight"], one["bias"], *running)
-    mean, deviation = kernels.statistics(one["x"], *running, 0.1, 1e-5)
+    mean, rstd = kernels.statistics(one["x"], *running, 0.1, 1e-5)
     wide = one["x"].double().movedim(1, -1).reshape(-1, shape[1])
     torch.testing.assert_close(mean, wide.mean(0).float(), rtol=1e-5, atol=1e-5)
     variance = wide.var(0, unbiased=False)
-    torch.testing.assert_close(deviation, (variance + 1e-5).rsqrt().float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rstd, (variance + 1e-5).rsqrt().float(), rtol=1e-4, atol=1e-5)
     expected = one["mean"].double() * 0.9 + wide.mean(0) * 0.1, one["variance"].double() * 0.9 + wide.var(0) * 0.1
     for ours, theirs in zip(running, expected, strict=True):
         torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-5)
     repeated = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
     assert torch.equal(repeated[0], mean), "the order of additions has changed"
-    assert torch.equal(repeated[1], deviation)
+    assert torch.equal(repeated[1], rstd)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_not_hidden(bad: float) -> None:
-    """Mean and deviation of its channel are none, and the running variance is none, as in PyTorch; others are."""
+    """Mean and rstd of its channel are none, and the running variance is none, as in PyTorch; others are."""
     one = layer((64, 8, 6, 6), torch.float32)
     one["x"][33, 2, 3, 3] = bad
     running = one["mean"].clone(), one["variance"].clone()
-    _, deviation = kernels.statistics(one["x"], *running, 0.1, 1e-5)
-    expected = torch.zeros(8, dtype=torch.bool, device=deviation.device)
+    _, rstd = kernels.statistics(one["x"], *running, 0.1, 1e-5)
+    expected = torch.zeros(8, dtype=torch.bool, device=rstd.device)
     expected[2] = True
-    assert torch.equal(deviation.isnan(), expected)
+    assert torch.equal(rstd.isnan(), expected)
     assert torch.equal(running[1].isnan(), expected)
 
 
@@ -83,15 +83,15 @@ def test_forward_and_backward(shape: tuple[int, ...], dtype: Any, added: bool, r
     one = layer(shape, dtype)
     x, weight, bias = one["x"], one["weight"], one["bias"]
     shortcut = one["added"] if added else None
-    plain, mean, deviation = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    plain, mean, rstd = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
     plain = plain + shortcut if added else plain
     plain = torch.relu(plain) if relu else plain
     ours = torch.full_like(x, float("nan"))
-    kernels.apply_(ours, x, mean, deviation, weight, bias, shortcut, relu)
+    kernels.apply_(ours, x, mean, rstd, weight, bias, shortcut, relu)
     torch.testing.assert_close(ours, plain, rtol=CLOSE[dtype], atol=CLOSE[dtype])
     let_through = aten.threshold_backward(one["gradient"], ours, 0) if relu else one["gradient"]
     expected = aten.native_batch_norm_backward(
-        let_through.double(), x.double(), weight.double(), None, None, mean.double(), deviation.double(), True, 1e-5,
+        let_through.double(), x.double(), weight.double(), None, None, mean.double(), rstd.double(), True, 1e-5,
         [True, True, True],
     )  # fmt: skip
     zeros = torch.zeros_like(x)
@@ -99,7 +99,7 @@ def test_forward_and_backward(shape: tuple[int, ...], dtype: Any, added: bool, r
     for result in results:
         for kept in (None, torch.full_like(x, float("nan"))) if relu else (None,):
             for more in (None, zeros) if relu else (None,):
-                found = kernels.backward(one["gradient"], more, x, mean, deviation, weight, bias, result, relu, kept)
+                found = kernels.backward(one["gradient"], more, x, mean, rstd, weight, bias, result, relu, kept)
                 for got, wanted in zip(found, expected, strict=True):
                     scale = float(wanted.abs().max()) + 1e-3
                     torch.testing.assert_close(got.double() / scale, wanted / scale, rtol=0, atol=CLOSE[dtype])
@@ -108,7 +108,7 @@ def test_forward_and_backward(shape: tuple[int, ...], dtype: Any, added: bool, r
 
 
 def in_one(one: dict[str, Any], shortcut: Any, relu: bool, *, momentum: float = 0.1) -> list[Any]:
-    """Result, mean, deviation and running statistics of the operation that does it all."""
+    """Result, mean, rstd and running statistics of the operation that does it all."""
     made = [torch.full_like(one["x"], float("nan")), torch.empty_like(one["mean"]), torch.empty_like(one["mean"])]
     running = [one["mean"].clone(), one["variance"].clone()]
     kernels.forward_(*made, one["x"], *running, momentum, 1e-5, one["weight"], one["bias"], shortcut, relu)
@@ -126,10 +126,10 @@ def test_one_kernel_does_what_two_do(
     one = layer(shape, dtype)
     shortcut = one["added"] if added else None
     running = [one["mean"].clone(), one["variance"].clone()]
-    mean, deviation = kernels.statistics(one["x"], *running, 0.1, 1e-5)
+    mean, rstd = kernels.statistics(one["x"], *running, 0.1, 1e-5)
     y = torch.full_like(one["x"], float("nan"))
-    kernels.apply_(y, one["x"], mean, deviation, one["weight"], one["bias"], shortcut, relu)
-    expected = [y, mean, deviation, *running]
+    kernels.apply_(y, one["x"], mean, rstd, one["weight"], one["bias"], shortcut, relu)
+    expected = [y, mean, rstd, *running]
     assert all(map(torch.equal, in_one(one, shortcut, relu), expected))
     monkeypatch.setattr(kernels, "_run_together", lambda *_: False)
     assert all(map(torch.equal, in_one(one, shortcut, relu), expected))
@@ -149,9 +149,9 @@ def test_in_a_graph(shape: tuple[int, ...]) -> None:
     one = layer(shape, torch.bfloat16)
 
     def step() -> list[Any]:
-        y, mean, deviation, *running = in_one(one, one["added"], True)
+        y, mean, rstd, *running = in_one(one, one["added"], True)
         kept = torch.empty_like(y)
-        normal = one["x"], mean, deviation, one["weight"], one["bias"]
+        normal = one["x"], mean, rstd, one["weight"], one["bias"]
         return [y, *running, kept, *kernels.backward(one["gradient"], one["added"], *normal, y, True, kept)]
 
     expected = step()
@@ -204,18 +204,18 @@ def test_kernels_whose_blocks_wait_run_beside_others(captured: bool) -> None:
 def test_a_gradient_that_is_a_sum(dtype: Any) -> None:
     one = layer((16, 64, 9, 9), dtype)
     x, weight, bias = one["x"], one["weight"], one["bias"]
-    mean, deviation = kernels.statistics(x, None, None, 0.1, 1e-5)
+    mean, rstd = kernels.statistics(x, None, None, 0.1, 1e-5)
     result = torch.empty_like(x)
-    kernels.apply_(result, x, mean, deviation, weight, bias, None, True)
+    kernels.apply_(result, x, mean, rstd, weight, bias, None, True)
     both = one["gradient"] + one["added"]
     for given in (None, result):
         kept = torch.empty_like(x)
-        sums = kernels.backward(one["gradient"], one["added"], x, mean, deviation, weight, bias, given, True, kept)
-        plain = kernels.backward(both, None, x, mean, deviation, weight, bias, given, True, None)
+        sums = kernels.backward(one["gradient"], one["added"], x, mean, rstd, weight, bias, given, True, kept)
+        plain = kernels.backward(both, None, x, mean, rstd, weight, bias, given, True, None)
         assert torch.equal(kept, aten.threshold_backward(both, result, 0))
         repeated = torch.empty_like(kept)
-        halves = kernels.reduce_(repeated, one["gradient"], one["added"], x, mean, deviation, weight, bias, given)
-        for_x = kernels.input_gradient(repeated, x, mean, deviation, weight, *halves)
+        halves = kernels.reduce_(repeated, one["gradient"], one["added"], x, mean, rstd, weight, bias, given)
+        for_x = kernels.input_gradient(repeated, x, mean, rstd, weight, *halves)
         assert all(map(torch.equal, (repeated, for_x, *halves), (kept, *sums)))
         for ours, theirs in zip(sums, plain, strict=True):
             assert torch.equal(ours, theirs)
@@ -223,9 +223,9 @@ def test_a_gradient_that_is_a_sum(dtype: Any) -> None:
 
 def test_without_weight_and_bias() -> None:
     one = layer((8, 16, 4, 4), torch.bfloat16)
-    mean, deviation = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
+    mean, rstd = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
     result = torch.empty_like(one["x"])
-    kernels.apply_(result, one["x"], mean, deviation, None, None, None, False)
+    kernels.apply_(result, one["x"], mean, rstd, None, None, None, False)
     plain = aten.native_batch_norm(one["x"], None, None, None, None, True, 0.1, 1e-5)[0]
     torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=1.6e-2)
 
@@ -268,9 +268,9 @@ def test_many_launches_at_once_do_not_meet() -> None:
         with torch.cuda.stream(streams[number % 8]):
             results.append(kernels.statistics(one["x"], None, None, 0.1, 1e-5))
     torch.cuda.synchronize()
-    for mean, deviation in results:
+    for mean, rstd in results:
         assert torch.equal(mean, expected[0])
-        assert torch.equal(deviation, expected[1])
+        assert torch.equal(rstd, expected[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

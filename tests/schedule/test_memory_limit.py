@@ -14,7 +14,7 @@ from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Lane, Schedule, schedule
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
-from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.memory_limit import limit_memory
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.task import Task
 
@@ -65,19 +65,19 @@ def peak_of(made: Schedule, footprint: Footprint) -> int:
 def test_products_wait_for_copies_only_when_too_many_are_held() -> None:
     made, footprint = to_the_host(20, product=2e-3, copy=1e-3)
     assert peak_of(made, footprint) == 10 + 20 * 10 + 20 * 10
-    held_back = thrifty(made, footprint, 260)
+    held_back = limit_memory(made, footprint, 260)
     check(held_back)
     assert peak_of(held_back, footprint) <= 260
     assert held_back.lane_of == made.lane_of
     assert simulate(held_back).seconds == pytest.approx(
         simulate(made).seconds, rel=1e-2
     )  # the copies were over long before
-    assert thrifty(made, footprint, 1000).wait_count() == made.wait_count()
+    assert limit_memory(made, footprint, 1000).wait_count() == made.wait_count()
 
 
 def test_copies_that_are_slower_hold_the_products_back() -> None:
     made, footprint = to_the_host(20, product=1e-3, copy=3e-3)
-    held_back = thrifty(made, footprint, 260)
+    held_back = limit_memory(made, footprint, 260)
     assert peak_of(held_back, footprint) <= 260
     assert simulate(held_back).seconds == pytest.approx(simulate(made).seconds, rel=1e-2)  # the copies bound it anyway
 
@@ -87,7 +87,7 @@ def test_copies_that_are_slower_hold_the_products_back() -> None:
 def test_a_schedule_that_is_held_back_is_still_right(program: list[Task], count: int, most: int) -> None:
     made = schedule(graph(program), lanes(count))
     footprint = Footprint(dict.fromkeys(range(6), 10), frozenset({0}), frozenset({1}))
-    held_back = thrifty(made, footprint, most)
+    held_back = limit_memory(made, footprint, most)
     check(held_back)
     assert held_back.lane_of == made.lane_of
 
@@ -105,7 +105,7 @@ def test_twice_the_tasks_take_about_twice_the_work() -> None:
 
         sys.setprofile(note)
         try:
-            thrifty(made, footprint, 10 * count + 10 * count // 4)
+            limit_memory(made, footprint, 10 * count + 10 * count // 4)
         finally:
             sys.setprofile(None)
         return seen

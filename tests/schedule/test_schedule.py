@@ -20,9 +20,9 @@ from manyhands.schedule.lanes import (
     Lane,
     Schedule,
     schedule,
-    schedule_beside,
     schedule_by_slack,
     schedule_chains,
+    schedule_main_lane,
     slacks,
 )
 from manyhands.schedule.simulate import bounds, simulate
@@ -90,7 +90,9 @@ def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> N
 BY_SLACK = functools.partial(schedule_by_slack, wait_seconds=1e-6)
 
 
-@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_beside, schedule_chains, BY_SLACK]))
+@given(
+    PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_main_lane, schedule_chains, BY_SLACK])
+)
 @settings(max_examples=300)
 def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
     """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
@@ -194,7 +196,7 @@ def test_the_longest_chain_waits_for_nobody() -> None:
         long = 5e-3 if layer < 3 else 1e-3
         program.append(Task("weight", frozenset({layer}), frozenset({100 + layer}), "gpu:0", seconds=long))
         program.append(Task("cast", frozenset({100 + layer}), frozenset({200 + layer}), "gpu:0", seconds=1e-4))
-    planned = schedule_beside(graph(program), lanes(3))
+    planned = schedule_main_lane(graph(program), lanes(3))
     check(planned)
     assert {planned.lane_of[task] for task in range(0, 18, 3)} == {0}
     assert {planned.lane_of[task] for task in range(18) if task % 3} == {1, 2}

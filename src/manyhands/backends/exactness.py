@@ -68,16 +68,16 @@ class Verdict:
         return f"{self.worst:.3g} times as far from exact results as plain execution"
 
 
-def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> Verdict:
+def judge(results: Sequence[Distance], max_luck: float, jump: float = 0.0) -> Verdict:
     """Whether no result is further from the exact one than it may be; :class:`CannotBeExact` where that says nothing.
 
-    ``leap`` is what a single leap of the function may make of a result, as a part of its size.
+    ``jump`` is what a single jump of the function may make of a result, as a part of its size.
 
     >>> loss, first = Distance(0.006, 0.004, 2.3, 0.03), Distance(0.45, 0.46, 1.0, 1e-5)
     >>> last, bias = Distance(0.05, 0.01, 1.0, 1e-5), Distance(3e-6, 2e-6, 1e-14, 1e-5)
-    >>> judge([loss, first, last, bias], most_luck=0.05).words
+    >>> judge([loss, first, last, bias], max_luck=0.05).words
     'as exact as plain execution (0.98 of its error)'
-    >>> judge([loss, Distance(1.0, 0.46, 1.0, 1e-5)], most_luck=0.05).words  # all zeros
+    >>> judge([loss, Distance(1.0, 0.46, 1.0, 1e-5)], max_luck=0.05).words  # all zeros
     '1.96 times as far from exact results as plain execution'
     """
     largest = max((max(result.size, result.whole) for result in results), default=0.0)
@@ -86,8 +86,8 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
     if any(other.plain >= other.size for other in others):
         raise CannotBeExact("plain execution itself has nothing in common with exact results")
     level = max((result.plain for result in noise), default=0.0)
-    luck = min(most_luck, max(map(_luck, others), default=leap))
-    luck = max(luck, leap)
+    luck = min(max_luck, max(map(_luck, others), default=jump))
+    luck = max(luck, jump)
     accepted, worst = True, 0.0
     for result in noise:
         more = result.floor * largest

@@ -254,7 +254,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def plan_of(self, schedule: Schedule) -> PlanT:
         """What the framework needs of a schedule."""
 
-    def let_go_at(self, trace: TraceT, plan: PlanT) -> Mapping[int, int]:
+    def release_points(self, trace: TraceT, plan: PlanT) -> Mapping[int, int]:
         """For each memory the task after which a run frees it."""
 
     def threads(self) -> int: ...

@@ -110,7 +110,7 @@ class Runtime(Protocol):
     def variables(self, reached: Sequence[object], /) -> list[tuple[object, object]]:
         """The variables among these objects, each with the value that it has now."""
 
-    def as_before(self, values: Sequence[tuple[object, object]], /) -> AbstractContextManager[None]:
+    def with_values(self, values: Sequence[tuple[object, object]], /) -> AbstractContextManager[None]:
         """Inside, variables have these values, and nothing is recorded for gradients; at the end all is as it was."""
 
     def numbers(self, leaf: object, /) -> NDArray[np.generic] | None:
@@ -178,7 +178,7 @@ class Outputs:
     unflatten: Callable[[list[object]], object]
     leaves: list[Argument | Constant | None]  # None: the next of what is computed
 
-    def put_together(self, computed: Sequence[object], tensors: Sequence[object]) -> object:
+    def rebuild(self, computed: Sequence[object], tensors: Sequence[object]) -> object:
         left = iter(computed)
         return self.unflatten(
             [
@@ -188,7 +188,7 @@ class Outputs:
         )
 
 
-def taken_apart(
+def split_result(
     flat: Flat, tensors: Sequence[object], computed: Callable[[object], object | None], constant: tuple[type, ...]
 ) -> tuple[list[object], Outputs]:
     """What a function computes of its result, and how the result is put together from that.

@@ -182,7 +182,7 @@ class Parallel(ParallelFunction[P, R]):
         expected = [*backend.flatten(result)[0], *(value for _, value in backend.variables(traced.writes))]
         try:
             for _ in range(2):  # the first run compiles it
-                with backend.as_before(before):
+                with backend.with_values(before):
                     start = time.perf_counter()
                     result_of_runtime = backend.wait(run(call.tensors))
                     spent = time.perf_counter() - start
@@ -277,7 +277,7 @@ def _on_lanes(program: Graph, lanes: Callable[[str], int]) -> Schedule:
     return schedule(program, runtime_lanes)
 
 
-class _Open(Scope):
+class _ScopeOrDecorator(Scope):
     """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
 
     def __init__(self, backend: Runtime, threads: int | None, synchronous: bool) -> None:
@@ -304,7 +304,7 @@ class _Open(Scope):
         return Parallel(function, self._backend)
 
 
-class Offer:
+class ParallelEntry:
     """``fast = parallel(fn)``: ``fn`` run by the framework's own runtime; ``with parallel():`` for tasks.
 
     The first call runs plainly; then the function is traced for its arguments' shapes and given to ``jax.jit``,
@@ -339,7 +339,7 @@ class Offer:
         compile: bool = ...,
         synchronous: bool = ...,
         threads: int | None = ...,
-    ) -> _Open: ...
+    ) -> _ScopeOrDecorator: ...
 
     def __call__(
         self,
@@ -350,7 +350,7 @@ class Offer:
         compile: bool = False,
         synchronous: bool = False,
         threads: int | None = None,
-    ) -> Parallel[P, R] | _Open:
+    ) -> Parallel[P, R] | _ScopeOrDecorator:
         runtime = f"{self._backend.name}'s own runtime"
         if reuse_outputs:
             raise EngineError(
@@ -360,5 +360,5 @@ class Offer:
             raise EngineError(f"parallel(memory={memory!r}): {runtime} decides what memory it takes; leave it out")
         if compile:
             raise EngineError(f"parallel(compile=True): {runtime} decides what is compiled; leave it out")
-        opened = _Open(self._backend, threads, synchronous)
+        opened = _ScopeOrDecorator(self._backend, threads, synchronous)
         return opened if function is None else opened(function)

@@ -36,7 +36,7 @@ class Options(TypedDict):
 _DEFAULTS: dict[str, object] = Parallel.__init__.__kwdefaults__ or {}
 
 
-class _Open(Scope):
+class _ScopeOrDecorator(Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
     def __init__(self, threads: int | None, options: Options) -> None:
@@ -85,7 +85,7 @@ def parallel(
     compile: bool = ...,
     synchronous: bool = ...,
     threads: int | None = ...,
-) -> _Open: ...
+) -> _ScopeOrDecorator: ...
 
 
 def parallel(
@@ -96,7 +96,7 @@ def parallel(
     compile: bool = False,
     synchronous: bool = False,
     threads: int | None = None,
-) -> Parallel[P, R] | _Open:
+) -> Parallel[P, R] | _ScopeOrDecorator:
     """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
 
     The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
@@ -108,7 +108,7 @@ def parallel(
     ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
     """
     options = Options(reuse_outputs=reuse_outputs, memory=memory, compile=compile, synchronous=synchronous)
-    opened = _Open(threads, options)
+    opened = _ScopeOrDecorator(threads, options)
     return opened if function is None else opened(function)
 
 

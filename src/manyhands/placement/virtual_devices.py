@@ -32,7 +32,7 @@ class VirtualDevices(list[X]):
         self._holders.leave()
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """The blocks that a thread is in."""
 
     blocks = 0
@@ -48,7 +48,7 @@ class VirtualDeviceHolders(Generic[D]):
         self._backend = backend
         self._lock = threading.RLock()
         self._blocks = 0
-        self._here = _OfThread()
+        self._here = _ThreadState()
         self._stays = False
 
     def ask(self, count: int, as_cuda: bool | None) -> VirtualDevices[D]:

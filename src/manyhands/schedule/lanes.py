@@ -147,13 +147,13 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
     return _with_waits(graph, lanes, lane_of, order)
 
 
-def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
+def schedule_main_lane(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
     """Put all that the end of the longest chain needs on one lane, which waits for no other; the rest on other lanes.
 
     In a backward pass the path from the loss to the first layer stays together; weight gradients, which nothing waits
     for, go to the other lanes. Tasks are issued in program order.
     """
-    main = _needed_by_the_longest(graph)
+    main = _critical_tasks(graph)
 
     def candidates(task: int, choices: list[int], latest: int | None) -> list[int]:
         first, *others = choices
@@ -226,7 +226,7 @@ def slacks(graph: Graph) -> list[float]:
     return [longest - start - after for start, after in zip(begin, rank, strict=True)]
 
 
-def _needed_by_the_longest(graph: Graph) -> set[int]:
+def _critical_tasks(graph: Graph) -> set[int]:
     """The last task of the longest chain, and all tasks that it needs, directly or not."""
     chains = graph.chains()
     tasks: set[int] = set()

@@ -48,12 +48,12 @@ def peak(
     tasks: Sequence[Task],
     footprint: Footprint,
     moments: Sequence[tuple[float, float]],
-    let_go: Mapping[int, int] | None = None,
+    released_after: Mapping[int, int] | None = None,
 ) -> int:
     """The peak in bytes, if each task begins and ends at its ``moments``.
 
-    ``let_go`` names for each memory the task after which it is freed; a memory that it does not name stays. Without it
-    every memory is freed after its last user.
+    ``released_after`` names for each memory the task after which it is freed; a memory that it does not name stays.
+    Without it every memory is freed after its last user.
     """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -63,8 +63,8 @@ def peak(
             if memory in footprint.sizes and memory not in footprint.inputs:
                 begins[memory] = min(begins.get(memory, start), start)
                 ends[memory] = max(ends.get(memory, stop), stop)
-    if let_go is not None:
-        ends = {memory: moments[let_go[memory]][1] for memory in ends if memory in let_go}
+    if released_after is not None:
+        ends = {memory: moments[released_after[memory]][1] for memory in ends if memory in released_after}
     events = [(when, 1, footprint.sizes[memory]) for memory, when in begins.items()]
     events += [(when, 0, -footprint.sizes[memory]) for memory, when in ends.items() if memory not in footprint.results]
     held = worst = footprint.input_bytes()

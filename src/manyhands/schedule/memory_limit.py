@@ -126,7 +126,7 @@ class _Walk:
                 yield memory
 
 
-def thrifty(schedule: Schedule, footprint: Footprint, most: int) -> Schedule:
+def limit_memory(schedule: Schedule, footprint: Footprint, most: int) -> Schedule:
     """The schedule with more waits, which bring its memory down to ``most`` bytes or as near as waits can.
 
     Every task stays on its lane. Each lane runs its tasks in program order, as plain execution does: that order holds

@@ -60,7 +60,7 @@ def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[floa
     intervals = [(0.0, 0.0)] * len(tasks)
     now = 0.0
     while any(queues) or running:
-        opens = _start_what_can(schedule, queues, running, over, now, wait_seconds)
+        opens = _start_ready_tasks(schedule, queues, running, over, now, wait_seconds)
         slow = _slowdown(schedule, running)
         ends = [now + left * slow[tasks[task].device, tasks[task].kind] for task, _, left in running.values()]
         now_next = min([*ends, *opens])
@@ -76,7 +76,7 @@ def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[floa
     return intervals
 
 
-def _start_what_can(
+def _start_ready_tasks(
     schedule: Schedule,
     queues: list[list[int]],
     running: dict[int, tuple[int, float, float]],

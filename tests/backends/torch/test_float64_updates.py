@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("wrong", ["nothing", "it is not made", "it is made twice", "it is transposed"])
 def test_an_update_is_compared_by_what_it_changes(wrong: str) -> None:
-    """One step changes a thousandth of a weight: beside all of the weight that would be lost among leaps."""
+    """One step changes a thousandth of a weight: beside all of the weight that would be lost among has_jumps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
 

@@ -1,4 +1,4 @@
-"""Workspaces of captured graphs, with captures that are made up: each has its part of its own graph's room."""
+"""Workspaces of captured graphs, with captures that are made up: each has its part of its own graph's arena."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from manyhands.backends.torch.run.graphs import workspaces as graph_workspaces
-from manyhands.backends.torch.run.graphs.workspaces import room_for_workspaces, workspace, workspaces_of
+from manyhands.backends.torch.run.graphs.workspaces import arena_for_workspaces, workspace, workspaces_of
 
 CPU = torch.device("cpu")
 
 
 class Graph:
-    """Any object can have a room."""
+    """Any object can have an arena."""
 
 
 class Captures:
@@ -51,7 +51,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
 
 def test_parts_do_not_overlap_and_are_aligned(captures: Captures) -> None:
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         parts = []
         for number, size in enumerate([1, 600, 512, 65536]):
             captures.nodes = tuple(range(1, number + 1))
@@ -65,7 +65,7 @@ def test_parts_do_not_overlap_and_are_aligned(captures: Captures) -> None:
 
 def test_what_is_large_or_empty_or_finds_the_room_full_is_allocated(captures: Captures) -> None:
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         assert [len(workspace(size, CPU)) for size in (0, 65537)] == [1, 65537]
         sizes = [len(workspace(65536, CPU)) for _ in range(20)]
     assert sizes == [65536] * 20
@@ -75,9 +75,9 @@ def test_what_is_large_or_empty_or_finds_the_room_full_is_allocated(captures: Ca
 def test_a_call_gets_a_part_of_the_graph_that_it_is_captured_in(captures: Captures) -> None:
     """Whatever thread it comes from, and while other graphs are being captured."""
     graphs: list[Any] = [Graph(), Graph()]
-    with room_for_workspaces(graphs[0], CPU):
+    with arena_for_workspaces(graphs[0], CPU):
         captures.number = 8
-        with room_for_workspaces(graphs[1], CPU):
+        with arena_for_workspaces(graphs[1], CPU):
             workspace(100, CPU)
             captures.number = 7
             for _ in range(2):
@@ -94,7 +94,7 @@ def test_a_call_gets_a_part_of_the_graph_that_it_is_captured_in(captures: Captur
 def test_no_room_where_nothing_asks_for_workspaces(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_workspaces, "_asked", threading.Event())
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         workspace(100, CPU)
     assert not workspaces_of(graph)
 
@@ -103,14 +103,14 @@ def test_no_room_where_new_memory_is_filled(captures: Captures) -> None:
     """The fill would come after the start of the graph."""
     captures.nodes = (1,)
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         workspace(100, CPU)
     assert not workspaces_of(graph)
 
 
 def test_no_part_where_the_driver_does_not_say_what_comes_before(captures: Captures) -> None:
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         captures.answer = 1
         assert len(workspace(100, CPU)) == 100
     assert not workspaces_of(graph)
@@ -121,20 +121,20 @@ def test_without_the_drivers_function_workspaces_are_allocated(
 ) -> None:
     monkeypatch.setattr(graph_workspaces, "_QUERY", "cuThatDoesNotExist")
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         assert len(workspace(100, CPU)) == 100
     assert not workspaces_of(graph)
 
 
 def test_a_room_lives_as_long_as_its_graph(captures: Captures) -> None:
     graph: Any = Graph()
-    with room_for_workspaces(graph, CPU):
+    with arena_for_workspaces(graph, CPU):
         workspace(100, CPU)
-    room = weakref.ref(graph_workspaces._room_of[graph])
-    assert room() is not None
+    arena = weakref.ref(graph_workspaces._arena_of[graph])
+    assert arena() is not None
     del graph
     gc.collect()
-    assert room() is None
+    assert arena() is None
 
 
 def test_a_capture_that_fails_leaves_nothing(captures: Captures) -> None:
@@ -144,7 +144,7 @@ def test_a_capture_that_fails_leaves_nothing(captures: Captures) -> None:
         workspace(100, CPU)
         raise ValueError("in between")
 
-    with pytest.raises(ValueError, match="in between"), room_for_workspaces(graph, CPU):
+    with pytest.raises(ValueError, match="in between"), arena_for_workspaces(graph, CPU):
         fail()
-    assert not graph_workspaces._rooms
+    assert not graph_workspaces._arenas
     assert not workspaces_of(graph)

@@ -23,7 +23,7 @@ from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak  # noqa: E402
-from manyhands.schedule.memory_limit import thrifty  # noqa: E402
+from manyhands.schedule.memory_limit import limit_memory  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="fake GPUs, not virtual devices")
 LOG: list[str] = []
@@ -165,11 +165,11 @@ def test_a_lane_that_runs_ahead_of_copies_to_the_host_is_held_back() -> None:
     footprint = Footprint(*planning.footprint(captured))
 
     def peak_of(made: Any) -> int:
-        let_go = codegen.let_go_at(captured, codegen.plan_of(made))
-        return peak(measured.tasks, footprint, one_after_the_other(made.order), let_go)
+        released_after = codegen.release_points(captured, codegen.plan_of(made))
+        return peak(measured.tasks, footprint, one_after_the_other(made.order), released_after)
 
     planned = schedule(measured, lanes_for(measured, 1))
     assert peak_of(planned) == (1 + 60 + 60) * 4_000_000
-    held_back = thrifty(planned, footprint, (1 + 60 + 10) * 4_000_000)
+    held_back = limit_memory(planned, footprint, (1 + 60 + 10) * 4_000_000)
     check(held_back)
     assert peak_of(held_back) <= (1 + 60 + 10) * 4_000_000

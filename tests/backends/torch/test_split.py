@@ -14,7 +14,7 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.threads import ThreadRun
-from manyhands.schedule.lanes import schedule_beside
+from manyhands.schedule.lanes import schedule_main_lane
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
@@ -128,7 +128,7 @@ def test_an_update_begins_before_the_last_gradient_is_made(name: str) -> None:
 
     def places(apart: Trace) -> tuple[int, int]:
         """Of the first update of weights, and of the product that gives the last gradient of a weight."""
-        order = scheduled(apart, 2, apart.tasks, schedule_beside).order
+        order = scheduled(apart, 2, apart.tasks, schedule_main_lane).order
         updates = [order.index(number) for number, task in enumerate(apart.tasks) if task.name == update]
         gradients = [order.index(number) for number, task in enumerate(apart.tasks) if task.name == "mm"]
         return min(updates), max(gradients)

@@ -24,7 +24,7 @@ from manyhands.parallel.function import Parallel
 from manyhands.parallel.way import TO_THE_BIT
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import lanes_for, schedule, schedule_beside
+from manyhands.schedule.lanes import lanes_for, schedule, schedule_main_lane
 from manyhands.schedule.task import needs
 
 pytestmark = pytest.mark.skipif(
@@ -139,7 +139,7 @@ def test_a_trace_knows_all_that_really_shares_memory(name: str) -> None:
 # Views that do not say so
 
 
-@pytest.mark.parametrize("way", [schedule, schedule_beside])
+@pytest.mark.parametrize("way", [schedule, schedule_main_lane])
 @pytest.mark.parametrize("name", ["attention, bf16", "GRU cell"])
 def test_who_takes_a_value_comes_after_who_makes_it(name: str, way: Any) -> None:
     """Also where values are known by their memory alone, as on a GPU: in every order that the checker lets pass."""

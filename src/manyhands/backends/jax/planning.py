@@ -22,7 +22,7 @@ from manyhands.addresses import Held
 from manyhands.backends.jax import devices as adapter
 from manyhands.backends.jax import tasks as tasks
 from manyhands.backends.jax.graph import Graph
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, Tracer, taken_apart
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, Tracer, split_result
 from manyhands.errors import CannotTrace, first_line
 
 name = "jax"
@@ -87,7 +87,7 @@ def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
     return []
 
 
-def as_before(values: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+def with_values(values: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -112,7 +112,7 @@ def trace(call: Call) -> Traced:
     def flat(*tensors: Any) -> list[Any]:
         arguments, keywords = call.rebuild(tensors)
         result = flatten(call.function(*arguments, **keywords))
-        computed, how = taken_apart(result, tensors, _tracer, (*BY_VALUE, jax.Array))
+        computed, how = split_result(result, tensors, _tracer, (*BY_VALUE, jax.Array))
         outputs.append(how)
         return computed
 
@@ -144,4 +144,4 @@ def _tracer(leaf: Any) -> Any | None:
 def _run(closed: Any, outputs: Outputs) -> Any:
     jaxpr, constants = closed.jaxpr, list(closed.consts)
     compiled = jax.jit(lambda constants, tensors: jax.core.eval_jaxpr(jaxpr, constants, *tensors))
-    return lambda tensors: outputs.put_together(compiled(constants, tensors), tensors)
+    return lambda tensors: outputs.rebuild(compiled(constants, tensors), tensors)

@@ -20,7 +20,7 @@ import mxnet as mx
 from mxnet.ndarray import register as _register
 
 from manyhands.backends.mxnet import devices as adapter
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Run, flatten, taken_apart, task
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Run, flatten, split_result, task
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Task
 
@@ -179,7 +179,7 @@ def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
             raise CannotTrace(f"{operation.name} writes in place")
         parts = list(symbol) if len(operation.outputs) > 1 or isinstance(symbol, list) else [symbol]
         symbols.update({id(array): part for array, part in zip(operation.outputs, parts, strict=False)})
-    computed, outputs = taken_apart(
+    computed, outputs = split_result(
         flatten(recording.result), call.tensors, lambda leaf: symbols.get(id(leaf)), PLAIN_VALUES
     )
     return _run(computed, outputs, sources)
@@ -220,6 +220,6 @@ def _run(computed: list[Any], outputs: Outputs, sources: dict[str, Any]) -> Run:
 
     def run(tensors: Sequence[Any]) -> Any:
         results = cached(*[tensors[source] if isinstance(source, int) else source for source in wanted])
-        return outputs.put_together([results] if isinstance(results, mx.nd.NDArray) else results, tensors)
+        return outputs.rebuild([results] if isinstance(results, mx.nd.NDArray) else results, tensors)
 
     return run

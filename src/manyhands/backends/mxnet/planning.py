@@ -74,7 +74,7 @@ def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
     return []
 
 
-def as_before(values: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+def with_values(values: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
     return nullcontext()
 
 

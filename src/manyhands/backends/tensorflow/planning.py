@@ -20,7 +20,7 @@ from tensorflow.python.framework import op_def_registry
 
 from manyhands import machine
 from manyhands.addresses import Held
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Traced, Tracer, taken_apart
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Outputs, Traced, Tracer, split_result
 from manyhands.backends.runtime import flatten as flatten
 from manyhands.backends.tensorflow import devices as adapter
 from manyhands.backends.tensorflow import tasks as tasks
@@ -75,7 +75,7 @@ def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 @contextmanager
-def as_before(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+def with_values(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     with _record.stop_recording():
         after = variables([variable for variable, _ in values])
         try:
@@ -108,7 +108,7 @@ def trace(call: Call) -> Traced:
     def flat(*tensors: Any) -> list[Any]:
         arguments, keywords = call.rebuild(tensors)
         result = flatten(call.function(*arguments, **keywords))
-        computed, output = taken_apart(result, tensors, _symbolic, (*BY_VALUE, tf.Tensor, tf.Variable))
+        computed, output = split_result(result, tensors, _symbolic, (*BY_VALUE, tf.Tensor, tf.Variable))
         outputs.append(output)
         return computed
 
@@ -141,7 +141,7 @@ def _symbolic(leaf: Any) -> Any | None:
 
 
 def _run(concrete: Any, outputs: Outputs) -> Any:
-    return lambda tensors: outputs.put_together(concrete(*tensors) or (), tensors)
+    return lambda tensors: outputs.rebuild(concrete(*tensors) or (), tensors)
 
 
 def _operations(concrete: Any) -> set[str]:

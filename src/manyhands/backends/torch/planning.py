@@ -37,9 +37,9 @@ from manyhands.backends.torch.guards.by_dynamo import guards
 from manyhands.backends.torch.passes.regions import fuse, fuse_whole
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
-from manyhands.backends.torch.run.codegen import Plan, let_go_at, plan_of
+from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points
 from manyhands.backends.torch.run.costs import cost_keys, estimated, hardware, measured, rates, tasks
-from manyhands.backends.torch.run.cuda_graph import GraphRun, only_tried
+from manyhands.backends.torch.run.cuda_graph import GraphRun, trial_calls
 from manyhands.backends.torch.run.result_copies import copied
 from manyhands.backends.torch.run.streams import (
     Gpus,
@@ -92,7 +92,7 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
             tensor.grad = gradient
 
     try:
-        with only_tried():
+        with trial_calls():
             yield put_back
     finally:
         put_back()
@@ -129,9 +129,9 @@ def verdict(
     Call it while the tensors of the call have their values from before it.
     """
     assert trace.as_written is not None
-    coarse, leaping = float64.coarsest(trace), float64.leaps(trace.as_written)
+    coarse, has_jumps = float64.coarsest(trace), float64.has_jumps(trace.as_written)
     before = [virtual.inside(tensor) for tensor in written_values(trace, call.tensors)]
-    return float64.verdict(candidate, plain, exactly, coarse, leaping=leaping, before=before)
+    return float64.verdict(candidate, plain, exactly, coarse, has_jumps=has_jumps, before=before)
 
 
 def _compared(trace: Trace, values: Sequence[Any]) -> list[Any]:

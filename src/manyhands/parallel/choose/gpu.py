@@ -16,9 +16,9 @@ from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Means, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
-from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_beside
+from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_main_lane
 from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
-from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.memory_limit import limit_memory
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.timing import in_turns
 
@@ -76,7 +76,7 @@ def choose(
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
         needed = beside + _peak(backend, traced, scheduled, footprint)
         if not limit.allows(needed, plain):
-            scheduled = thrifty(scheduled, footprint, limit.most(plain) - beside)
+            scheduled = limit_memory(scheduled, footprint, limit.most(plain) - beside)
             needed = beside + _peak(backend, traced, scheduled, footprint)
         check(scheduled)
         best.predicted[way] = simulate(scheduled, wait_seconds=_WAIT).seconds
@@ -120,8 +120,8 @@ def _peak(
     backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, scheduled: Schedule, footprint: Footprint
 ) -> int:
     """Peak memory of a plan that is issued in order and frees memory in the order of its lanes."""
-    let_go = backend.let_go_at(trace, backend.plan_of(scheduled))
-    return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), let_go)
+    released_after = backend.release_points(trace, backend.plan_of(scheduled))
+    return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), released_after)
 
 
 def ways(
@@ -182,7 +182,7 @@ def candidates(measured: Graph) -> list[_Named]:
     ]
     if measured.critical_path() > _LONG * measured.work():
         schedules += [
-            (f"{count} beside the critical path", schedule_beside(measured, lanes_for(measured, count + 1)))
+            (f"{count} beside the critical path", schedule_main_lane(measured, lanes_for(measured, count + 1)))
             for count in _BESIDE
         ]
     return sorted(schedules, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)

@@ -25,13 +25,13 @@ from manyhands.backends.torch.capture import trace as torch_trace
 from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.capture.refusals import (
     BY_VALUE,
-    must_be_done,
-    must_be_fresh,
-    must_be_plain,
-    must_check_first,
-    must_hold_the_same,
-    must_not_be_changed,
-    must_only_read_arguments,
+    refuse_changed_containers,
+    refuse_changed_gradients,
+    refuse_late_checks,
+    refuse_shared_results,
+    refuse_uncomparable_arguments,
+    refuse_unknown_results,
+    refuse_writes_to_shared_arguments,
 )
 from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace
@@ -248,7 +248,7 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     """
     if (reason := _why_plain()) is not None:
         raise MustRunAsWritten(reason)
-    must_be_plain(call.tensors, call.others)
+    refuse_uncomparable_arguments(call.tensors, call.others)
     outside = Outside(function if guarded else None, call.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient, to_compile=to_compile)
@@ -261,9 +261,9 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
         before = tree.flatten(arguments)
         with _same_modes():
             result = opened(function(*arguments[0], **arguments[1]))
-        must_be_done(result)
-        must_not_be_changed(tensors, recorded)
-        must_hold_the_same(before, tree.flatten(arguments))
+        refuse_unknown_results(result)
+        refuse_changed_gradients(tensors, recorded)
+        refuse_changed_containers(before, tree.flatten(arguments))
         return result
 
     try:
@@ -279,10 +279,10 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     captured.unsplit = whole if captured is not whole else None
     if watch.seeded and any(step.task.token is not None for step in captured.steps):
         raise CannotTrace("it sets the state of a random generator that it draws from")
-    must_check_first(captured)
-    must_be_fresh(captured)
+    refuse_late_checks(captured)
+    refuse_shared_results(captured)
     if call.shares_memory:
-        must_only_read_arguments(captured)
+        refuse_writes_to_shared_arguments(captured)
     constants = {id(value): value for value in captured.constant_values()}
     for tensor in constants.values():
         outside.add_address(tensor, "a tensor from outside")

@@ -28,7 +28,7 @@ _SAME_OBJECT = (nn.Module, torch.optim.Optimizer, *_FUNCTIONS)
 _IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is written in Python
 
 
-def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
+def refuse_uncomparable_arguments(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
     """Refuse arguments that cannot be compared with those of a later call."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
@@ -46,7 +46,7 @@ def _is_of_the_user(kind: type) -> bool:
     return base is object and not is_foreign(kind)
 
 
-def must_be_done(result: Any) -> None:
+def refuse_unknown_results(result: Any) -> None:
     for leaf in tree_leaves(result):
         if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
             raise CannotTrace(
@@ -65,7 +65,7 @@ def must_be_done(result: Any) -> None:
             )
 
 
-def must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bool]) -> None:
+def refuse_changed_gradients(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bool]) -> None:
     """Refuse a function that changes an argument's gradient, or whether it requires one (``recorded``: as it was)."""
     for stand_in, before in zip(stand_ins, recorded, strict=True):
         if stand_in.requires_grad != before:
@@ -77,14 +77,16 @@ def must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bo
             )
 
 
-def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[list[Any], tree.Structure]) -> None:
+def refuse_changed_containers(
+    before: tuple[list[Any], tree.Structure], after: tuple[list[Any], tree.Structure]
+) -> None:
     """Refuse a function that changes a list or dict among its arguments."""
     same = before[1] == after[1] and all(old is new for old, new in zip(before[0], after[0], strict=True))
     if not same:
         raise CannotTrace("it modifies a list or dict that it was passed: return the items as a result instead")
 
 
-def must_check_first(trace: Trace) -> None:
+def refuse_late_checks(trace: Trace) -> None:
     """Refuse checks after which the function could not be called again as it is written, should they fail."""
     checks = [number for number, step in enumerate(trace.steps) if is_check(step.node)]
     if not checks:
@@ -100,13 +102,13 @@ def must_check_first(trace: Trace) -> None:
         )
 
 
-def must_only_read_arguments(trace: Trace) -> None:
+def refuse_writes_to_shared_arguments(trace: Trace) -> None:
     """Refuse writes to arguments that share memory: the next call may share it in another way."""
     if trace.memories_of(trace.inputs) & trace.written_memories():
         raise MustRunAsWritten("two of the arguments share memory, and it writes to an argument")
 
 
-def must_be_fresh(trace: Trace) -> None:
+def refuse_shared_results(trace: Trace) -> None:
     count = len(trace.outputs) - sum(there for _, there in trace.gradients)
     if trace.memories_of(trace.outputs[:count]) & trace.callers_memories():
         raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")

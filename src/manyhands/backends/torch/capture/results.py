@@ -8,8 +8,8 @@ without ``__init__``, so that a ``__post_init__`` does not run twice.
 ``Pair``.
 
 ``loss.backward(); optimizer.step(); return loss`` is how people write a step. Such a loss still requires gradients, but
-its graph is freed: a second backward pass is an error. It is traced as its value, ``UsedUp(value)``; the tensor that is
-built from another value requires gradients, and refuses a backward pass in PyTorch's own words.
+its graph is freed: a second backward pass is an error. It is traced as its value, ``FreedGraph(value)``; the tensor
+that is built from another value requires gradients, and refuses a backward pass in PyTorch's own words.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True)
-class UsedUp:
+class FreedGraph:
     """The value of a tensor whose graph a backward pass has freed."""
 
     value: torch.Tensor
@@ -48,10 +48,10 @@ def _can_be_opened(value: Any) -> bool:
     if isinstance(value, torch.Size):
         return True
     if isinstance(value, torch.Tensor):
-        return value.grad_fn is not None and _is_used_up(value.grad_fn)
+        return value.grad_fn is not None and _has_freed_graph(value.grad_fn)
     if (
         not dataclasses.is_dataclass(value)
-        or isinstance(value, (type, Parts, UsedUp))
+        or isinstance(value, (type, Parts, FreedGraph))
         or type(value) in SUPPORTED_NODES
     ):
         return False
@@ -65,7 +65,7 @@ def _taken_apart(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return Parts(torch.Size, (), tuple(value))
     if isinstance(value, torch.Tensor):
-        return UsedUp(value.detach())
+        return FreedGraph(value.detach())
     names = tuple(field.name for field in dataclasses.fields(value))
     return Parts(type(value), names, tuple(opened(getattr(value, name)) for name in names))
 
@@ -95,7 +95,7 @@ _SECOND_TIME = (
 )
 
 
-def _is_used_up(node: Any) -> bool:
+def _has_freed_graph(node: Any) -> bool:
     """Whether a backward pass from here would reach an operation whose saved tensors are freed."""
     seen, left = {node}, [node]
     while left:
@@ -134,7 +134,7 @@ class _Refuses(torch.autograd.Function):
         raise RuntimeError(_SECOND_TIME)
 
 
-def used_up(value: torch.Tensor) -> torch.Tensor:
+def with_freed_graph(value: torch.Tensor) -> torch.Tensor:
     """The value as a tensor that requires gradients and refuses a backward pass."""
     # With reuse_outputs the same tensor is returned again and again: it must not collect graphs.
     if type(value) is torch.Tensor:
@@ -146,9 +146,9 @@ def used_up(value: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, _Refuses.apply(torch.zeros((), requires_grad=True), result))  # type: ignore[no-untyped-call]
 
 
-def _marked_used_up(values: Iterable[Any], _: None) -> Any:
+def _marked_freed(values: Iterable[Any], _: None) -> Any:
     (value,) = values
-    return used_up(value) if isinstance(value, torch.Tensor) else UsedUp(value)
+    return with_freed_graph(value) if isinstance(value, torch.Tensor) else FreedGraph(value)
 
 
-register_pytree_node(UsedUp, lambda holder: ([holder.value], None), _marked_used_up)
+register_pytree_node(FreedGraph, lambda holder: ([holder.value], None), _marked_freed)

@@ -30,7 +30,7 @@ from manyhands.addresses import joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
-from manyhands.backends.torch.capture.results import UsedUp, used_up
+from manyhands.backends.torch.capture.results import FreedGraph, with_freed_graph
 from manyhands.backends.torch.capture.watch import Watch
 from manyhands.backends.torch.compat import tree_flatten, tree_unflatten
 from manyhands.errors import CannotTrace
@@ -470,9 +470,9 @@ def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
         if type(value) in (list, tuple):
             inner = "".join(f"{text(part)}, " for part in value)
             return f"[{inner}]" if type(value) is list else f"({inner})"
-        if type(value) is UsedUp:
-            names["used_up"] = used_up
-            return f"used_up({text(value.value)})"
+        if type(value) is FreedGraph:
+            names["with_freed_graph"] = with_freed_graph
+            return f"with_freed_graph({text(value.value)})"
         if type(value) is dict:
             names.update({f"k{len(names) + number}": key for number, key in enumerate(value)})
             keys = list(names)[len(names) - len(value) :]

@@ -148,10 +148,10 @@ class _Frames:
     """Wraps Dynamo's callback for functions that are called for the first time: filters them, and catches errors."""
 
     def __init__(
-        self, convert: Any, as_it_is: Callable[[CodeType], str | None], broken: Callable[[BaseException], None]
+        self, convert: Any, left_to_python: Callable[[CodeType], str | None], broken: Callable[[BaseException], None]
     ) -> None:
         self._torchdynamo_orig_backend = self._convert = convert  # Dynamo looks for the backend by this name
-        self._as_it_is, self._broken = as_it_is, broken
+        self._left_to_python, self._broken = left_to_python, broken
         self._left: dict[CodeType, str] = {}  # to Python
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
@@ -159,7 +159,7 @@ class _Frames:
         from torch._dynamo.types import ConvertFrameReturn
 
         code = frame.f_code
-        left = self._left.get(code) or self._as_it_is(code)
+        left = self._left.get(code) or self._left_to_python(code)
         if left is None:
             settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
             try:
@@ -215,19 +215,19 @@ def _quiet() -> Iterator[None]:
 def compile_in_pieces(
     function: Callable[..., Any],
     backend: Callable[..., Any],
-    as_it_is: Callable[[CodeType], str | None],
+    left_to_python: Callable[[CodeType], str | None],
     broken: Callable[[BaseException], None],
 ) -> Callable[..., Any]:
     """Let Dynamo capture a function; where it cannot follow, Python goes on. No error of Dynamo's gets out.
 
-    ``as_it_is`` is called with code that runs for the first time: "alone" leaves it to Python, "all" also what it
+    ``left_to_python`` is called with code that runs for the first time: "alone" leaves it to Python, "all" also what it
     calls. ``broken`` is called with the reason why a graph ends; ``stack_of`` gives the place.
     """
     import torch._dynamo
 
     context: Any = torch._dynamo.optimize(backend)
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
-        context.callback = _Frames(context.callback, as_it_is, broken)
+        context.callback = _Frames(context.callback, left_to_python, broken)
     return cast(Callable[..., Any], context(function))
 
 

@@ -65,7 +65,7 @@ def dynamo_enabled(layers: Layers) -> Iterator[None]:
     with torch.compiler.set_stance("default"), patch, warnings.catch_warnings(), compile_lock:
         warnings.simplefilter("ignore")
         others = _opaque_optimizers(), constants_without_source(), _known_layers(layers)
-        with others[0], others[1], others[2], _without_words(), _without_imports():
+        with others[0], others[1], others[2], _without_descriptions(), _without_imports():
             yield
 
 
@@ -131,18 +131,18 @@ def _is_as_it_was(layer: Any, translator: Any) -> bool:
     return not looked_into and not effects.has_pending_mutation(layer)
 
 
-def _without_words() -> AbstractContextManager[None]:
+def _without_descriptions() -> AbstractContextManager[None]:
     """Keep Dynamo from describing and timing its guards, and from naming functions, for logs that nobody reads here.
 
     To time guards it empties the processor's caches first, which takes longer than capturing a small function.
     """
     from torch._dynamo import guards, symbolic_convert
 
-    def no_words(parts: Any, *_: Any, **__: Any) -> list[str]:
+    def no_description(parts: Any, *_: Any, **__: Any) -> list[str]:
         return parts if isinstance(parts, list) else [parts]
 
     return replaced(
-        (guards, "get_verbose_code_parts", no_words),
+        (guards, "get_verbose_code_parts", no_description),
         (guards, "profile_guard_manager", lambda *_: 0.0),
         (symbolic_convert, "get_funcname", lambda *_: None),
     )

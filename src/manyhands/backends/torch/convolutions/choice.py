@@ -125,7 +125,7 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
         newly_tried = _begin(problems)
         gained = sum(_gain(problem) * problems[problem] for problem in newly_tried)
         todo = [problem for problem in problems if (known := _table.get(problem)) and not known.is_complete]
-        todo.sort(key=lambda problem: -_hope(problem) * problems[problem])
+        todo.sort(key=lambda problem: -_possible_gain(problem) * problems[problem])
         end = time.perf_counter() + _STAKE + steps * gained / 2
         for problem in todo:
             if time.perf_counter() > end:
@@ -193,7 +193,7 @@ def _gain(problem: Problem) -> float:
     return _table[problem].theirs - _table[problem].seconds
 
 
-def _hope(problem: Problem) -> float:
+def _possible_gain(problem: Problem) -> float:
     """How much may still be gained: the distance from the roofline."""
     seconds = _table[problem].seconds
     computing, moving = (amount / rate for amount, rate in zip(problem.work, _RATES, strict=True))
@@ -213,7 +213,7 @@ class _Trial:
         form = problem.shape or (0,)
         other = torch.empty(form, dtype=problem.dtype, device=problem.device)
         self._other = other.contiguous(memory_format=layout(*operands)) if len(form) == 4 else other  # type: ignore[arg-type]
-        self._expected = self._theirs()
+        self._expected = self._pytorch_result()
         self.result = Form.of(self._expected)
 
     def by_products(self) -> Chosen:
@@ -255,7 +255,7 @@ class _Trial:
         return _seconds(self._run(way), self.problem.device, times) - saved
 
     def _run(self, way: Way | None) -> Callable[[], object]:
-        return self._theirs if way is None else lambda: way(*self._operands, self._bias)
+        return self._pytorch_result if way is None else lambda: way(*self._operands, self._bias)
 
     def is_right(self, way: Way) -> bool:
         """Whether the way's result equals PyTorch's up to rounding, has the same form, and is the same each time."""
@@ -269,7 +269,7 @@ class _Trial:
         error = (first.double() - exact).norm() / exact.norm().clamp_min(1e-30)
         return bool(error <= torch.finfo(self.problem.dtype).eps)
 
-    def _theirs(self) -> torch.Tensor:
+    def _pytorch_result(self) -> torch.Tensor:
         """The result of PyTorch's way."""
         problem, (first, second) = self.problem, self._operands
         result: torch.Tensor

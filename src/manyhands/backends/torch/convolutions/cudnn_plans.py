@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
-from manyhands.backends.torch.run.graphs.workspaces import LARGEST, has_rooms, workspace
+from manyhands.backends.torch.run.graphs.workspaces import LARGEST, has_arenas, workspace
 
 PACKAGE = "nvidia-cudnn-frontend"
 _MOST_WORKSPACE = 64 << 20  # bytes
@@ -64,7 +64,7 @@ class CudnnPlan:
         if self._workspace > _MOST_WORKSPACE:
             raise ValueError("it needs too much memory")
         # Observed with cuDNN 9.19: it clears only its small workspaces.
-        self.is_cleared_ahead = 0 < self._workspace <= LARGEST and has_rooms()
+        self.is_cleared_ahead = 0 < self._workspace <= LARGEST and has_arenas()
 
     def data(self) -> list[object]:
         """What is stored of this way."""

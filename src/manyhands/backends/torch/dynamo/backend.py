@@ -35,7 +35,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import AddressedTensors, tensor_guards
 from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.capture.trace import has_effects
-from manyhands.backends.torch.run.cuda_graph import only_tried
+from manyhands.backends.torch.run.cuda_graph import trial_calls
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
@@ -201,7 +201,7 @@ class _PlannedGraph:
             tensors = [value for value in plain_arguments if isinstance(value, torch.Tensor)]
             return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
         # Saved results stay in the graph's memory: the backward pass reads them there.
-        with only_tried() if self._saved else nullcontext():
+        with trial_calls() if self._saved else nullcontext():
             results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
         if not self._saved:
             return results

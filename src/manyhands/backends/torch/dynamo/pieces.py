@@ -66,7 +66,7 @@ class InPieces:
         self._local = threading.local()
         call = generated("call", _CALL, {})  # a new one: Dynamo stores what it captures with the code
         self._first = {call.__code__, getattr(_behind(function), "__code__", None)}
-        self._compiled = compat.compile_in_pieces(call, self._capture, self._as_it_is, self._broken)
+        self._compiled = compat.compile_in_pieces(call, self._capture, self._left_to_python, self._broken)
 
     def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         ran: list[_Captured] = []
@@ -85,7 +85,7 @@ class InPieces:
 
     # Called by Dynamo
 
-    def _as_it_is(self, code: CodeType) -> str | None:
+    def _left_to_python(self, code: CodeType) -> str | None:
         """Whether code is left to Python: "alone", with "all" that it calls, or not (None)."""
         if code.co_filename.startswith(_OPTIMIZERS):
             return "all"

@@ -20,7 +20,7 @@ def is_cache(value: object) -> bool:
     return isinstance(value, _Cache)
 
 
-class Spaces:
+class Namespaces:
     """Copies of places, and what has changed in them."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
 from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
-from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
+from manyhands.backends.torch.guards.namespaces import Namespaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
 from manyhands.python_code.names import (
     function_behind,
@@ -65,7 +65,7 @@ class Outside:
         self._recorded = torch.is_grad_enabled()  # otherwise requires_grad does not matter
         self._addresses: set[int] = set()
         self._formed: set[int] = set()  # the ids of tensors whose form others guard
-        self.spaces = Spaces()
+        self.spaces = Namespaces()
         self._words = set(_CALLED)  # and names in the code seen so far
         self._looked: set[tuple[int, str]] = set()  # names that were looked up, by module
         self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen

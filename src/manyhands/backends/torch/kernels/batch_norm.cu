@@ -196,22 +196,22 @@ __device__ void sum_up(
     }
 }
 
-// Mean and deviation of one of the block's channels, once all sums are known.
+// Mean and rstd of one of the block's channels, once all sums are known.
 struct Statistics {
-    float mean, deviation, variance;
+    float mean, rstd, variance;
     __device__ Statistics(const Sums& sums, int channel, int rows, int epsilon_bits) {
         float sum = sums.all[channel], offset = sum / rows, apart = sums.all[blockDim.x * V + channel] - sum * offset;
         if (apart < 0) apart = 0;  // by rounding; NaN stays NaN, which fmaxf would hide
         mean = sums.near[channel] + offset;
-        deviation = rsqrtf(apart / rows + __int_as_float(epsilon_bits));
+        rstd = rsqrtf(apart / rows + __int_as_float(epsilon_bits));
         variance = apart / (rows - 1);
     }
 };
 
 struct Kept {  // where statistics are stored; the running ones may be missing
-    float *mean, *deviation, *running_mean, *running_variance;
+    float *mean, *rstd, *running_mean, *running_variance;
     __device__ void keep(const Statistics& of, int channel, int momentum_bits) const {
-        mean[channel] = of.mean, deviation[channel] = of.deviation;
+        mean[channel] = of.mean, rstd[channel] = of.rstd;
         if (!running_mean) return;
         float momentum = __int_as_float(momentum_bits);
         running_mean[channel] = (1 - momentum) * running_mean[channel] + momentum * of.mean;
@@ -219,9 +219,9 @@ struct Kept {  // where statistics are stored; the running ones may be missing
     }
 };
 
-// Mean and deviation of each channel.
+// Mean and rstd of each channel.
 extern "C" __global__ void __launch_bounds__(THREADS) statistics(
-    const uint4* x, float* partial, float* mean, float* deviation, float* running_mean, float* running_variance,
+    const uint4* x, float* partial, float* mean, float* rstd, float* running_mean, float* running_variance,
     unsigned int* tickets, int rows, int vectors, int epsilon_bits, int momentum_bits) {
     __shared__ Sums sums;
     Place place(vectors);
@@ -232,26 +232,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) statistics(
     add_up_block(sums, sum, square, partial);
     if (!is_last(tickets)) return;
     add_up_blocks(sums, partial);
-    Kept kept{mean, deviation, running_mean, running_variance};
+    Kept kept{mean, rstd, running_mean, running_variance};
     int first = blockIdx.y * blockDim.x * V;
     for (int which = thread_number(); which < blockDim.x * V; which += blockDim.x * blockDim.y)
         if (first + which < vectors * V)
             kept.keep(Statistics(sums, which, rows, epsilon_bits), first + which, momentum_bits);
 }
 
-// The columns of a normalisation: y = w * (x - mean) * deviation + b.
+// The columns of a normalisation: y = w * (x - mean) * rstd + b.
 struct Normal {
-    float mean[V], deviation[V], weight[V], bias[V];
+    float mean[V], rstd[V], weight[V], bias[V];
     __device__ Normal(const float* w, const float* b, int column) {
         load_channels(w, column, weight, 1.f);
         load_channels(b, column, bias, 0.f);
     }
     __device__ void take(const float* m, const float* d, int column) {
         load_channels(m, column, mean, 0.f);
-        load_channels(d, column, deviation, 1.f);
+        load_channels(d, column, rstd, 1.f);
     }
     __device__ float operator()(float x, int i) const {
-        return T::rounded(weight[i] * (x - mean[i]) * deviation[i] + bias[i]);
+        return T::rounded(weight[i] * (x - mean[i]) * rstd[i] + bias[i]);
     }
 };
 
@@ -282,7 +282,7 @@ __device__ void write(
 
 template <bool ADDED>
 __device__ void apply(
-    uint4* y, const uint4* x, const float* mean, const float* deviation, const float* weight, const float* bias,
+    uint4* y, const uint4* x, const float* mean, const float* rstd, const float* weight, const float* bias,
     const uint4* added, int relu, int rows, int vectors) {
     constexpr int AT_ONCE = 4;
     Place place(vectors);
@@ -291,7 +291,7 @@ __device__ void apply(
     load<AT_ONCE>(bits, x, place, place.row, rows, vectors);
     wait_for_last();
     Normal normal(weight, bias, place.column);
-    normal.take(mean, deviation, place.column);
+    normal.take(mean, rstd, place.column);
     for (int row = place.row; row < rows;) {
         if (ADDED) load<AT_ONCE>(more, added, place, row, rows, vectors);
         write<ADDED, AT_ONCE>(y, bits, more, normal, floor_of(relu), place, row, rows, vectors);
@@ -322,7 +322,7 @@ __device__ void forward(
     int first = blockIdx.y * blockDim.x * V, channels = blockDim.x * V;
     for (int which = thread_number(); which < channels; which += blockDim.x * blockDim.y) {
         Statistics found(sums, which, rows, epsilon_bits);
-        sums.all[which] = found.mean, sums.all[channels + which] = found.deviation;
+        sums.all[which] = found.mean, sums.all[channels + which] = found.rstd;
         if (blockIdx.x == 0 && first + which < vectors * V) kept.keep(found, first + which, momentum_bits);
     }
     __syncthreads();
@@ -348,15 +348,15 @@ __device__ void forward(
 
 #define FORWARD(name, ADDED)                                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS) apply##name(                                         \
-        uint4* y, const uint4* x, const float* mean, const float* deviation, const float* weight,              \
+        uint4* y, const uint4* x, const float* mean, const float* rstd, const float* weight,              \
         const float* bias, const uint4* added, int relu, int rows, int vectors) {                              \
-        apply<ADDED>(y, x, mean, deviation, weight, bias, added, relu, rows, vectors);                         \
+        apply<ADDED>(y, x, mean, rstd, weight, bias, added, relu, rows, vectors);                         \
     }                                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) forward##name(                                    \
         uint4* y, const uint4* x, const float* weight, const float* bias, const uint4* added, int relu,        \
-        float* partial, float* mean, float* deviation, float* running_mean, float* running_variance,           \
+        float* partial, float* mean, float* rstd, float* running_mean, float* running_variance,           \
         unsigned int* gates, int rows, int vectors, int epsilon_bits, int momentum_bits) {                     \
-        Kept kept{mean, deviation, running_mean, running_variance};                                            \
+        Kept kept{mean, rstd, running_mean, running_variance};                                            \
         forward<ADDED>(                                                                                        \
             y, x, weight, bias, added, relu, partial, kept, gates, rows, vectors, epsilon_bits, momentum_bits);\
     }
@@ -409,7 +409,7 @@ struct Rows {
 template <Mask MASK, bool KEEP, bool SUM>
 __device__ void reduce(
     const uint4* gradient, const uint4* more, const uint4* x, const uint4* result, uint4* kept, const float* mean,
-    const float* deviation, const float* weight, const float* bias, float* partial, float* for_weight,
+    const float* rstd, const float* weight, const float* bias, float* partial, float* for_weight,
     float* for_bias, unsigned int* tickets, int rows, int vectors) {
     constexpr int AT_ONCE = 2;
     __shared__ Sums sums;
@@ -422,7 +422,7 @@ __device__ void reduce(
         now.load_x(x, place, row, rows, vectors);
         now.load_others(gradient, more, result, place, row, rows, vectors);
         Normal normal(weight, bias, place.column);
-        normal.take(mean, deviation, place.column);
+        normal.take(mean, rstd, place.column);
         for (; row < rows; row += step, now = next) {
             next.load_x(x, place, row + step, rows, vectors);
             next.load_others(gradient, more, result, place, row + step, rows, vectors);
@@ -448,17 +448,17 @@ __device__ void reduce(
     for (int which = thread_number(); which < channels; which += blockDim.x * blockDim.y)
         if (first + which < vectors * V) {
             for_bias[first + which] = sums.all[which];
-            for_weight[first + which] = sums.all[channels + which] * deviation[first + which];
+            for_weight[first + which] = sums.all[channels + which] * rstd[first + which];
         }
 }
 
 #define REDUCE(name, MASK, KEEP, SUM)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS) name(                                                \
         const uint4* gradient, const uint4* more, const uint4* x, const uint4* result, uint4* kept,            \
-        const float* mean, const float* deviation, const float* weight, const float* bias, float* partial,     \
+        const float* mean, const float* rstd, const float* weight, const float* bias, float* partial,     \
         float* for_weight, float* for_bias, unsigned int* tickets, int rows, int vectors) {                    \
         reduce<MASK, KEEP, SUM>(                                                                               \
-            gradient, more, x, result, kept, mean, deviation, weight, bias, partial, for_weight, for_bias,     \
+            gradient, more, x, result, kept, mean, rstd, weight, bias, partial, for_weight, for_bias,     \
             tickets, rows, vectors);                                                                           \
     }
 REDUCE(reduce_all, ALL, false, false)
@@ -474,7 +474,7 @@ REDUCE(reduce_result_keep_sum, RESULT, true, true)
 template <Mask MASK>
 __device__ void backward(
     uint4* for_x, const uint4* gradient, const uint4* x, const uint4* result, const float* mean,
-    const float* deviation, const float* weight, const float* bias, const float* for_weight, const float* for_bias,
+    const float* rstd, const float* weight, const float* bias, const float* for_weight, const float* for_bias,
     int rows, int vectors) {
     constexpr int AT_ONCE = 2;
     Place place(vectors);
@@ -483,14 +483,14 @@ __device__ void backward(
     int step = AT_ONCE * place.stride, row = place.row + (rows - 1 - place.row) / step * step;
     now.load_x(x, place, row, rows, vectors);
     Normal normal(weight, bias, place.column);
-    normal.take(mean, deviation, place.column);
+    normal.take(mean, rstd, place.column);
     wait_for_last();
     now.load_others(gradient, nullptr, result, place, row, rows, vectors);
-    float share[V], slope[V];  // the parts of each gradient that go into the mean and into the deviation
+    float share[V], slope[V];  // the parts of each gradient that go into the mean and into the rstd
     load_channels(for_bias, place.column, share, 0.f);
     load_channels(for_weight, place.column, slope, 0.f);
 #pragma unroll
-    for (int i = 0; i < V; i++) share[i] /= rows, slope[i] *= normal.deviation[i] / rows;
+    for (int i = 0; i < V; i++) share[i] /= rows, slope[i] *= normal.rstd[i] / rows;
     for (; row >= 0; row -= step, now = next) {
         if (row >= step) {
             next.load_x(x, place, row - step, rows, vectors);
@@ -504,7 +504,7 @@ __device__ void backward(
             now.take(k, g, v, normal);
 #pragma unroll
             for (int i = 0; i < V; i++)
-                g[i] = (g[i] - share[i] - (v[i] - normal.mean[i]) * slope[i]) * (normal.deviation[i] * normal.weight[i]);
+                g[i] = (g[i] - share[i] - (v[i] - normal.mean[i]) * slope[i]) * (normal.rstd[i] * normal.weight[i]);
             for_x[(size_t)at * vectors + place.column] = T::packed(g);
         }
     }
@@ -513,10 +513,10 @@ __device__ void backward(
 #define BACKWARD(name, MASK)                                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS) name(                                                \
         uint4* for_x, const uint4* gradient, const uint4* x, const uint4* result, const float* mean,           \
-        const float* deviation, const float* weight, const float* bias, const float* for_weight,               \
+        const float* rstd, const float* weight, const float* bias, const float* for_weight,               \
         const float* for_bias, int rows, int vectors) {                                                        \
         backward<MASK>(                                                                                        \
-            for_x, gradient, x, result, mean, deviation, weight, bias, for_weight, for_bias, rows, vectors);   \
+            for_x, gradient, x, result, mean, rstd, weight, bias, for_weight, for_bias, rows, vectors);   \
     }
 BACKWARD(backward_all, ALL)
 BACKWARD(backward_again, AGAIN)

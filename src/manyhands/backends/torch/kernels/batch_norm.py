@@ -5,8 +5,8 @@ write it: statistics, normalisation, addition, ReLU; and as three more backward.
 them; it waits for memory. Here it is one kernel forward and two backward (``batch_norm.cu``), and intermediate results
 are not written:
 
-    batch_norm_forward_(y, mean, deviation, x, ...)      both of these, in one kernel:
-    batch_norm_statistics(x)                          -> mean, deviation (one over it); running statistics move on
+    batch_norm_forward_(y, mean, rstd, x, ...)        both of these, in one kernel:
+    batch_norm_statistics(x)                          -> mean, 1 / standard deviation (rstd); running statistics move on
     batch_norm_apply_(y, x, ..., added, relu=True)       y = relu(normalised x + added)
     batch_norm_backward(gradient, more, x, ...)       -> gradients of x, weight and bias, past the ReLU, of a
                                                          gradient that is the sum of two, if there is more
@@ -57,24 +57,24 @@ _library.define(
     "float epsilon) -> (Tensor, Tensor)"
 )
 _library.define(
-    "batch_norm_apply_(Tensor(a!) y, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, Tensor? bias, "
+    "batch_norm_apply_(Tensor(a!) y, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
     "Tensor? added, bool relu) -> ()"
 )
 _library.define(
-    "batch_norm_forward_(Tensor(a!)? y, Tensor(b!) mean, Tensor(c!) deviation, Tensor x, Tensor(d!)? running_mean, "
+    "batch_norm_forward_(Tensor(a!)? y, Tensor(b!) mean, Tensor(c!) rstd, Tensor x, Tensor(d!)? running_mean, "
     "Tensor(e!)? running_variance, float momentum, float epsilon, Tensor? weight, Tensor? bias, Tensor? added, "
     "bool relu) -> ()"
 )
 _library.define(
-    "batch_norm_backward(Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
+    "batch_norm_backward(Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, "
     "Tensor? bias, Tensor? result, bool relu, Tensor(a!)? masked_gradient) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "batch_norm_reduce_(Tensor(a!) masked_gradient, Tensor gradient, Tensor? more, Tensor x, Tensor mean, "
-    "Tensor deviation, Tensor? weight, Tensor? bias, Tensor? result) -> (Tensor, Tensor)"
+    "Tensor rstd, Tensor? weight, Tensor? bias, Tensor? result) -> (Tensor, Tensor)"
 )
 _library.define(
-    "batch_norm_input_gradient(Tensor gradient, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
+    "batch_norm_input_gradient(Tensor gradient, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, "
     "Tensor for_weight, Tensor for_bias) -> Tensor"
 )
 statistics = torch.ops.manyhands.batch_norm_statistics.default
@@ -211,14 +211,14 @@ def _statistics_on_gpu(
     momentum: float,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, deviation = _per_channel(x), _per_channel(x)
-    _take_statistics(mean, deviation, x, running_mean, running_variance, momentum, epsilon)
-    return mean, deviation
+    mean, rstd = _per_channel(x), _per_channel(x)
+    _take_statistics(mean, rstd, x, running_mean, running_variance, momentum, epsilon)
+    return mean, rstd
 
 
 def _take_statistics(
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_variance: torch.Tensor | None,
@@ -229,20 +229,20 @@ def _take_statistics(
     partial = _partial(x, grid, block)
     moved = (running_mean, running_variance, _tickets(x.device))
     numbers = (rows, vectors, float_bits(epsilon), float_bits(momentum))
-    _of(x).launch("statistics", grid, block, x, partial, mean, deviation, *moved, *numbers)
+    _of(x).launch("statistics", grid, block, x, partial, mean, rstd, *moved, *numbers)
 
 
 def _apply_on_gpu(
     y: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     added: torch.Tensor | None,
     relu: bool,
 ) -> None:
-    _normalise(y, x, (mean, deviation, weight, bias), added, relu, Launch.AFTER)
+    _normalise(y, x, (mean, rstd, weight, bias), added, relu, Launch.AFTER)
 
 
 def _normalise(
@@ -261,7 +261,7 @@ def _normalise(
 def _forward_on_gpu(
     y: torch.Tensor | None,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_variance: torch.Tensor | None,
@@ -276,13 +276,13 @@ def _forward_on_gpu(
     rows, vectors, grid, block = _shape(x, "sums")
     wait = grid[0] > 1  # blocks of the same columns wait for each other
     if y is None or (wait and not _run_together(kernels, x.device, grid)):
-        _take_statistics(mean, deviation, x, running_mean, running_variance, momentum, epsilon)
+        _take_statistics(mean, rstd, x, running_mean, running_variance, momentum, epsilon)
         if y is not None:
-            _normalise(y, x, (mean, deviation, weight, bias), added, relu, _early(kernels))
+            _normalise(y, x, (mean, rstd, weight, bias), added, relu, _early(kernels))
         return
     name = "forward" if added is None else "forward_added"
     behind = (weight, bias, added, int(relu))
-    statistics = (_partial(x, grid, block), mean, deviation, running_mean, running_variance, _gates(x.device))
+    statistics = (_partial(x, grid, block), mean, rstd, running_mean, running_variance, _gates(x.device))
     numbers = (rows, vectors, float_bits(epsilon), float_bits(momentum))
     how = Launch.TOGETHER if wait else Launch.AFTER
     kernels.launch(name, grid, block, y, x, *behind, *statistics, *numbers, how=how)
@@ -298,14 +298,14 @@ def _backward_on_gpu(
     more: torch.Tensor | None,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
     relu: bool,
     masked_gradient: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    normal = (mean, deviation, weight, bias)
+    normal = (mean, rstd, weight, bias)
     mask = "all" if not relu else "again" if result is None else "result"
     if more is not None and masked_gradient is None:
         masked_gradient = torch.empty_like(x)
@@ -356,25 +356,25 @@ def _reduce_on_gpu(
     more: torch.Tensor | None,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = "again" if result is None else "result"
-    return _reduced(gradient, more, x, (mean, deviation, weight, bias), mask, result, masked_gradient)
+    return _reduced(gradient, more, x, (mean, rstd, weight, bias), mask, result, masked_gradient)
 
 
 def _input_gradient_on_gpu(
     gradient: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     for_weight: torch.Tensor,
     for_bias: torch.Tensor,
 ) -> torch.Tensor:
-    normal = (mean, deviation, weight, None)
+    normal = (mean, rstd, weight, None)
     return _input_gradient_of(gradient, x, normal, "all", None, (for_weight, for_bias), Launch.AFTER)
 
 

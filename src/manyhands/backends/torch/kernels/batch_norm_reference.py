@@ -17,22 +17,22 @@ def statistics(
     momentum: float,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, mean, deviation = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
-    return mean, deviation
+    _, mean, rstd = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
+    return mean, rstd
 
 
 def apply(
     y: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     added: torch.Tensor | None,
     relu: bool,
 ) -> None:
     shape = (1, -1, *[1] * (x.dim() - 2))
-    value = (x.to(mean.dtype) - mean.view(shape)) * deviation.view(shape)
+    value = (x.to(mean.dtype) - mean.view(shape)) * rstd.view(shape)
     value = value * weight.view(shape) if weight is not None else value
     value = value + bias.view(shape) if bias is not None else value
     value = value.to(x.dtype)
@@ -43,7 +43,7 @@ def apply(
 def forward(
     y: torch.Tensor | None,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_variance: torch.Tensor | None,
@@ -55,11 +55,11 @@ def forward(
     relu: bool,
 ) -> None:
     for memory, taken in zip(
-        (mean, deviation), statistics(x, running_mean, running_variance, momentum, epsilon), strict=True
+        (mean, rstd), statistics(x, running_mean, running_variance, momentum, epsilon), strict=True
     ):
         memory.copy_(taken)
     if y is not None:
-        apply(y, x, mean, deviation, weight, bias, added, relu)
+        apply(y, x, mean, rstd, weight, bias, added, relu)
 
 
 def backward(
@@ -67,7 +67,7 @@ def backward(
     more: torch.Tensor | None,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
@@ -78,13 +78,13 @@ def backward(
     if relu:
         if result is None:
             result = torch.empty_like(x)
-            apply(result, x, mean, deviation, weight, bias, None, relu=False)
+            apply(result, x, mean, rstd, weight, bias, None, relu=False)
         gradient = _aten.threshold_backward(gradient, result, 0)
     if masked_gradient is not None:
         masked_gradient.copy_(gradient)
     weight = weight if weight is not None else torch.ones_like(mean)
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_batch_norm_backward(
-        gradient, x, weight, None, None, mean, deviation, True, 0.0, [True, True, True]
+        gradient, x, weight, None, None, mean, rstd, True, 0.0, [True, True, True]
     )
     return gradients
 
@@ -95,12 +95,12 @@ def reduce(
     more: torch.Tensor | None,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, for_weight, for_bias = backward(gradient, more, x, mean, deviation, weight, bias, result, True, masked_gradient)
+    _, for_weight, for_bias = backward(gradient, more, x, mean, rstd, weight, bias, result, True, masked_gradient)
     return for_weight, for_bias
 
 
@@ -108,9 +108,9 @@ def input_gradient(
     gradient: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     for_weight: torch.Tensor,
     for_bias: torch.Tensor,
 ) -> torch.Tensor:
-    return backward(gradient, None, x, mean, deviation, weight, None, None, False, None)[0]
+    return backward(gradient, None, x, mean, rstd, weight, None, None, False, None)[0]

@@ -40,16 +40,16 @@ __device__ float past(float gradient, float y, int activation) {
     return gradient * s * (1.0f + y * (1.0f - s));
 }
 
-// A thread's parameters of its channels: for (x - mean) * deviation, and that times weight plus bias.
+// A thread's parameters of its channels: for (x - mean) * rstd, and that times weight plus bias.
 struct Channels {
     float scale[V], middle[V], by[V], plus[V];
-    __device__ Channels(const float* mean, const float* deviation, const float* weight, const float* bias, int column,
+    __device__ Channels(const float* mean, const float* rstd, const float* weight, const float* bias, int column,
                         int vectors, int groups) {
         int size = vectors * V / groups;
 #pragma unroll
         for (int i = 0; i < V; i++) {
             int channel = column * V + i, group = blockIdx.y * groups + channel / size;
-            scale[i] = deviation[group], middle[i] = mean[group];
+            scale[i] = rstd[group], middle[i] = mean[group];
             by[i] = scale[i] * (weight ? weight[channel] : 1.0f);
             plus[i] = (bias ? bias[channel] : 0.0f) - middle[i] * by[i];
         }
@@ -130,8 +130,8 @@ extern "C" __global__ void sums(const uint4* x, float* partial, int rows, int ve
     }
 }
 
-// Mean and deviation (one over it) of each group of a sample.
-extern "C" __global__ void statistics(const uint4* x, const float* partial, float* mean, float* deviation, int parts,
+// Mean and rstd (one over the standard deviation) of each group of a sample.
+extern "C" __global__ void statistics(const uint4* x, const float* partial, float* mean, float* rstd, int parts,
                                       int rows, int vectors, int groups, float epsilon) {
     __shared__ float means[MOST_CHANNELS], squares[MOST_CHANNELS];
     int channels = vectors * V, size = channels / groups;
@@ -158,18 +158,18 @@ extern "C" __global__ void statistics(const uint4* x, const float* partial, floa
         float variance = over_warp(square) / ((float)rows * size);
         if (threadIdx.x % WARP == 0) {
             mean[blockIdx.y * groups + group] = middle;
-            deviation[blockIdx.y * groups + group] = rsqrtf((variance > 0.0f ? variance : 0.0f) + epsilon);
+            rstd[blockIdx.y * groups + group] = rsqrtf((variance > 0.0f ? variance : 0.0f) + epsilon);
         }
     }
 }
 
-extern "C" __global__ void apply(void* y, const uint4* x, const float* mean, const float* deviation,
+extern "C" __global__ void apply(void* y, const uint4* x, const float* mean, const float* rstd,
                                  const float* weight, const float* bias, int activation, int wide, int rows,
                                  int vectors, int groups) {
     size_t before = (size_t)blockIdx.y * rows * vectors;
     int first = blockIdx.x * blockDim.y + threadIdx.y, stride = gridDim.x * blockDim.y;
     for (int column = threadIdx.x; column < vectors; column += blockDim.x) {
-        Channels channels(mean, deviation, weight, bias, column, vectors, groups);
+        Channels channels(mean, rstd, weight, bias, column, vectors, groups);
         for (int row = first; row < rows; row += AHEAD * stride) {
             uint4 bits[AHEAD];
             load(bits, x + before, row, stride, rows, vectors, column);
@@ -189,7 +189,7 @@ extern "C" __global__ void apply(void* y, const uint4* x, const float* mean, con
 
 // Sums of the gradient before the activation, and of that times the normalised input, for each channel.
 extern "C" __global__ void gradient_sums(const uint4* gradient, const uint4* x, const float* mean,
-                                         const float* deviation, const float* weight, const float* bias,
+                                         const float* rstd, const float* weight, const float* bias,
                                          float* partial, int activation, int rows, int vectors, int groups) {
     size_t before = (size_t)blockIdx.y * rows * vectors;
     int first = blockIdx.x * blockDim.y + threadIdx.y, stride = gridDim.x * blockDim.y;
@@ -197,7 +197,7 @@ extern "C" __global__ void gradient_sums(const uint4* gradient, const uint4* x, 
         int column = begin + threadIdx.x;
         float total[2 * V] = {};
         if (column < vectors) {
-            Channels channels(mean, deviation, weight, bias, column, vectors, groups);
+            Channels channels(mean, rstd, weight, bias, column, vectors, groups);
             for (int row = first; row < rows; row += AHEAD * stride) {
                 uint4 bits[AHEAD], gradients[AHEAD];
                 load(bits, x + before, row, stride, rows, vectors, column);
@@ -251,14 +251,14 @@ extern "C" __global__ void coefficients(const float* partial, const float* weigh
 }
 
 extern "C" __global__ void input_gradient(void* result, const uint4* gradient, const uint4* x, const float* mean,
-                                          const float* deviation, const float* weight, const float* bias,
+                                          const float* rstd, const float* weight, const float* bias,
                                           const float* means, int activation, int wide, int rows, int vectors,
                                           int groups) {
     size_t before = (size_t)blockIdx.y * rows * vectors;
     int first = blockIdx.x * blockDim.y + threadIdx.y, stride = gridDim.x * blockDim.y;
     int size = vectors * V / groups;
     for (int column = threadIdx.x; column < vectors; column += blockDim.x) {
-        Channels channels(mean, deviation, weight, bias, column, vectors, groups);
+        Channels channels(mean, rstd, weight, bias, column, vectors, groups);
         float plain[V], normal[V];
 #pragma unroll
         for (int i = 0; i < V; i++) {

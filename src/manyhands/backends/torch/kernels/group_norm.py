@@ -5,8 +5,8 @@ channels_last is cast, transposed, normalised, activated and cast again, and the
 seven passes over memory, most of them in 32 bits. Here two passes read the image and one writes it
 (``group_norm.cu``); the arithmetic is in float32 as well, and only the result is rounded:
 
-    group_norm_statistics(x, groups, epsilon)          -> mean and deviation (one over it) of each group
-    group_norm_apply(x, mean, deviation, ...)          -> the normalised image, past the activation
+    group_norm_statistics(x, groups, epsilon)          -> mean and rstd (one over the standard deviation) of each group
+    group_norm_apply(x, mean, rstd, ...)          -> the normalised image, past the activation
     group_norm_sums(gradient, x, ...)                  -> gradients of weight and bias, and what the next needs
     group_norm_input_gradient(gradient, x, ...)        -> the gradient of x
 
@@ -38,7 +38,7 @@ _MOST_PARTS = 256  # blocks of a sample, whose sums one block adds up
 _MOST_CHANNELS = 4096
 
 _library = torch.library.Library("manyhands", "FRAGMENT")
-_NORMAL = "Tensor x, Tensor mean, Tensor deviation, Tensor? weight, Tensor? bias"
+_NORMAL = "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias"
 _library.define("group_norm_statistics(Tensor x, int groups, float epsilon) -> (Tensor, Tensor)")
 _library.define(f"group_norm_apply({_NORMAL}, str activation, bool wide) -> Tensor")
 _library.define(f"group_norm_sums(Tensor gradient, {_NORMAL}, str activation) -> (Tensor, Tensor, Tensor)")
@@ -99,18 +99,18 @@ def _partial(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 
 def _statistics_on_gpu(x: torch.Tensor, groups: int, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     rows, vectors, grid, block = _shape(x)
-    partial, mean, deviation = _partial(x, grid), _floats(x, len(x), groups), _floats(x, len(x), groups)
+    partial, mean, rstd = _partial(x, grid), _floats(x, len(x), groups), _floats(x, len(x), groups)
     kernels = _of(x)
     kernels.launch("sums", grid, block, x, partial, rows, vectors)
     numbers = (grid[0], rows, vectors, groups, float_bits(epsilon))
-    kernels.launch("statistics", (1, len(x)), (_THREADS, 1), x, partial, mean, deviation, *numbers)
-    return mean, deviation
+    kernels.launch("statistics", (1, len(x)), (_THREADS, 1), x, partial, mean, rstd, *numbers)
+    return mean, rstd
 
 
 def _apply_on_gpu(
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     activation: str,
@@ -119,7 +119,7 @@ def _apply_on_gpu(
     rows, vectors, grid, block = _shape(x)
     y = torch.empty_like(x, dtype=torch.float32 if wide else x.dtype)
     numbers = (ACTIVATIONS.index(activation), int(wide), rows, vectors, mean.shape[1])
-    _of(x).launch("apply", grid, block, y, x, mean, deviation, weight, bias, *numbers)
+    _of(x).launch("apply", grid, block, y, x, mean, rstd, weight, bias, *numbers)
     return y
 
 
@@ -127,7 +127,7 @@ def _sums_on_gpu(
     gradient: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     activation: str,
@@ -136,7 +136,7 @@ def _sums_on_gpu(
     groups, kernels = mean.shape[1], _of(x)
     partial, of_samples, means = _partial(x, grid), _floats(x, len(x), 2, x.shape[1]), _floats(x, len(x), groups, 2)
     numbers = (ACTIVATIONS.index(activation), rows, vectors, groups)
-    kernels.launch("gradient_sums", grid, block, gradient, x, mean, deviation, weight, bias, partial, *numbers)
+    kernels.launch("gradient_sums", grid, block, gradient, x, mean, rstd, weight, bias, partial, *numbers)
     sizes = (grid[0], rows, vectors, groups)
     kernels.launch("coefficients", (1, len(x)), (_THREADS, 1), partial, weight, of_samples, means, *sizes)
     return of_samples[:, 1].sum(0), of_samples[:, 0].sum(0), means
@@ -146,7 +146,7 @@ def _input_gradient_on_gpu(
     gradient: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     means: torch.Tensor,
@@ -155,7 +155,7 @@ def _input_gradient_on_gpu(
 ) -> torch.Tensor:
     rows, vectors, grid, block = _shape(x)
     result = torch.empty_like(x, dtype=torch.float32 if wide else x.dtype)
-    normal = (x, mean, deviation, weight, bias, means)
+    normal = (x, mean, rstd, weight, bias, means)
     numbers = (ACTIVATIONS.index(activation), int(wide), rows, vectors, mean.shape[1])
     _of(x).launch("input_gradient", grid, block, result, gradient, *normal, *numbers)
     return result
@@ -179,26 +179,26 @@ def _by_channel(numbers: torch.Tensor | None, x: torch.Tensor, otherwise: float)
     return numbers.reshape(*([1] if numbers.dim() == 1 else []), *numbers.shape, *[1] * (x.dim() - 2))
 
 
-def _normal(x: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
-    return (x.float() - _by_channel(mean, x, 0.0)) * _by_channel(deviation, x, 1.0)
+def _normal(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    return (x.float() - _by_channel(mean, x, 0.0)) * _by_channel(rstd, x, 1.0)
 
 
 def _apply(
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     activation: str,
     wide: bool,
 ) -> torch.Tensor:
-    y = _normal(x, mean, deviation) * _by_channel(weight, x, 1.0) + _by_channel(bias, x, 0.0)
+    y = _normal(x, mean, rstd) * _by_channel(weight, x, 1.0) + _by_channel(bias, x, 0.0)
     if activation != "none":
         y = y.relu() if activation == "relu" else torch.nn.functional.silu(y)
     return y if wide else y.to(x.dtype)
 
 
-def _past(gradient: torch.Tensor, y: torch.Tensor, activation: str) -> torch.Tensor:
+def _before_activation(gradient: torch.Tensor, y: torch.Tensor, activation: str) -> torch.Tensor:
     """The gradient before the activation, from the gradient after it."""
     gradient = gradient.float()
     if activation == "relu":
@@ -211,14 +211,14 @@ def _sums(
     gradient: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradient = _past(gradient, _apply(x, mean, deviation, weight, bias, "none", True), activation)
+    gradient = _before_activation(gradient, _apply(x, mean, rstd, weight, bias, "none", True), activation)
     plain = gradient.flatten(2).sum(2)
-    product = (gradient * _normal(x, mean, deviation)).flatten(2).sum(2)
+    product = (gradient * _normal(x, mean, rstd)).flatten(2).sum(2)
     by = torch.ones(x.shape[1]) if weight is None else weight
     grouped = [(each * by).reshape(len(x), mean.shape[1], -1).sum(-1) for each in (plain, product)]
     means = torch.stack(grouped, -1) / (x[0].numel() // mean.shape[1])
@@ -229,17 +229,17 @@ def _input_gradient(
     gradient: torch.Tensor,
     x: torch.Tensor,
     mean: torch.Tensor,
-    deviation: torch.Tensor,
+    rstd: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     means: torch.Tensor,
     activation: str,
     wide: bool,
 ) -> torch.Tensor:
-    gradient = _past(gradient, _apply(x, mean, deviation, weight, bias, "none", True), activation)
+    gradient = _before_activation(gradient, _apply(x, mean, rstd, weight, bias, "none", True), activation)
     plain, product = (_by_channel(each, x, 0.0) for each in means.unbind(-1))
-    inner = gradient * _by_channel(weight, x, 1.0) - plain - _normal(x, mean, deviation) * product
-    result = inner * _by_channel(deviation, x, 1.0)
+    inner = gradient * _by_channel(weight, x, 1.0) - plain - _normal(x, mean, rstd) * product
+    result = inner * _by_channel(rstd, x, 1.0)
     return result if wide else result.to(x.dtype)
 
 

@@ -82,8 +82,8 @@ def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
 def _make_backward_plain(graph: Graph, node: Node) -> None:
     """Replace cuDNN's backward by PyTorch's: apart from the reserve space, both use the same saved values."""
     arguments: Any = node.args
-    x, gradient, weight, _, _, saved_mean, saved_deviation, epsilon = arguments[:8]
-    plain_arguments = (gradient, x, weight, None, None, saved_mean, saved_deviation, True, epsilon, [True, True, True])
+    x, gradient, weight, _, _, saved_mean, saved_rstd, epsilon = arguments[:8]
+    plain_arguments = (gradient, x, weight, None, None, saved_mean, saved_rstd, True, epsilon, [True, True, True])
     with graph.inserting_before(node):
         plain = graph.call_function(_aten.native_batch_norm_backward.default, plain_arguments)
     plain.meta["val"] = node.meta["val"]

@@ -2,9 +2,9 @@
 
 Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) are one forward and two backward:
 
-    y = native_batch_norm(x, ...)            mean, deviation, r = empty
+    y = native_batch_norm(x, ...)            mean, rstd, r = empty
     z = add(y, shortcut)
-    r = relu(z)                              batch_norm_forward_(r, mean, deviation, x, ..., shortcut, relu=True)
+    r = relu(z)                              batch_norm_forward_(r, mean, rstd, x, ..., shortcut, relu=True)
     ...                                      ...
     g = add(g1, g2)                          kept = empty
     t = threshold_backward(g, r, 0)          dx, dw, db = batch_norm_backward(g1, g2, x, mean, ..., r, True, kept)
@@ -42,7 +42,7 @@ class _Norm:
     addition: Node | None = None
     relu: Node | None = None
     mean: Node | None = None  # of our own statistics
-    deviation: Node | None = None
+    rstd: Node | None = None
     whole: bool = False  # statistics and result in one operation, at the place of the last
 
     @property
@@ -151,11 +151,11 @@ def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
     forms = tuple(node.meta["val"][1:3])
     with rewriting.graph.inserting_before(node):
         if norm.whole:
-            norm.mean, norm.deviation = rewriting.empty(forms[0]), rewriting.empty(forms[1])
+            norm.mean, norm.rstd = rewriting.empty(forms[0]), rewriting.empty(forms[1])
         else:
             both = rewriting.call(kernels.statistics, _of_statistics(norm), forms)
-            norm.mean, norm.deviation = rewriting.part(both, 0), rewriting.part(both, 1)
-    for number, computed in ((1, norm.mean), (2, norm.deviation)):
+            norm.mean, norm.rstd = rewriting.part(both, 0), rewriting.part(both, 1)
+    for number, computed in ((1, norm.mean), (2, norm.rstd)):
         for part in parts(node).get(number, ()):
             part.replace_all_uses_with(computed)
             rewriting.graph.erase_node(part)
@@ -180,9 +180,9 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
         result = rewriting.empty(x.meta["val"])
         behind = (weight, bias, norm.added, norm.relu is not None)
         if norm.whole:
-            rewriting.call(kernels.forward_, (result, norm.mean, norm.deviation, *_of_statistics(norm), *behind))
+            rewriting.call(kernels.forward_, (result, norm.mean, norm.rstd, *_of_statistics(norm), *behind))
         else:
-            rewriting.call(kernels.apply_, (result, x, norm.mean, norm.deviation, *behind))
+            rewriting.call(kernels.apply_, (result, x, norm.mean, norm.rstd, *behind))
     last.replace_all_uses_with(result)
     for node in (norm.relu, norm.addition, norm.y):
         if node is not None:
@@ -233,7 +233,7 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
             more,
             x,
             norm.mean,
-            norm.deviation,
+            norm.rstd,
             weight,
             bias if fused else None,
             result,

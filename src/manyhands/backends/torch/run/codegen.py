@@ -93,7 +93,7 @@ def generate(
         code.lines.append(f"{node.name} = {code.name(trace.constant(node))}")
     marks = _Marks(trace, plan, streams, code)
     marks.begin()
-    let_go = _let_go(trace, plan)
+    released_after = _releases(trace, plan)
     for task in plan.order:
         marks.before(task)
         marks.stamp(task)
@@ -101,7 +101,7 @@ def generate(
             code.lines.append(f"{node.name} = {call_text(node, code)}")
         marks.stamp(task)
         marks.after(task)
-        if gone := let_go.get(task):
+        if gone := released_after.get(task):
             code.lines.append(f"del {', '.join(gone)}")
     marks.end()
     code.lines.append(f"return [{', '.join(argument_text(value, code) for value in trace.outputs)}]")
@@ -271,24 +271,24 @@ def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:
 # When memory is freed
 
 
-def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
+def _releases(trace: Trace, plan: Plan) -> dict[int, list[str]]:
     """The names that may be deleted after each task: those whose users are all known, on their stream, to be done."""
     names: dict[str, frozenset[int]] = {}
     for step in trace.steps:
         mine = frozenset().union(*(trace.storages[node] for node in step.nodes))
         # The name of a tuple of results, or of a view, keeps the memory alive.
         names.update((node.name, mine) for node in step.nodes)
-    points = let_go_at(trace, plan)
+    points = release_points(trace, plan)
     place = {task: number for number, task in enumerate(plan.order)}
-    let_go: dict[int, list[str]] = {}
+    released_after: dict[int, list[str]] = {}
     for name, memories in names.items():
         if memories and all(memory in points for memory in memories):
             last = max((points[memory] for memory in memories), key=place.__getitem__)
-            let_go.setdefault(last, []).append(name)
-    return let_go
+            released_after.setdefault(last, []).append(name)
+    return released_after
 
 
-def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
+def release_points(trace: Trace, plan: Plan) -> dict[int, int]:
     """For each memory, the task after which it may be reused; memories that live to the end are omitted."""
     callers = trace.callers_memories() | trace.memories_of(trace.outputs)
     makers: dict[int, int] = {}

@@ -70,7 +70,7 @@ def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, flo
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():
-                return None if _takes_notes(step) else _on_cpu(step)
+                return None if _needs_saved_bytes(step) else _on_cpu(step)
         if all(0 <= memory < 1 << 20 for memory in step.task.writes):
             return 0.0, 0.0  # a view: it creates a handle (capture/trace.py) and writes to no memory
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
@@ -78,7 +78,7 @@ def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, flo
         return None
 
 
-def _takes_notes(step: Step) -> bool:
+def _needs_saved_bytes(step: Step) -> bool:
     """Whether a step reads opaque bytes that another operation saved for it.
 
     A trace does not know how many bytes these are. With substitute bytes, an operation (the backward pass of an LSTM)

@@ -37,7 +37,7 @@ _of_thread = threading.local()
 
 
 @contextmanager
-def only_tried() -> Iterator[None]:
+def trial_calls() -> Iterator[None]:
     """Calls of this thread are trials: the addresses of their arguments say nothing about later calls."""
     before = getattr(_of_thread, "tries", False)
     _of_thread.tries = True
@@ -81,7 +81,7 @@ class GraphRun:
         self._constants = [value.detach() for value in trace.constant_values()]
         self._changed = _written_constants(trace)
         streams = own_streams(self._device, len(plan.devices))
-        self._multiplying = [streams[lane] for lane in _multiplying_lanes(trace, plan)]
+        self._multiplying = [streams[lane] for lane in _lanes_with_products(trace, plan)]
         reserve_workspaces(self._multiplying, self._device, gradients=False)
         self._first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
         self._issue = generate(trace, plan, streams, static=True).build()
@@ -193,7 +193,7 @@ class GraphRun:
             captured = self._copying
             self._copy_in(inputs, captured.copies_in)
         if fresh is not None:
-            captured.copies_out.aim(fresh)  # type: ignore[union-attr]
+            captured.copies_out.retarget(fresh)  # type: ignore[union-attr]
         captured.replay()
         if captured is self._copying:
             self._copy_back(inputs)
@@ -212,7 +212,7 @@ class GraphRun:
     def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
         """The graph copies arguments on the GPU, if it can; arguments already at the graph's addresses are skipped."""
         if copies is not None:
-            copies.aim([inputs[number] for number in self._moving])
+            copies.retarget([inputs[number] for number in self._moving])
         into, source = [], []
         for number in self._before:
             static, tensor = self._static[number], inputs[number]
@@ -299,7 +299,7 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _multiplying_lanes(trace: Trace, plan: Plan) -> list[int]:
+def _lanes_with_products(trace: Trace, plan: Plan) -> list[int]:
     """The lanes that may call cuBLAS, which needs a workspace for each: 32 MB on a Hopper GPU."""
     if len(plan.devices) == 1:
         return [0]  # compiled code does not say whether it calls cuBLAS

@@ -40,7 +40,7 @@ _WIDE = {True: torch.complex128, False: torch.float64}  # by whether the dtype i
 _FEW = 16  # results with fewer numbers than this may be right by luck
 _TF32 = 2.0**-10
 _LUCK = {True: 5e-2, False: 5e-3}  # by whether the computation is in low precision
-_LEAP = 2.5e-3  # in ResNet-18 with a batch of 16, one flipped ReLU changes the gradients before it by 1.4e-3
+_JUMP = 2.5e-3  # in ResNet-18 with a batch of 16, one flipped ReLU changes the gradients before it by 1.4e-3
 _LEAPING = {
     "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "max_pool2d_with_indices",
     "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "max", "min", "gt", "lt", "ge", "le", "eq",
@@ -66,7 +66,7 @@ def exact(trace: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch
         raise CannotBeExact("it computes in float64 already")
     try:
         with torch.no_grad(), compat.no_autocast():
-            run = _Wide(trace, tensors)
+            run = _Float64Interpreter(trace, tensors)
             results = run.run(*tensors)
             return [*results, *(run.of[id(tensor)] for tensor in written)]
     except CannotBeExact:
@@ -84,7 +84,7 @@ def _must_be_plain(token: str | None, node: Node) -> None:
         raise CannotBeExact(f"{name} depends on how numbers are stored")
 
 
-class _Wide(Interpreter):
+class _Float64Interpreter(Interpreter):
     """Runs a graph with float64 in place of every floating dtype."""
 
     def __init__(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ def may_use_tf32() -> bool:
     return any(compat.fp32_precision("cuda", of) == "tf32" for of in ("matmul", "conv"))
 
 
-def leaps(trace: Trace) -> bool:
+def has_jumps(trace: Trace) -> bool:
     """Whether a trace has operations that turn a rounding error into a jump: derivatives with a step, comparisons."""
     return any(step.task.name in _LEAPING for step in trace.steps)
 
@@ -232,14 +232,16 @@ def verdict(
     exactly: Sequence[Any],
     coarse: float,
     *,
-    leaping: bool = True,
+    has_jumps: bool = True,
     before: Sequence[torch.Tensor] = (),
 ) -> Verdict:
     """Whether results are as exact as those of plain execution; ``coarse`` is the rounding error of both computations.
 
     The last results are tensors that were written to; ``before`` has their values before that.
     """
-    return judge(distances(candidate, plain, exactly, coarse, before), _LUCK[coarse > 1e-4], _LEAP if leaping else 0.0)
+    return judge(
+        distances(candidate, plain, exactly, coarse, before), _LUCK[coarse > 1e-4], _JUMP if has_jumps else 0.0
+    )
 
 
 def distances(

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
-from manyhands.backends.torch.run.graphs.workspaces import room_for_workspaces
+from manyhands.backends.torch.run.graphs.workspaces import arena_for_workspaces
 
 _MUCH = 16 << 20  # bytes to the host: above this, copying a graph's results on the host takes too long
 
@@ -150,7 +150,7 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> 
     try:
         with (
             torch.cuda.graph(graph, capture_error_mode="thread_local", **how),
-            room_for_workspaces(graph, device),
+            arena_for_workspaces(graph, device),
         ):
             yield
     except BaseException:

@@ -12,7 +12,7 @@ _count = 0
 _as_cuda = False  # whether Python sees cuda:1 where the dispatcher sees cpu:1
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """The state of each thread."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class _OfThread(threading.local):
         self.hooks: tuple[Any, ...] = ()
 
 
-of_thread = _OfThread()
+of_thread = _ThreadState()
 
 
 def set_devices(number: int, *, as_cuda: bool) -> None:

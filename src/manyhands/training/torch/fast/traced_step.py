@@ -28,7 +28,7 @@ from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule_by_slack
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
-from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.memory_limit import limit_memory
 from manyhands.schedule.task import Task
 
 _ASIDE = 2  # lanes beside the main one
@@ -121,7 +121,7 @@ def schedule_of(trace: Trace, devices: tuple[torch.device, ...], *, lanes: bool,
     schedule = schedule_by_slack(whole, lanes_for(whole, _ASIDE + 1), wait_seconds=_WAIT)
     footprint = Footprint(*planning.footprint(trace))
     plain = peak(tasks, footprint, one_after_the_other(range(len(tasks))))
-    schedule = thrifty(schedule, footprint, plain + held)
+    schedule = limit_memory(schedule, footprint, plain + held)
     check(schedule)
     return schedule
 

@@ -6,7 +6,7 @@ copies are nodes of the graph: our own kernels (``copy_parts.cu``), which take a
 the instantiated graph before it is launched:
 
     results = fresh()
-    copies.aim(results)
+    copies.retarget(results)
     graph.replay()
 
 A replay in progress keeps the addresses that it was launched with. No other thread may set addresses or replay the same
@@ -102,7 +102,7 @@ class Copies:
         self._aimed: list[int] | None = None  # addresses that the next replay copies from, or to
 
     def launch(self) -> None:
-        """Launch the copies on the current stream, which is being captured; they copy nothing before ``aim``."""
+        """Launch the copies on the current stream, which is being captured; they copy nothing before ``retarget``."""
         self._kernels.launch_at(self._name, (self._blocks, 1), (_THREADS, 1), self._places)
 
     def find(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -117,7 +117,7 @@ class Copies:
         if answer := self._set():
             raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {answer}")
 
-    def aim(self, far: Sequence[torch.Tensor]) -> None:
+    def retarget(self, far: Sequence[torch.Tensor]) -> None:
         """Make the next replay copy from, or to, these tensors."""
         if not hasattr(_of_thread, "context"):
             _enter(self._device)

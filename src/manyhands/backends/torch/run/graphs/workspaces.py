@@ -1,13 +1,13 @@
 """Workspaces of library calls that nothing else in a captured CUDA graph touches.
 
 A workspace is memory that a call computes in. Usually it is freed after the call, and the next allocation in the graph
-gets the same memory: then the call has to clear it at its place in the graph. So a graph has a room for small
+gets the same memory: then the call has to clear it at its place in the graph. So a graph has an arena for small
 workspaces. It is allocated before anything else is captured. Each call gets a part of it, and no part is used twice::
 
-    room   | call 1 | call 2 | call 3 |       not used       |
+    arena   | call 1 | call 2 | call 3 |       not used       |
 
 Nothing writes to a part between the start of the graph and its call, so all parts can be cleared at once, at the start
-of the graph (:mod:`.nodes`). The room lives as long as the graph; otherwise another graph with the same memory pool
+of the graph (:mod:`.nodes`). The arena lives as long as the graph; otherwise another graph with the same memory pool
 could store its results there.
 """
 
@@ -25,15 +25,15 @@ import torch
 from manyhands.backends.torch.kernels.nvrtc import cuda_driver
 from manyhands.errors import CannotCompile
 
-_ROOM = 1 << 20  # bytes per graph: PyTorch reserves 2 MiB for this size, and 20 MiB for one byte more
+_ARENA = 1 << 20  # bytes per graph: PyTorch reserves 2 MiB for this size, and 20 MiB for one byte more
 LARGEST = 1 << 16  # bytes of a workspace
 _ALIGNED = 512  # bytes, as PyTorch aligns memory
 _QUERY = "cuStreamGetCaptureInfo_v3"
 _CAPTURING = 1  # the state of a stream that is being captured
 _lock = threading.Lock()
-_asked = threading.Event()  # set once a call has used a small workspace: before that, no graph needs a room
-_rooms: dict[int, _Room] = {}  # of captures in progress, by CUDA's capture id
-_room_of: WeakKeyDictionary[torch.cuda.CUDAGraph, _Room] = WeakKeyDictionary()
+_asked = threading.Event()  # set once a call has used a small workspace: before that, no graph needs an arena
+_arenas: dict[int, _Arena] = {}  # of captures in progress, by CUDA's capture id
+_arena_of: WeakKeyDictionary[torch.cuda.CUDAGraph, _Arena] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Workspace:
     before: frozenset[int]
 
 
-class _Room:
+class _Arena:
     """Memory of a graph that is handed out in parts."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ class _Room:
         self.workspaces: list[Workspace] = []
 
     def part(self, size: int, before: frozenset[int]) -> torch.Tensor | None:
-        """The next part; None if the room is full."""
+        """The next part; None if the arena is full."""
         first, last = self._used, self._used + size
         if last > len(self._memory):
             return None
@@ -68,50 +68,50 @@ def workspace(size: int, device: torch.device) -> torch.Tensor:
     if 0 < size <= LARGEST:
         _asked.set()
         # Ask PyTorch first: it ensures that there is a context, without which CUDA's driver may crash.
-        if _rooms and torch.cuda.is_current_stream_capturing() and (state := _capture(device)) is not None:
+        if _arenas and torch.cuda.is_current_stream_capturing() and (state := _capture(device)) is not None:
             number, before = state
             with _lock:
-                part = _rooms[number].part(size, before) if number in _rooms else None
+                part = _arenas[number].part(size, before) if number in _arenas else None
             if part is not None:
                 return part
     return torch.empty(max(1, size), dtype=torch.uint8, device=device)
 
 
 @contextmanager
-def room_for_workspaces(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """Give a graph a room for workspaces; enter this right after its capture has begun.
+def arena_for_workspaces(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """Give a graph an arena for workspaces; enter this right after its capture has begun.
 
     CUDA says which capture a call belongs to: backward passes run in another thread, and other threads may be capturing
     other graphs.
     """
-    if not _asked.is_set() or not has_rooms():
+    if not _asked.is_set() or not has_arenas():
         yield
         return
-    room = _Room(torch.empty(_ROOM, dtype=torch.uint8, device=device))
+    arena = _Arena(torch.empty(_ARENA, dtype=torch.uint8, device=device))
     number, before = _capture(device) or (0, frozenset())
-    # In deterministic mode PyTorch fills new memory, so ``before`` is not empty: that would overwrite the cleared room.
+    # In deterministic mode PyTorch fills new memory, so ``before`` is not empty: it would overwrite the cleared arena.
     with _lock:
         if number and not before:
-            _rooms[number] = room
+            _arenas[number] = arena
     try:
         yield
     finally:
         with _lock:
-            _rooms.pop(number, None)
-    if room.workspaces:
+            _arenas.pop(number, None)
+    if arena.workspaces:
         with _lock:
-            _room_of[graph] = room
+            _arena_of[graph] = arena
 
 
 def workspaces_of(graph: torch.cuda.CUDAGraph) -> Sequence[Workspace]:
-    """The parts of a captured graph's room."""
+    """The parts of a captured graph's arena."""
     with _lock:
-        room = _room_of.get(graph)
-    return () if room is None else room.workspaces
+        arena = _arena_of.get(graph)
+    return () if arena is None else arena.workspaces
 
 
-def has_rooms() -> bool:
-    """Whether captured graphs have rooms for workspaces: CUDA's driver has to support queries of captures."""
+def has_arenas() -> bool:
+    """Whether captured graphs have arenas for workspaces: CUDA's driver has to support queries of captures."""
     try:
         return hasattr(cuda_driver(), _QUERY)
     except CannotCompile:

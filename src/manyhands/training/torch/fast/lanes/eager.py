@@ -214,9 +214,9 @@ class SideLanes(TorchDispatchMode):
             {memory: storage for memory, storage in read.items() if memory not in self._created_on_lanes}, mark
         )
         if self._max_held is not None:
-            self._let_go(self._max_held)
+            self._release_oldest(self._max_held)
 
-    def _let_go(self, most: int) -> None:
+    def _release_oldest(self, most: int) -> None:
         """If too much is held, let the main lane wait for the oldest work on side lanes, and release its memory."""
         gone: set[int] = set()
         last: dict[int, tuple[int, Any]] = {}

@@ -89,10 +89,10 @@ class FusedBatchNorms(DeferringMode):
         statistics = Statistics(x, (mean, variance), *how)
         if self._poison:
             statistics.mean.fill_(float("nan"))
-            statistics.deviation.fill_(float("nan"))
+            statistics.rstd.fill_(float("nan"))
         self._untaken.append(statistics)
         self.counts["batch normalisations"] += 1
-        return self._noted(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.deviation
+        return self._noted(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.rstd
 
     def _add(self, func: Any, tensor: Any, other: Any, *, alpha: Any = 1) -> Any:
         note, added = self._note(tensor), other
@@ -162,15 +162,15 @@ class FusedBatchNorms(DeferringMode):
     def _norm_backward(
         self, func: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
     ) -> Any:
-        batch_mean, deviation, training, _, mask = rest
-        self._settle((x, weight, batch_mean, deviation))
+        batch_mean, rstd, training, _, mask = rest
+        self._settle((x, weight, batch_mean, rstd))
         for rectified in self._rectified.values():
             rectified.over(batch_mean)
-        if not training or not kernels.fits(x, weight, batch_mean, deviation) or not _same_form(gradient, x):
+        if not training or not kernels.fits(x, weight, batch_mean, rstd) or not _same_form(gradient, x):
             return NotImplemented
         note = self._note(gradient)
         pending = note.pending if note is not None else None
-        normal: Any = (x, batch_mean, deviation, weight)
+        normal: Any = (x, batch_mean, rstd, weight)
         sums = self._sums_of(gradient, batch_mean) if pending is None else None
         if sums is not None:
             gradients = kernels.input_gradient(gradient, *normal, *sums), *sums
@@ -252,9 +252,9 @@ class FusedBatchNorms(DeferringMode):
         masked_gradient = note.tensor()
         if rectified is None or rectified.normal is None or masked_gradient is None:
             return False
-        x, mean, deviation = rectified.normal
+        x, mean, rstd = rectified.normal
         result = None if rectified.can_recompute_sign(mean) else pending.result
-        parts = (x, mean, deviation, rectified.weight, rectified.bias, result)
+        parts = (x, mean, rstd, rectified.weight, rectified.bias, result)
         sums = kernels.reduce_(masked_gradient, pending.gradient, pending.more, *parts)
         storage = StorageWeakRef(masked_gradient.untyped_storage())
         self._reduced[memory_id(masked_gradient)] = storage, memory_id(mean), sums

@@ -58,13 +58,13 @@ class Normalised:
 
     x: torch.Tensor
     mean: torch.Tensor
-    deviation: torch.Tensor
+    rstd: torch.Tensor
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     activation: str = "none"
 
     def parts(self) -> tuple[torch.Tensor | None, ...]:
-        return self.x, self.mean, self.deviation, self.weight, self.bias
+        return self.x, self.mean, self.rstd, self.weight, self.bias
 
     @property
     def narrow_dtype(self) -> torch.dtype:
@@ -83,7 +83,7 @@ class Normalised:
 
 
 @dataclass
-class PastActivation:
+class ActivationGradient:
     """The gradient of a GroupNorm's result, in float32; ``gradient`` is that of the activation's result, in 16 bits."""
 
     gradient: torch.Tensor
@@ -183,10 +183,10 @@ class FusedGroupNorms(DeferringMode):
         pending, (*_, groups) = self._pending(x), sizes[:-1]
         if not isinstance(pending, Widened) or not kernels.fits(pending.x, weight, bias):
             return NotImplemented
-        mean, deviation = kernels.statistics(pending.x, groups, sizes[-1])
+        mean, rstd = kernels.statistics(pending.x, groups, sizes[-1])
         self.counts["group normalisations"] += 1
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return self._noted(y, Normalised(pending.x, mean, deviation, weight, bias)), mean, deviation
+        return self._noted(y, Normalised(pending.x, mean, rstd, weight, bias)), mean, rstd
 
     def _activate(self, func: Any, y: Any) -> Any:
         pending = self._pending(y)
@@ -210,19 +210,21 @@ class FusedGroupNorms(DeferringMode):
             return NotImplemented
         if threshold != 0 or not _are_alike(outer.x, norm.x):
             return NotImplemented
-        return self._noted(torch.empty_like(gradient), PastActivation(outer.x, replace(norm, activation=activation)))
+        return self._noted(
+            torch.empty_like(gradient), ActivationGradient(outer.x, replace(norm, activation=activation))
+        )
 
     def _norm_backward(
-        self, func: Any, gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, *sizes_and_mask: Any
+        self, func: Any, gradient: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes_and_mask: Any
     ) -> Any:
-        self._settle((mean, deviation, weight))
+        self._settle((mean, rstd, weight))
         outer, image, mask = self._pending(gradient), self._pending(x), sizes_and_mask[-1]
         if not isinstance(image, Widened) or not kernels.fits(image.x, weight):
             return NotImplemented
-        if isinstance(outer, PastActivation) and memory_id(outer.norm.mean) == memory_id(mean):
+        if isinstance(outer, ActivationGradient) and memory_id(outer.norm.mean) == memory_id(mean):
             behind, norm = outer.gradient, outer.norm
         elif isinstance(outer, Widened) and _are_alike(outer.x, image.x):
-            behind, norm = outer.x, Normalised(image.x, mean, deviation, weight, None)
+            behind, norm = outer.x, Normalised(image.x, mean, rstd, weight, None)
         else:
             return NotImplemented
         if behind.stride() != image.x.stride() or not kernels.fits(behind):

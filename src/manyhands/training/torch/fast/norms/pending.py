@@ -24,11 +24,11 @@ _aten = torch.ops.aten
 
 
 class Statistics:
-    """Mean and deviation of a normalisation's input, computed when its result is written, or when they are read."""
+    """Mean and rstd of a normalisation's input, computed when its result is written, or when they are read."""
 
     def __init__(self, x: torch.Tensor, running: tuple[Any, Any], momentum: float, epsilon: float) -> None:
         self._x, self._running, self._options = x, running, (momentum, epsilon)
-        self.mean, self.deviation = kernels.per_channel(x, running[0]), kernels.per_channel(x, running[0])
+        self.mean, self.rstd = kernels.per_channel(x, running[0]), kernels.per_channel(x, running[0])
         self.taken = False
 
     def take(self, y: torch.Tensor | None = None, *behind: Any) -> None:
@@ -36,11 +36,11 @@ class Statistics:
         if not self.taken:
             self.taken = True
             behind = behind or (None, None, None, False)
-            kernels.forward_(y, self.mean, self.deviation, self._x, *self._running, *self._options, *behind)
+            kernels.forward_(y, self.mean, self.rstd, self._x, *self._running, *self._options, *behind)
 
     def memories(self) -> set[int]:
         """The memory that :meth:`take` writes to."""
-        return {memory_id(tensor) for tensor in (self.mean, self.deviation, *self._running) if tensor is not None}
+        return {memory_id(tensor) for tensor in (self.mean, self.rstd, *self._running) if tensor is not None}
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Norm:
     def write(self, y: torch.Tensor, *, relu: bool = False) -> None:
         behind = (self.weight, self.bias, self.added, relu)
         if self.statistics.taken:
-            kernels.apply_(y, self.x, self.mean, self.statistics.deviation, *behind)
+            kernels.apply_(y, self.x, self.mean, self.statistics.rstd, *behind)
         else:
             self.statistics.take(y, *behind)
 
     def read(self) -> list[torch.Tensor | None]:
-        return [self.x, self.mean, self.statistics.deviation, self.weight, self.bias, self.added]
+        return [self.x, self.mean, self.statistics.rstd, self.weight, self.bias, self.added]
 
     def has_backward(self) -> bool:
         """Whether autograd records it: a frozen layer whose input needs no gradient has no backward."""
@@ -233,9 +233,9 @@ class Rectified:
         self.result = StorageWeakRef(result.untyped_storage())
         self.bias = norm.bias
         self.weight = norm.weight
-        # Input, mean and deviation of the normalisation, until its backward is over. Autograd keeps them as long, if
+        # Input, mean and rstd of the normalisation, until its backward is over. Autograd keeps them as long, if
         # there is a backward.
-        parts = norm.x.detach(), norm.mean, norm.statistics.deviation
+        parts = norm.x.detach(), norm.mean, norm.statistics.rstd
         self.normal: tuple[torch.Tensor, ...] | None = parts if norm.has_backward() else None
         self._taken = {memory_id(tensor) for tensor in (*parts, norm.weight) if tensor is not None}
         self._mean = StorageWeakRef(norm.mean.untyped_storage())  # identifies the call: every call computes a new mean
