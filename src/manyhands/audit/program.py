@@ -28,7 +28,7 @@ from manyhands.device import FRAMEWORKS
 from manyhands.training.checkpoints import atomic_files
 
 
-class Enough(BaseException):
+class EnoughSteps(BaseException):
     """As many steps were made as ``--steps`` wants: the program ends here."""
 
 
@@ -70,7 +70,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
         for step in at_step:
             step(steps)
         if limit is not None and steps >= limit:
-            raise Enough
+            raise EnoughSteps
 
     at_step: list[Callable[[int], None]] = []
     recorder = Recorder(profile=target, on_step=on_step)
@@ -154,7 +154,7 @@ def run_as_main(
         loaded = True
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
-    except Enough:
+    except EnoughSteps:
         return 0, "enough"
     except SystemExit as end:
         number = _exit_code(end)

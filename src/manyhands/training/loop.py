@@ -132,7 +132,7 @@ class Loop:
 
     def fit(self) -> Result:
         try:
-            self.say_alive()
+            self.report_alive()
             if self.is_over:
                 self.learner.notes.append("this run had already finished: nothing was trained, its figures are shown")
                 if self.run is not None:
@@ -306,11 +306,11 @@ class Loop:
         )
         self.report.heard(answer)
 
-    def say_alive(self) -> None:
+    def report_alive(self) -> None:
         self._shown = time.perf_counter()
         self.say({"kind": "alive", "step": self.cursor.step})
 
-    def _say_alive_now_and_then(self) -> None:
+    def _report_alive_periodically(self) -> None:
         """After each batch of an evaluation."""
         self.ending.interrupt_evaluation()
         self._evaluated += 1
@@ -320,7 +320,7 @@ class Loop:
                 "end, say how many batches to take: limits=mh.Limits(limit_val_batches=100)"
             )
         if time.perf_counter() - self._shown > _SHOW_EVERY:
-            self.say_alive()
+            self.report_alive()
 
     # The end of an epoch
 
@@ -336,7 +336,7 @@ class Loop:
     def _read_figures(self) -> Figures:
         """The epoch's figures over all processes; waits."""
         figures = together(self.learner.read())
-        self.report.hand_on(wait=True)
+        self.report.report_steps(wait=True)
         nan_losses.check(self, figures)
         if figures.bad_step is not None and self.first:
             self._warn(f"{nan_losses.describe(self, figures.bad_step)}; continuing, as requested")
@@ -395,9 +395,9 @@ class Loop:
     def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, counts: bool = True) -> None:
         """Add a row with the figures since the row before; ``counts``: schedulers see it."""
         seconds = time.perf_counter() - self._row_began
-        self.say_alive()
+        self.report_alive()
         tested, metrics = self._evaluate(self.cursor.epoch + 1) if evaluates else (None, {})
-        self.say_alive()
+        self.report_alive()
         self.learner.reset()
         row = {
             "epoch": self.cursor.epoch + 1,
@@ -427,7 +427,7 @@ class Loop:
         """Figures over the validation data, and the user's metrics by the names that they have in a row."""
         self._evaluated = 0
         with self.learner.averaged():
-            tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
+            tested, values = evaluate.figures_of(self.learner, self.metrics, self._report_alive_periodically)
         metrics = {f"val_{name}": value for name, value in values.items()}
         if tested is not None:
             known = {name: value for name, value in metrics.items() if value is not None}

@@ -20,7 +20,7 @@ from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training.commands import parity
 from manyhands.training.launcher import Place
 from manyhands.training.options import Step
-from manyhands.training.tensorflow.ranks import meeting
+from manyhands.training.tensorflow.ranks import rendezvous
 from manyhands.training.tensorflow.trainer import Trainer
 
 SCRIPT = """
@@ -128,7 +128,7 @@ def test_processes_meet_and_what_is_no_report_is_not_answered() -> None:
     found: dict[int, list[str]] = {}
 
     def come(rank: int) -> None:
-        found[rank] = meeting.addresses(Place(rank, 3, rank, 3, "127.0.0.1", port), seconds=20)
+        found[rank] = rendezvous.addresses(Place(rank, 3, rank, 3, "127.0.0.1", port), seconds=20)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -159,13 +159,13 @@ def test_processes_meet_and_what_is_no_report_is_not_answered() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(WorkerFailed, match=r"\[1\] did not come"):
-        meeting.addresses(Place(0, 2, 0, 2, "127.0.0.1", free_port()), seconds=0.3)
+        rendezvous.addresses(Place(0, 2, 0, 2, "127.0.0.1", free_port()), seconds=0.3)
     with pytest.raises(WorkerFailed, match="did not reach the first one"):
-        meeting.addresses(Place(1, 2, 1, 2, "127.0.0.1", free_port()), seconds=0.3)
+        rendezvous.addresses(Place(1, 2, 1, 2, "127.0.0.1", free_port()), seconds=0.3)
 
 
 @pytest.mark.parametrize("text", ["no JSON", "{}", '{"cluster": {"worker": []}, "task": {"index": 0}}', "[1]"])
 def test_a_tf_config_that_cannot_be_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
     with pytest.raises(BadSettings, match="TF_CONFIG"):
-        meeting.read_tf_config()
+        rendezvous.read_tf_config()

@@ -1,4 +1,4 @@
-"""What a model holds beside its weights: it comes home from worker processes, and is in checkpoints."""
+"""What a model holds beside its weights: it comes back from worker processes, and is in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training_cases import Rows, fit, mlp, vectors
 from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints, Step
 from manyhands.training.torch.state import plain_json
-from manyhands.training.torch.state.module_state import ModuleState, take_home
+from manyhands.training.torch.state.module_state import ModuleState, restore_final_state
 
 calls = {"seen": 0}  # outside the model
 
@@ -174,7 +174,7 @@ def test_layers_of_pytorch_have_not_changed() -> None:
     state = ModuleState(model)
     model.double()
     assert state.changed() == {}
-    take_home(model, state.luggage()[0])
+    restore_final_state(model, state.final_state()[0])
 
 
 # User code runs once per step.

@@ -64,10 +64,10 @@ def test_statistics_and_sums_of_gradients_do_not_meet() -> None:
 
 def test_normalisation_has_a_group_of_its_own(alone: None) -> None:
     model = mlp(norm=True)
-    global_batch_norm.globalise(model)
+    global_batch_norm.use_global_statistics(model)
     first = global_batch_norm._group
     assert first not in (None, dist.group.WORLD)
-    global_batch_norm.globalise(model)
+    global_batch_norm.use_global_statistics(model)
     assert global_batch_norm._group is first
     X, _ = vectors(8)
     expected = mlp(norm=True)(X)

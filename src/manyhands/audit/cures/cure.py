@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from manyhands.audit.cures.statement import Fate, Statement, name_of
+from manyhands.audit.cures.statement import Statement, ValueUse, name_of
 from manyhands.audit.kinds import Kind
 
 _OPTION = "non_blocking=True"
@@ -126,10 +126,10 @@ def _without_reads(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str |
     """The line with these reads left out, where their values are not needed at once."""
     if not reads:
         return _rarely(wait, line)
-    fate = max(line.fate(call) for call in reads)
-    if fate is Fate.DECIDES:
+    use = max(line.use(call) for call in reads)
+    if use is ValueUse.DECIDES:
         return Kind.CONTROL_FLOW.cure_in(wait.framework)
-    if fate is Fate.NEEDED:
+    if use is ValueUse.NEEDED:
         return _rarely(wait, line) or _needed_by(line, reads)
     return line.edited(*(_without(wait, line, call) for call in reads))
 
@@ -197,7 +197,7 @@ def _to_host(wait: _Wait, line: Statement) -> str | None:
     edits = []
     for copy in copies:
         last = _after(line, copy, "numpy") or copy
-        if line.fate(last) is not Fate.KEPT:
+        if line.use(last) is not ValueUse.KEPT:
             return _wanted_on_host(line, last)
         edits.append((line.dot(copy), line.end(last), f'.to("cpu", {_OPTION})'))
     return f"{line.edited(*edits)}, and one torch.cuda.synchronize() before it is read"
@@ -205,7 +205,7 @@ def _to_host(wait: _Wait, line: Statement) -> str | None:
 
 def _wanted_on_host(line: Statement, copy: ast.Call) -> str | None:
     around = next((node for node in line.above(copy) if isinstance(node, ast.Call)), None)
-    if around is None or not name_of(around) or line.fate(copy) is not Fate.NEEDED:
+    if around is None or not name_of(around) or line.use(copy) is not ValueUse.NEEDED:
         return None
     return f"{name_of(around)}() takes it on the host: keep a copy there, or call it every 100 steps only"
 

@@ -20,7 +20,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 
 
-class Fate(IntEnum):
+class ValueUse(IntEnum):
     """What a line does with a value that it reads."""
 
     KEPT = 0  # it is stored, returned or computed with: that can be done on the device
@@ -130,17 +130,17 @@ class Statement:
 
     # Meaning
 
-    def fate(self, node: ast.expr) -> Fate:
+    def use(self, node: ast.expr) -> ValueUse:
         """What the line does with a value."""
         child: ast.AST = node
         for parent in self.above(node):
             if isinstance(parent, _STATEMENTS):
-                return Fate.DECIDES if self._decides_later(parent) else Fate.KEPT
-            fate = _fate_in(parent, child)
-            if fate is not Fate.KEPT:
-                return fate
+                return ValueUse.DECIDES if self._decides_later(parent) else ValueUse.KEPT
+            use = _use_in(parent, child)
+            if use is not ValueUse.KEPT:
+                return use
             child = parent
-        return Fate.NEEDED
+        return ValueUse.NEEDED
 
     def _decides_later(self, statement: ast.stmt) -> bool:
         """Whether an assigned variable is used in a condition of the same loop or function."""
@@ -183,26 +183,26 @@ def name_of(call: ast.Call) -> str:
     )
 
 
-def _fate_in(parent: ast.AST, child: ast.AST) -> Fate:
+def _use_in(parent: ast.AST, child: ast.AST) -> ValueUse:
     if isinstance(parent, ast.Call):
         name = name_of(parent)
-        return Fate.KEPT if name in _KEEPERS else Fate.DECIDES if name in _DECIDERS else Fate.NEEDED
+        return ValueUse.KEPT if name in _KEEPERS else ValueUse.DECIDES if name in _DECIDERS else ValueUse.NEEDED
     if isinstance(parent, ast.IfExp):
-        return Fate.DECIDES if child is parent.test else Fate.KEPT
+        return ValueUse.DECIDES if child is parent.test else ValueUse.KEPT
     if isinstance(parent, (ast.Compare, ast.BoolOp, ast.If, ast.While, ast.Assert, ast.Match)):
-        return Fate.DECIDES
+        return ValueUse.DECIDES
     if isinstance(parent, ast.UnaryOp):
-        return Fate.DECIDES if isinstance(parent.op, ast.Not) else Fate.KEPT
+        return ValueUse.DECIDES if isinstance(parent.op, ast.Not) else ValueUse.KEPT
     if isinstance(parent, ast.BinOp):
         left = parent.left
         is_text = isinstance(left, ast.JoinedStr) or (isinstance(left, ast.Constant) and isinstance(left.value, str))
-        return Fate.NEEDED if is_text else Fate.KEPT
+        return ValueUse.NEEDED if is_text else ValueUse.KEPT
     if isinstance(parent, _COMPREHENSIONS):
         is_made = child is (parent.value if isinstance(parent, ast.DictComp) else parent.elt)
-        return Fate.KEPT if is_made else Fate.NEEDED
+        return ValueUse.KEPT if is_made else ValueUse.NEEDED
     if isinstance(parent, ast.Subscript):
-        return Fate.KEPT if child is parent.value else Fate.NEEDED
-    return Fate.KEPT if isinstance(parent, _KEEPING) else Fate.NEEDED
+        return ValueUse.KEPT if child is parent.value else ValueUse.NEEDED
+    return ValueUse.KEPT if isinstance(parent, _KEEPING) else ValueUse.NEEDED
 
 
 def _counter_of(loop: ast.For | ast.AsyncFor | ast.While) -> str | None:

@@ -213,7 +213,7 @@ class SecondPass:
             seconds = (time.perf_counter() - self._begin) / (self._last - self._first)
             self._counting = False
             self.write("enough", seconds)
-            raise program.Enough
+            raise program.EnoughSteps
 
     def _drain(self) -> None:
         for values in self._frameworks:

@@ -48,7 +48,7 @@ def words(proof: Proof) -> list[str]:
         lines.append(f"results: {_results(proof)}")
     lines += proof.remarks
     shown = [line for line in proof.lines if proof.failed is None or line.way == "kept"]  # nothing was cured
-    return list(dict.fromkeys([*lines, *(f"{line.file}:{line.line}: {_fate(line)}" for line in shown)]))
+    return list(dict.fromkeys([*lines, *(f"{line.file}:{line.line}: {_outcome(line)}" for line in shown)]))
 
 
 def _gain(proof: Proof) -> str:
@@ -78,5 +78,5 @@ def _results(proof: Proof) -> str:
     )
 
 
-def _fate(line: ProvenLine) -> str:
+def _outcome(line: ProvenLine) -> str:
     return f"unchanged: {line.why}" if line.way == "kept" else f"cured: {line.why}"

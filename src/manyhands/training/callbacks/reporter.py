@@ -46,9 +46,9 @@ class Reporter:
         if any(step % every == 0 for every in self.plan.every):
             self._rates[step] = self.rates()
             self._loop.learner.send_figures(step)
-        self.hand_on()
+        self.report_steps()
 
-    def hand_on(self, *, wait: bool = False) -> None:
+    def report_steps(self, *, wait: bool = False) -> None:
         """Hand on the figures of steps that are on the host; with ``wait`` all that are on their way."""
         if not self._rates:
             return

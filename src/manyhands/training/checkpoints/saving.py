@@ -49,7 +49,7 @@ def captured(loop: Loop) -> Saved | None:
     learner = loop.learner
     figures = learner.read()
     nan_losses.check(loop, together(figures))
-    loop.report.hand_on(wait=True)
+    loop.report.report_steps(wait=True)
     saved = learner.save()
     if loop.run is None or saved is None:
         return None
@@ -87,14 +87,14 @@ def write(loop: Loop, content: Saved | None, folders: Sequence[str]) -> None:
     if content is None or loop.run is None:
         return
     for name in folders:
-        loop.say_alive()
+        loop.report_alive()
         path = loop.run.path / name
         keep = loop.settings.checkpoints.keep if path == loop.run.checkpoints else None
         try:
             loop.report.checkpoint(store.save(path, loop.cursor.step, content.state, content.blobs, keep=keep))
         except CheckpointNotWritten as error:
             loop.say({"kind": "warning", "text": f"{error} Training continues"})
-        loop.say_alive()
+        loop.report_alive()
 
 
 def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:

@@ -100,12 +100,12 @@ def compare(
         steps = epochs * -(-count // batch_size)
         plain = Way(1, None, trial.precision, count, batch_size, epochs)
         alone = train(plain)
-        yardstick = _Yardstick(train, plain, alone)
+        yardstick = _Float64Reference(train, plain, alone)
         for shares in (None, uneven):
             several = train(replace(plain, devices=devices, shares=shares))
             difference = largest_difference(several, alone)
             comparison = Comparison(trial.precision, steps, devices, shares, difference, trial.limit)
-            comparisons.append(yardstick.held_against(comparison, several) if trial.precision == "fp32" else comparison)
+            comparisons.append(yardstick.judged(comparison, several) if trial.precision == "fp32" else comparison)
     return comparisons
 
 
@@ -122,7 +122,7 @@ def drawing_layers(layers: Iterable[Any]) -> list[str]:
     return list(shown)
 
 
-class _Yardstick:
+class _Float64Reference:
     """How far one device is from float64; made when it is asked for."""
 
     def __init__(self, train: Callable[[Way], Mapping[str, Any]], plain: Way, alone: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class _Yardstick:
         self._exact: Mapping[str, Any] | None = None
         self._error, self._nudges = 0.0, 0
 
-    def held_against(self, comparison: Comparison, several: Mapping[str, Any]) -> Comparison:
+    def judged(self, comparison: Comparison, several: Mapping[str, Any]) -> Comparison:
         if comparison.equal:
             return comparison
         if self._exact is None:

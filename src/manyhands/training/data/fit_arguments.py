@@ -54,4 +54,4 @@ def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
 def _loader_of(part: Any) -> Any:
     """The user's data; a function that makes batches becomes a loader that calls it for each epoch."""
     makes = inspect.isroutine(part) or isinstance(part, functools.partial)
-    return loader_batches.MadeAnew(part) if makes else part
+    return loader_batches.BatchFactory(part) if makes else part

@@ -35,7 +35,7 @@ _ENDLESS = (itertools.cycle, itertools.count, itertools.repeat)
 
 
 @dataclass
-class MadeAnew:
+class BatchFactory:
     """The batches that a function of the user's makes for each epoch: ``batches()`` or ``batches(epoch)``."""
 
     function: Callable[..., Iterable[Any]]

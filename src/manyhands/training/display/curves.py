@@ -62,10 +62,10 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     for key in points:
         axes = left if right is None or key in _LOSSES else right
         lines.append(_draw(axes, key, *points[key]))
-    _dress_across(left, across, max((x for xs, _ in points.values() for x in xs), default=1.0))
-    _dress_losses(left, [y for key in _LOSSES for y in points.get(key, ((), ()))[1]])
+    _format_x_axis(left, across, max((x for xs, _ in points.values() for x in xs), default=1.0))
+    _format_loss_axis(left, [y for key in _LOSSES for y in points.get(key, ((), ()))[1]])
     if right is not None:
-        _dress_accuracies(right)
+        _format_accuracy_axis(right)
     if lines:
         figure.legend(
             handles=lines,
@@ -119,7 +119,7 @@ def _draw(axes: Axes, key: str, x: list[float], y: list[float]) -> Line2D:
     return line
 
 
-def _dress_across(axes: Axes, name: str, last: float) -> None:
+def _format_x_axis(axes: Axes, name: str, last: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(name, color=INK)
@@ -134,7 +134,7 @@ def _dress_across(axes: Axes, name: str, last: float) -> None:
         axes.spines[side].set_color("#c8c8c8")
 
 
-def _dress_losses(axes: Axes, losses: list[float]) -> None:
+def _format_loss_axis(axes: Axes, losses: list[float]) -> None:
     axes.set_ylabel("loss", color=LOSS)
     axes.tick_params(axis="y", colors=LOSS)
     axes.grid(visible=True, axis="y", alpha=0.3, linewidth=0.7)
@@ -144,7 +144,7 @@ def _dress_losses(axes: Axes, losses: list[float]) -> None:
         axes.set_yticks([index * interval for index in range(_INTERVALS + 1)])
 
 
-def _dress_accuracies(axes: Axes) -> None:
+def _format_accuracy_axis(axes: Axes) -> None:
     axes.set_ylabel("accuracy", color=ACCURACY)
     axes.tick_params(axis="y", colors=ACCURACY)
     axes.set_ylim(0.0, 1.0)

@@ -33,14 +33,14 @@ def whole_size(data: Any, batch_size: int) -> int:
 Join = Callable[[list[Any]], Any]  # the framework's concatenation along the first axis
 
 
-class Late:
+class PendingOutputs:
     """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for.
 
-    ``hand_on=None``: it is dropped.
+    ``deliver=None``: it is dropped.
     """
 
-    def __init__(self, hand_on: Callable[[Any], None] | None, ahead: int = 1) -> None:
-        self._hand_on, self._ahead = hand_on, ahead
+    def __init__(self, deliver: Callable[[Any], None] | None, ahead: int = 1) -> None:
+        self._hand_on, self._ahead = deliver, ahead
         self._coming: deque[Any] = deque()
 
     def add(self, coming: Any) -> None:

@@ -23,7 +23,7 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream, as_it_is
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows, whole_size
+from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import feed
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
@@ -60,7 +60,7 @@ class Evaluation:
         prepare, answers = prepared_by(data), take is not None
         for window, rows, divided in self._batches(data, arrays):
             total, pair = self.steps.test(state, total, rows, divided, prepare, answers=answers)
-            self._wait_for_an_old_one(total)
+            self._limit_steps_in_flight(total)
             outputs.add((pair, window.size))
             alive()
         outputs.finish()
@@ -72,7 +72,7 @@ class Evaluation:
         for window, rows, divided in self._batches(data, None):
             assert not isinstance(rows, Resident)
             answer = self.steps.predict(state, rows, divided, prepare)
-            self._wait_for_an_old_one(answer)
+            self._limit_steps_in_flight(answer)
             outputs.add(((answer, None), window.size))
             alive()
         outputs.finish()
@@ -105,7 +105,7 @@ class Evaluation:
             jax.block_until_ready(self._under_way.popleft())
         return self.world.all_have(number)
 
-    def _wait_for_an_old_one(self, newest: Any) -> None:
+    def _limit_steps_in_flight(self, newest: Any) -> None:
         """Not for the newest batch, but for one before it: else batches would be queued without end."""
         self._under_way.append(newest)
         while len(self._under_way) >= self.world.in_flight:
@@ -140,13 +140,13 @@ def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double
     """The first process's values of the model, on all devices: other processes may have drawn other weights."""
     numbers: State = dict(skeleton.numbers(model))
     if world.size > 1:
-        numbers = {part: _of_the_first(tree, world) for part, tree in numbers.items()}
+        numbers = {part: _from_first_process(tree, world) for part, tree in numbers.items()}
     if double:
         numbers = jax.tree.map(_doubled, numbers)
     return {part: world.put_copy(numbers[part]) for part in PARTS}
 
 
-def _of_the_first(tree: Any, world: World) -> Any:
+def _from_first_process(tree: Any, world: World) -> Any:
     leaves = named(tree)
     return refilled(tree, tensors.fitting(world.from_first(tensors.pack(leaves)), leaves, "numbers of another model"))
 
@@ -156,17 +156,17 @@ def _doubled(leaf: Any) -> Any:
     return np.asarray(leaf).astype(np.float64) if floating else leaf
 
 
-def _outputs(take: Take | None) -> Late:
+def _outputs(take: Take | None) -> PendingOutputs:
     """Outputs and targets of batches, with their sizes, on their way to ``take`` in the first process."""
 
-    def hand_on(coming: tuple[Any, int]) -> None:
+    def deliver(coming: tuple[Any, int]) -> None:
         pair, size = coming
         outputs, targets = jax.tree.map(np.asarray, pair)
         check_rows(outputs, size)
         assert take is not None
         take(outputs, targets)
 
-    return Late(None if take is None or jax.process_index() else hand_on)
+    return PendingOutputs(None if take is None or jax.process_index() else deliver)
 
 
 def prepared_by(source: Source) -> Callable[[Any], Any]:

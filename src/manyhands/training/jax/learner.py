@@ -130,7 +130,7 @@ class JaxLearner:
             yield window, resident or feed.rows_of(data, order, window, divided, self.world)
 
     def step(self, window: Window, batch: StepInput, factor: float | None) -> None:
-        self._wait_for_an_old_one()
+        self._limit_steps_in_flight()
         rate = self._factor(1.0 if factor is None else factor)
         how = self._divided(window.size), prepared_by(self.job.train)
         self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, *how)
@@ -142,7 +142,7 @@ class JaxLearner:
             self._rate = factor, self.world.number(factor)
         return self._rate[1]
 
-    def _wait_for_an_old_one(self) -> None:
+    def _limit_steps_in_flight(self) -> None:
         """Wait for an earlier step, not the last one: otherwise steps would be queued without end."""
         while len(self._under_way) >= self.world.in_flight:
             jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy

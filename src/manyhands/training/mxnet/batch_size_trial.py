@@ -22,7 +22,7 @@ _TOO_LARGE = ("out of memory", "Failed to allocate CPU Memory", "larger than 2^3
 
 
 @contextlib.contextmanager
-def without_a_trace(model: Any) -> Iterator[None]:
+def model_preserved(model: Any) -> Iterator[None]:
     """Within it the model may be trained; afterwards it is unchanged, even if it had no values or shapes yet."""
     parameters = [(parameter, dict(vars(parameter))) for parameter in replicas.distinct(model)]
     blocks = [(block, dict(vars(block))) for block in replicas.layers(model)]

@@ -12,7 +12,7 @@ from manyhands.training.data.order import Cursor
 from manyhands.training.data.sources import Batch
 from manyhands.training.evaluation.inputs import Inputs, input_count
 from manyhands.training.evaluation.metrics import MetricCalls
-from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
+from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_answer
@@ -25,17 +25,17 @@ from manyhands.training.settings import Settings
 _AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
 
 
-def _outputs(take: Take | None) -> Late:
+def _outputs(take: Take | None) -> PendingOutputs:
     """Outputs and targets of every batch, as MXNet's arrays in the host's memory, on their way to ``take``."""
 
-    def hand_on(pieces: Pieces) -> None:
+    def deliver(pieces: Pieces) -> None:
         pair = pieces.whole()
         for leaf in tree.flatten(pair)[0]:
             leaf.wait_to_read()
         assert take is not None
         take(*pair)
 
-    return Late(None if take is None else hand_on, _AHEAD)
+    return PendingOutputs(None if take is None else deliver, _AHEAD)
 
 
 def _pieces(model: Any, shards: Sequence[Batch], answers: Sequence[Any]) -> Pieces:

@@ -141,7 +141,7 @@ class Trainer(BaseTrainer):
     @contextlib.contextmanager
     def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
         checks.check_block(model)
-        with batch_size_trial.without_a_trace(model):
+        with batch_size_trial.model_preserved(model):
             yield model, optimizer
 
     def _is_out_of_memory(self, error: Exception) -> bool:

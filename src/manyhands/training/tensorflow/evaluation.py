@@ -63,7 +63,7 @@ class Evaluation:
         program: Any,
         feed: Feed,
         alive: Callable[[], None],
-        outputs: pieces.Late,
+        outputs: pieces.PendingOutputs,
         size: int,
         *,
         whole: bool = False,
@@ -122,7 +122,7 @@ def prepared_by(source: Source) -> Any:
     return lambda batch: source.nested(source.prepare(batch))
 
 
-def _outputs(world: World, take: Take | None) -> pieces.Late:
+def _outputs(world: World, take: Take | None) -> pieces.PendingOutputs:
     """Outputs and targets of each replica, with the size of their batch, on their way to ``take``.
 
     It gets NumPy's arrays, in the first process only. With several processes every replica has all rows.
@@ -132,14 +132,14 @@ def _outputs(world: World, take: Take | None) -> pieces.Late:
         parts = [part.numpy() for part in world.strategy.experimental_local_results(rows)]
         return parts[0] if world.size > 1 or len(parts) == 1 else _joined(parts)
 
-    def hand_on(coming: tuple[Any, int]) -> None:
+    def deliver(coming: tuple[Any, int]) -> None:
         pair, size = coming
         outputs, targets = tf.nest.map_structure(whole, pair)
         check_rows(outputs, size)
         assert take is not None
         take(outputs, None if isinstance(targets, tuple) and not targets else targets)
 
-    return pieces.Late(hand_on if take is not None and world.first else None)
+    return pieces.PendingOutputs(deliver if take is not None and world.first else None)
 
 
 def _joined(parts: list[Any]) -> Any:

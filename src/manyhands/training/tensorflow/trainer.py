@@ -30,7 +30,7 @@ from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.loss import batch_parts, compiled_settings, keras_losses
 from manyhands.training.tensorflow.objective import objective_for
-from manyhands.training.tensorflow.ranks import meeting, world
+from manyhands.training.tensorflow.ranks import rendezvous, world
 from manyhands.training.tensorflow.step import precision
 from manyhands.training.trainer import BaseTrainer
 
@@ -72,7 +72,7 @@ class Trainer(BaseTrainer):
             )
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
         keras_losses.check_names(self._option("loss"))
-        meeting.read_tf_config()
+        rendezvous.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")
             world.join(on_cpu=devices is not None and all("cpu" in str(device).lower() for device in devices))

@@ -30,7 +30,7 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, undivided, windows
 from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
 from manyhands.training.evaluation.metrics import MetricCalls
-from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
+from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
@@ -175,7 +175,7 @@ class _Outputs:
 
     def __init__(self, world: World, take: Take | None) -> None:
         self.world, self.take_pair = world, take
-        self._late = Late(self._arrive)
+        self._late = PendingOutputs(self._arrive)
 
     def add(self, pair: tuple[Any, Any] | None, size: int = 0) -> None:
         """This rank's part of the next batch: outputs and targets, or None where it has no samples."""

@@ -126,7 +126,7 @@ class Rank:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.world.broadcast_([*model.parameters(), *model.buffers()])
         if self._global_stats:
-            global_batch_norm.globalise(model)
+            global_batch_norm.use_global_statistics(model)
         return model if model.training else model.train()  # layers that the caller has frozen stay so
 
     def _shard_model(self, job: Job) -> torch.nn.Module:
@@ -215,7 +215,7 @@ class Rank:
             self.average.put_into_model()
         self.notes += [] if self.scale is None else [self.scale.note()]
         self.plain_step.close()
-        global_batch_norm.localise(self.model)
+        global_batch_norm.use_local_statistics(self.model)
         if self.checkpointed is not None:
             self.checkpointed.close()
         job_state.restore_run_options(self.optimizer, self._run_options, self.base_rates)

@@ -23,7 +23,7 @@ from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
-from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow, function_and_options
+from manyhands.training.torch.step.known_means import ClassWeightsCast, KnownMeans, function_and_options
 
 
 class Scored(NamedTuple):
@@ -68,7 +68,7 @@ class Objective(abc.ABC):
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, Scored | None]:
         """The mean loss of the batch, and the class scores, for a caller that counts the right answers later."""
-        value, scored = self.value(model, batch, WeightsFollow() if self.dtype is not None else None)
+        value, scored = self.value(model, batch, ClassWeightsCast() if self.dtype is not None else None)
         if not isinstance(value, LossSum):
             return value, scored
         if part:

@@ -246,7 +246,7 @@ def schedulers_of(schedule: Any, configured: Configured) -> Schedulers | None:
     return Schedulers(parts) if parts else None
 
 
-def take_home(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:
+def restore_final_state(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:
     """Bring the caller's own scheduler to where the one in a worker is."""
     if saved is not None and isinstance(getattr(schedule, "make", None), LRScheduler):
         scheduler = Scheduler(schedule, optimizer)

@@ -1,7 +1,7 @@
 """``evaluate`` and ``predict`` of PyTorch's trainer: what a rank does for them, and how the caller's model is left.
 
 A job with this purpose goes the way of a training: it runs in the calling process on one device, in worker processes on
-several, or in the processes of a launcher. Workers send their outputs home in pieces, through the first rank.
+several, or in the processes of a launcher. Workers send their outputs back in pieces, through the first rank.
 """
 
 from __future__ import annotations

@@ -166,17 +166,17 @@ class Trainer(BaseTrainer):
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
         sent = _on_host(job)
         try:
-            home = pool.pool_for(self.ranks).run(sent, dispatcher.event)
+            final_state = pool.pool_for(self.ranks).run(sent, dispatcher.event)
         except pool.Interrupted as interrupted:
-            if interrupted.home is None:
+            if interrupted.final_state is None:
                 interrupted.add_note("The workers did not answer in time: the model is unchanged.")
             else:
-                _take_home(job, interrupted.home)
-                step = interrupted.home["step"]
+                _restore_final_state(job, interrupted.final_state)
+                step = interrupted.final_state["step"]
                 interrupted.add_note(f"The model has the weights that it had after {step} steps of training.")
             raise
-        _take_home(job, home)
-        result: Result = home["result"]
+        _restore_final_state(job, final_state)
+        result: Result = final_state["result"]
         if result.signal is not None:
             pool.stop_all()
         return result
@@ -319,15 +319,15 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
             job_state.settle(job.optimizer)
 
 
-def _take_home(job: Job, home: dict[str, Any]) -> None:
+def _restore_final_state(job: Job, final_state: dict[str, Any]) -> None:
     """Put what a worker sent into the caller's model and optimizer."""
-    job_state.restore_model(job.model, home["weights"])
-    module_state.take_home(job.model, home["module_state"])
+    job_state.restore_model(job.model, final_state["weights"])
+    module_state.restore_final_state(job.model, final_state["module_state"])
     if isinstance(job.optimizer, torch.optim.Optimizer):
         job_state.restore_optimizer(
-            job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"]
+            job.optimizer, final_state["optimizer"], final_state["optimizer_numbers"], final_state["optimizer_groups"]
         )
-        schedulers.take_home(job.schedule, job.optimizer, home["scheduler"])
+        schedulers.restore_final_state(job.schedule, job.optimizer, final_state["scheduler"])
 
 
 def _on_host(job: Job) -> Job:

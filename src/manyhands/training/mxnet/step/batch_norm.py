@@ -45,7 +45,7 @@ def check(model: Any) -> None:
             raise BadSettings(f"batch_stats='global': only nn.BatchNorm layers know how, not {type(layer).__name__}")
 
 
-class Together:
+class GlobalBatchNorm:
     """Issues the passes of all devices at once; the model's layers meet in them."""
 
     def __init__(self, model: Any, devices: int) -> None:
@@ -61,15 +61,15 @@ class Together:
 
     def run(self, passes: Sequence[Callable[[], Made]]) -> list[Made]:
         """The results of all passes; raises the first error of any of them."""
-        meeting, numpy_mode = _Meeting(len(passes)), bool(mx.util.is_np_array())
+        exchange, numpy_mode = _Exchange(len(passes)), bool(mx.util.is_np_array())
 
         def work(seat: int) -> Made:
-            _here.seat = (meeting, seat)
+            _here.seat = (exchange, seat)
             try:
                 with numpy_like(numpy_mode):
                     return passes[seat]()
             except BaseException:
-                meeting.barrier.abort()  # or the other threads would never return
+                exchange.barrier.abort()  # or the other threads would never return
                 raise
             finally:
                 _here.seat = None
@@ -82,7 +82,7 @@ class Together:
         return [future.result() for future in issued]
 
 
-class _Meeting:
+class _Exchange:
     """Where the threads of one step exchange arrays, in the order of the layers."""
 
     def __init__(self, parties: int) -> None:
@@ -108,16 +108,16 @@ def _forward(layer: Any, x: Any) -> Any:
     seat = getattr(_here, "seat", None)
     if seat is None or not autograd.is_training() or layer._kwargs["use_global_stats"]:
         return type(layer).forward(layer, x)
-    meeting, seat_number = seat
+    exchange, seat_number = seat
     kwargs, device = layer._kwargs, x.context
     axis = kwargs["axis"] % len(x.shape)
     axes = tuple(number for number in range(len(x.shape)) if number != axis)
     count = x.size // x.shape[axis]
-    brought = meeting.exchange(seat_number, (x.sum(axis=axes, keepdims=True), count))
+    brought = exchange.exchange(seat_number, (x.sum(axis=axes, keepdims=True), count))
     whole = sum(samples for _, samples in brought)
     mean = _sum([value for value, _ in brought], device) / whole
     away = x - mean
-    brought = meeting.exchange(seat_number, (away * away).sum(axis=axes, keepdims=True))
+    brought = exchange.exchange(seat_number, (away * away).sum(axis=axes, keepdims=True))
     variance = _sum(brought, device) / whole
     shape = tuple(-1 if number == axis else 1 for number in range(len(x.shape)))
     result = away * (variance + kwargs["eps"]) ** -0.5

@@ -33,7 +33,7 @@ from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
-from manyhands.training.mxnet.step.batch_norm import Together
+from manyhands.training.mxnet.step.batch_norm import GlobalBatchNorm
 from manyhands.training.mxnet.step.running_sums import Metrics
 from manyhands.training.mxnet.step.skip_nan import StepUndo
 from manyhands.training.python_attributes import Attributes
@@ -52,7 +52,7 @@ class Step:
         objective: Objective,
         metrics: Metrics,
         settings: Settings,
-        together: Together | None,
+        together: GlobalBatchNorm | None,
     ) -> None:
         """``together``: layers normalise over all devices."""
         self.trainer, self.objective, self.metrics, self.together = trainer, objective, metrics, together
@@ -120,7 +120,7 @@ class Step:
             losses.append(loss)
         return losses
 
-    def _work_together(self, together: Together, shards: Sequence[Any], whole: int) -> list[Loss]:
+    def _work_together(self, together: GlobalBatchNorm, shards: Sequence[Any], whole: int) -> list[Loss]:
         """One backward pass for all: gradients go from device to device."""
         passed = together.run([partial(self._forward, shard, whole) for shard in shards])
         _backward([minimised for _, minimised in passed])

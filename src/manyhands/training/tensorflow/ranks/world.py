@@ -1,8 +1,8 @@
 """The replicas of a job, as one process sees them: TensorFlow's strategy, and what processes exchange.
 
 One process with several devices is a ``MirroredStrategy``. Several processes, started by a launcher, are a
-``MultiWorkerMirroredStrategy``, whose processes :mod:`.meeting` introduces to each other. TensorFlow sets such a job up
-before its first tensor or never: a trainer is then made before the model.
+``MultiWorkerMirroredStrategy``, whose processes :mod:`.rendezvous` introduces to each other. TensorFlow sets up such a
+job before its first tensor or never: the trainer is then created before the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, PlacementFailed
 from manyhands.training import launcher
 from manyhands.training.data.sources import Array
-from manyhands.training.tensorflow.ranks import meeting
+from manyhands.training.tensorflow.ranks import rendezvous
 
 _joined: World | None = None
 
@@ -112,7 +112,7 @@ def join(*, on_cpu: bool = False) -> World:
         place = launcher.place()
         _choose_gpu(place, on_cpu=on_cpu)
         try:
-            resolver = meeting.resolver(place)
+            resolver = rendezvous.resolver(place)
             _joined = World(tf.distribute.MultiWorkerMirroredStrategy(resolver), place.rank, place.size)
         except RuntimeError as error:
             if "startup" not in str(error):

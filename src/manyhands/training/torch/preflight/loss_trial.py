@@ -175,11 +175,11 @@ class _Trial:
         with torch.enable_grad():
             loss, _ = self._objective(self._model, samples.as_the_model(self._model, batch), part=True)
         computed = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
-        gradients = [_numbers(_thin(gradient)) * size for gradient in computed]
+        gradients = [_numbers(_sampled_numbers(gradient)) * size for gradient in computed]
         return Pass([Term(float(loss.detach()) * size, size, gradients)])
 
 
-def _thin(gradient: torch.Tensor) -> torch.Tensor:
+def _sampled_numbers(gradient: torch.Tensor) -> torch.Tensor:
     """Not too many of its numbers. An odd step meets every column of a matrix, whose width is mostly even."""
     step = gradient.numel() // _COMPARED
     dense = gradient.to_dense()

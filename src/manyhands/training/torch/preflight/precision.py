@@ -176,7 +176,7 @@ class BeforeStep:
 def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, number_format: NumberFormat) -> None:
     """Forward and backward of a copy of the model."""
     trial = copy.deepcopy(model)
-    global_batch_norm.localise(trial)  # the other ranks are not asked
+    global_batch_norm.use_local_statistics(trial)  # the other ranks are not asked
     if number_format.channels_last:
         trial.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     cast_batch = number_format.cast(samples.as_the_model(trial, batch))

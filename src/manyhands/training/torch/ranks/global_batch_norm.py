@@ -1,7 +1,7 @@
 """Batch normalisation over the whole batch, wherever its samples are.
 
-:func:`globalise` replaces the normalisation of every BatchNorm layer of a model by one whose statistics are those
-of all ranks together: the result equals that of one device for even and uneven shards, and a rank without
+:func:`use_global_statistics` replaces the normalisation of every BatchNorm layer of a model by one whose statistics
+are those of all ranks together: the result equals that of one device for even and uneven shards, and a rank without
 samples takes part with a count of zero. Works on CPUs and GPUs (PyTorch's SyncBatchNorm refuses the CPU).
 
 Means and sums of squared deviations of the shards are merged exactly (Chan, Golub and LeVeque 1979): with counts n_i,
@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 _group: Any = None
 
 
-def globalise(model: torch.nn.Module) -> None:
+def use_global_statistics(model: torch.nn.Module) -> None:
     """Make every BatchNorm layer of the model use the statistics of all ranks while it trains.
 
     To be called on every rank: the first call makes the group in which they meet.
@@ -35,8 +35,8 @@ def globalise(model: torch.nn.Module) -> None:
             layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
 
-def localise(model: torch.nn.Module) -> None:
-    """Undo :func:`globalise`."""
+def use_local_statistics(model: torch.nn.Module) -> None:
+    """Undo :func:`use_global_statistics`."""
     for layer in model.modules():
         if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
             del layer.forward

@@ -66,7 +66,7 @@ def sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> 
         staged = tensor.detach().to(world.device)
         world.broadcast_([staged])
         job_state.write(tensor, staged)
-    if not launcher.is_launched():  # in a worker the model is ours alone: what comes home is gathered at the end
+    if not launcher.is_launched():  # in a worker the model is ours alone: what is sent back is gathered at the end
         for parameter in model.parameters():
             parameter.data = parameter.data.new_empty(0)
     for block in blocks_of(whole):

@@ -1,4 +1,4 @@
-"""A job's state as bytes and JSON, for checkpoints and for the way home from a worker.
+"""A job's state as bytes and JSON, for checkpoints and for the way back from a worker.
 
 Tensors become safetensors, everything else JSON. Nothing is pickled.
 """

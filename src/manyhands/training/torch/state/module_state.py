@@ -67,9 +67,9 @@ class ModuleState:
         names = Names(self._model)
         return {place: _look(value, names, alive) for place, value in self._attributes()}
 
-    # The way home from a worker
+    # The way back from a worker
 
-    def luggage(self) -> tuple[dict[str, Any], list[str]]:
+    def final_state(self) -> tuple[dict[str, Any], list[str]]:
         """The changed attributes as bytes, and notes about those that cannot be sent."""
         names, notes = Names(self._model), []
         values: dict[Place, bytes] = {}
@@ -119,13 +119,13 @@ def _look(value: Any, names: Names, alive: list[object]) -> Any:
     return digest(value, names.get_name, alive)
 
 
-def take_home(model: torch.nn.Module, luggage: Mapping[str, Any]) -> None:
-    """Restore in the caller's model what :meth:`ModuleState.luggage` packed in a worker."""
+def restore_final_state(model: torch.nn.Module, final_state: Mapping[str, Any]) -> None:
+    """Restore in the caller's model what :meth:`ModuleState.final_state` packed in a worker."""
     names, modules = Names(model), dict(model.named_modules())
-    for (path, name), packed in luggage["attributes"].items():
+    for (path, name), packed in final_state["attributes"].items():
         if path in modules:
             _put(modules[path], name, names.loads(packed))
-    for path, packed in luggage["extra_state"].items():
+    for path, packed in final_state["extra_state"].items():
         if path in modules:
             modules[path].set_extra_state(names.loads(packed))
 

@@ -57,7 +57,7 @@ class KnownMeans(TorchFunctionMode):
         return next((both for mean, both in self._sums if mean is loss), None)
 
 
-class WeightsFollow(TorchFunctionMode):
+class ClassWeightsCast(TorchFunctionMode):
     """Within it, class weights are cast to the scores' dtype: a function of the user's may hold some in float32."""
 
     def __torch_function__(

@@ -47,11 +47,11 @@ _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL"
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupted job, with what its first rank sent home (None: it did not answer in time)."""
+    """An interrupted job, with what its first rank sent back (None: it did not answer in time)."""
 
-    def __init__(self, home: dict[str, Any] | None) -> None:
+    def __init__(self, final_state: dict[str, Any] | None) -> None:
         super().__init__()
-        self.home = home
+        self.final_state = final_state
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Pool:
         return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
 
     def run(self, job: Job, say: Say) -> dict[str, Any]:
-        """Run a job; returns what the first rank sends home: its result, the weights, and the optimizer's state."""
+        """Run a job; returns what the first rank sends back: its result, the weights, and the optimizer's state."""
         self.jobs += 1
         job_bytes = sending.pickled(job)
         now = time.monotonic()
@@ -159,10 +159,10 @@ class Pool:
                 self._check(job.settings.workers.hang_seconds)
         except KeyboardInterrupt as interrupt:
             try:
-                home = self._ask_home(job)
+                final_state = self._request_weights(job)
             finally:
                 self.stop()
-            raise Interrupted(home) from interrupt
+            raise Interrupted(final_state) from interrupt
         except BaseException:
             self.stop()
             raise
@@ -170,7 +170,7 @@ class Pool:
         assert first is not None
         return first
 
-    def _ask_home(self, job: Job) -> dict[str, Any] | None:
+    def _request_weights(self, job: Job) -> dict[str, Any] | None:
         """The weights of the rank with the largest share, after its current step; None if it does not answer.
 
         The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
@@ -179,11 +179,11 @@ class Pool:
         worker = self.workers[0 if shares is None else shares.index(max(shares))]
         until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            worker.connection.send_bytes(sending.COME_HOME)
+            worker.connection.send_bytes(sending.STOP_JOB)
             while (left := until - time.monotonic()) > 0:
                 if worker.connection.poll(left):
                     message: dict[str, Any] = worker.connection.recv()
-                    if message["kind"] in ("home", "done"):
+                    if message["kind"] in ("stopped", "done"):
                         return message if "weights" in message else None
                     if message["kind"] == "error":
                         return None

@@ -4,7 +4,7 @@ Started by :mod:`.pool`: forked from a process that has loaded PyTorch (:mod:`.f
 ``python -m manyhands.training.torch.workers.worker ADDRESS RANK``. It does not import the caller's main module, so
 scripts need no ``if __name__ == "__main__"`` and notebooks work, also when the caller has used CUDA already. When the
 caller goes away, so does the worker. When the caller is interrupted, one rank is asked for the weights: it ends its job
-between two steps and sends them home.
+between two steps and sends them back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.outer_variables import Outside
-from manyhands.training.torch.workers.job_bytes import ANSWER, COME_HOME, STOP, WISH
+from manyhands.training.torch.workers.job_bytes import ANSWER, STOP, STOP_JOB, WISH
 
 _ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
 
@@ -46,25 +46,25 @@ def main(address: str, rank: int) -> None:
     connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
     connection.send(rank)
     jobs: queue.Queue[bytes] = queue.Queue()
-    asked_home = threading.Event()
+    stop_requested = threading.Event()
     answers: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, jobs, answers, asked_home), daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, jobs, answers, stop_requested), daemon=True).start()
     while True:
-        _do(jobs.get(), connection, answers, asked_home)
+        _do(jobs.get(), connection, answers, stop_requested)
 
 
-class _AskedHome(BaseException):
+class _StopRequested(BaseException):
     """Ends a job between two steps."""
 
 
 def _listen(
-    connection: Any, jobs: queue.Queue[bytes], answers: queue.Queue[bytes], asked_home: threading.Event
+    connection: Any, jobs: queue.Queue[bytes], answers: queue.Queue[bytes], stop_requested: threading.Event
 ) -> None:
     try:
         while True:
             message = connection.recv_bytes()
-            if message == COME_HOME:
-                asked_home.set()
+            if message == STOP_JOB:
+                stop_requested.set()
             elif message.startswith(ANSWER):
                 answers.put(message.removeprefix(ANSWER))
             elif message.startswith(STOP):
@@ -78,16 +78,16 @@ def _listen(
         os._exit(0)
 
 
-def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], asked_home: threading.Event) -> None:
+def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], stop_requested: threading.Event) -> None:
     def say(event: dict[str, Any]) -> dict[str, Any] | None:
         # Events come between steps only: model and optimizer are those after a whole step.
         connection.send(event)
         answer = None
-        while event.get("asks") and answer is None and not asked_home.is_set():
+        while event.get("asks") and answer is None and not stop_requested.is_set():
             with contextlib.suppress(queue.Empty):
                 answer = answers.get(timeout=_ANSWER_SECONDS)
-        if asked_home.is_set():
-            raise _AskedHome
+        if stop_requested.is_set():
+            raise _StopRequested
         return None if answer is None else json.loads(answer)
 
     try:
@@ -128,28 +128,28 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         try:
             result = loop.fit()
             worker.update_caller_model()
-        except _AskedHome:
+        except _StopRequested:
             if worker.sharded:  # the ranks stand at different steps: they cannot gather the weights together
                 raise
-            return {"kind": "home", "step": loop.cursor.step, **_luggage(job, worker)}
-        home = _luggage(job, worker) if here.first else {}
+            return {"kind": "stopped", "step": loop.cursor.step, **_final_state(job, worker)}
+        final_state = _final_state(job, worker) if here.first else {}
         result.notes = [*worker.notes, *(outside.notes() if outside is not None else ())]
-        return {"kind": "done", "step": loop.cursor.step, "result": result, **home}
+        return {"kind": "done", "step": loop.cursor.step, "result": result, **final_state}
     finally:
         world.leave(here)
 
 
-def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
+def _final_state(job: Job, worker: Rank) -> dict[str, Any]:
     """A rank's final state: the weights, changed attributes of the model, and the state of the caller's optimizer."""
-    home: dict[str, Any] = {"weights": job_state.pack(job_state.model_tensors(worker.model))}
-    home["module_state"], notes = worker.module_state.luggage()
+    final_state: dict[str, Any] = {"weights": job_state.pack(job_state.model_tensors(worker.model))}
+    final_state["module_state"], notes = worker.module_state.final_state()
     worker.notes += notes
-    home["scheduler"] = None if worker.scheduler is None else worker.scheduler.state()
+    final_state["scheduler"] = None if worker.scheduler is None else worker.scheduler.state()
     if isinstance(job.optimizer, torch.optim.Optimizer):
-        tensors, home["optimizer_numbers"] = job_state.optimizer_state(worker.optimizer)
-        home["optimizer"] = job_state.pack(tensors)
-        home["optimizer_groups"] = job_state.optimizer_groups(worker.optimizer)
-    return home
+        tensors, final_state["optimizer_numbers"] = job_state.optimizer_state(worker.optimizer)
+        final_state["optimizer"] = job_state.pack(tensors)
+        final_state["optimizer_groups"] = job_state.optimizer_groups(worker.optimizer)
+    return final_state
 
 
 if __name__ == "__main__":
