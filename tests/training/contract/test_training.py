@@ -35,6 +35,8 @@ def test_devices_are_printed_alike(bench: Bench) -> None:
     """Two virtual CPU devices are processes in PyTorch and CPUs of the framework's own elsewhere."""
     trainer = bench.mh.Trainer(1, **bench.on(2))
     assert trainer.device_names == ["virtual:0", "virtual:1"]
+    assert bench.mh.Trainer(1, devices=trainer.device_names).device_names == trainer.device_names
+    assert bench.mh.Trainer(1, devices="virtual:0,virtual:1").device_names == trainer.device_names
     assert bench.mh.Trainer(1).device_names == ["cpu"]
     assert bench.mh.Trainer(1, devices=["CPU:0"]).device_names == ["cpu"]
 

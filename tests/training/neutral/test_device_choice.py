@@ -95,3 +95,11 @@ def test_names_are_those_of_a_list() -> None:
 def test_what_is_none(wrong: Any) -> None:
     with pytest.raises(BadDevice, match="devices="):
         resolved(wrong, gpus=2)
+
+
+def test_printed_names_of_virtual_devices_make_them_again() -> None:
+    names = ["virtual:0", "virtual:1"]
+    for devices in (names, tuple(names), "virtual:0,virtual:1", [Device("virtual", 0), Device("virtual", 1)]):
+        assert resolved(devices) == resolved(devices, gpus=1) == Choice(["cpu"], {"made": 2})
+    assert resolved(names, virtual=2) == resolved(names, virtual=3) == Choice(names), "they exist"
+    assert resolved(names[1:]) == Choice(names[1:]), "not the first ones: an error when it is looked up"

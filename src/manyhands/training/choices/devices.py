@@ -11,13 +11,14 @@
 ======================  ==============================================================================
 
 A list names devices one by one, so ``["gpu"]`` is the first GPU and ``["cpu:1"]`` the second virtual device. A name of
-TensorFlow's own that begins with a slash, ``"/CPU:1"``, names one device, too.
+TensorFlow's own that begins with a slash, ``"/CPU:1"``, names one device, too. ``["virtual:0", "virtual:1"]``, as
+``device_names`` gives it for ``"cpu:2"``, is ``"cpu:2"`` again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -65,7 +66,17 @@ def resolved(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: Virtua
         return _of_text(devices, backend, virtual_cpus)
     if isinstance(devices, Device) or backend.is_device(devices):
         return Choice([devices])
+    if isinstance(devices, (list, tuple)):
+        return _of_names(devices, backend, virtual_cpus)
     return Choice(devices)
+
+
+def _of_names(devices: Sequence[Any], backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+    """The devices of a list; the first virtual devices are created where the process does not have them yet."""
+    first = [f"virtual:{number}" for number in range(len(devices))]
+    if len(first) > backend.virtual_count() and len(first) > 1 and [str(device).lower() for device in devices] == first:
+        return _of_cpu(len(first), virtual_cpus)
+    return Choice(list(devices))
 
 
 def _of_text(text: str, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
@@ -84,7 +95,7 @@ def _of_text(text: str, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCp
     names = [part.strip() for part in text.strip().split(",")]
     _check_names(text, names)
     _check_gpus(text, names, backend)
-    return Choice(names)
+    return _of_names(names, backend, virtual_cpus)
 
 
 def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
