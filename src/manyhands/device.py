@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
+from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice, VirtualDevicesError
 
 Kind = Literal["cpu", "gpu", "virtual"]
 
@@ -92,6 +92,13 @@ def no_such_device(framework: str, device: Device, gpus: Iterable[Device]) -> No
     names = ", ".join(map(str, [Device("cpu"), *gpus]))
     return NoSuchDevice(
         f"there is no {device}: {framework} sees {names}. mh.try_gpu({device.index}) falls back to the CPU"
+    )
+
+
+def too_late_for_virtual_devices(framework: str, starter: str, count: int) -> VirtualDevicesError:
+    return VirtualDevicesError(
+        f"it is too late to make {count} virtual devices: {framework}'s runtime has started ({starter} starts it). Set "
+        f"MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call mh.virtual_devices({count}) before {starter}"
     )
 
 

@@ -284,6 +284,17 @@ class PackageMissing(ManyhandsError, ImportError):
     """A package that only some features need is not installed."""
 
 
+def type_in_words(value: object) -> str:
+    """The type of a value with its article, for messages.
+
+    >>> type_in_words(3), type_in_words("text")
+    ('an int', 'a str')
+    """
+    name = type(value).__name__
+    acronym = name[:2].isupper()  # an NDArray, an LSTM
+    return f"{'an' if name[0] in ('AEFHILMNORSX' if acronym else 'AEIOaeio') else 'a'} {name}"
+
+
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its message."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.device import Memory
+from manyhands.device import Device, DeviceRecord, Memory
 
 # CPU features that make low precision fast, by the kernel's names for x86 and for Arm.
 _TELLING_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "sve2", "sve", "asimd")
@@ -82,6 +82,11 @@ def host_features() -> tuple[str, ...]:
     fields = _cpuinfo()
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return tuple(flag for flag in _TELLING_FLAGS if flag in flags)
+
+
+def describe_cpu(device: Device) -> DeviceRecord:
+    """The record of the CPU, or of a virtual device made from it: the same in every framework."""
+    return DeviceRecord(device, host_name(), None, host_memory(), next(iter(host_features()), None))
 
 
 def usable_cores() -> int:

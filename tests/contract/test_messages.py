@@ -66,8 +66,8 @@ PLACEMENT: list[tuple[Callable[[Any, Any], object], str]] = [
     ),
     (
         lambda mh, x: mh.device_of("text"),
-        "NotATensor: a str has no device: there is no NAME tensor in it. A model whose parameters are not made yet has "
-        "none either",
+        "NotATensor: a str has no device: there is no tensor of NAME in it. A model whose parameters are not made yet "
+        "has none either",
     ),
     (lambda mh, x: mh.gather([], "cpu"), "BadBatch: there are no shards to put together"),
     (lambda mh, x: mh.virtual_devices(0), "VirtualDevicesError: 0 virtual devices cannot be made: ask for 1 to 64"),

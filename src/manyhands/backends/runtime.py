@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from manyhands import tree
 from manyhands.addresses import Same
-from manyhands.errors import CannotTrace
+from manyhands.errors import CannotTrace, type_in_words
 from manyhands.schedule.task import Kind, Task
 
 # Modest figures of one core: only the proportions between tasks matter, the whole is scaled to what was measured.
@@ -209,7 +209,7 @@ def split_result(
         elif isinstance(leaf, constant):
             kinds.append(Constant(leaf))
         else:
-            raise CannotTrace(f"a result is a {type(leaf).__name__}, and every call would return the same object")
+            raise CannotTrace(f"a result is {type_in_words(leaf)}, and every call would return the same object")
     return values, Outputs(unflatten, kinds)
 
 

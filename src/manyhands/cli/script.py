@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadSettings, ManyhandsError, first_line
+from manyhands.errors import BadSettings, ManyhandsError, first_line, type_in_words
 
 
 def load(text: str) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ def made_by(text: str) -> tuple[Any, Any, Any]:
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         is_row = isinstance(returned, (tuple, list))
         shown = (
-            f"a {type(returned).__name__} of length {len(returned)}"
+            f"{type_in_words(returned)} of length {len(returned)}"
             if is_row
             else f"one value of type {type(returned).__name__}"
         )

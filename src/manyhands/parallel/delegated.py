@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, overload
 from manyhands.addresses import Same
 from manyhands.backends import planning
 from manyhands.backends.runtime import Call, Run, Runtime, Traced, call_of, compared
-from manyhands.errors import CannotTrace, EngineError, NotYet, first_line
+from manyhands.errors import CannotTrace, EngineError, NotYet, first_line, type_in_words
 from manyhands.parallel.explain import advice
 from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import Planned
@@ -154,7 +154,7 @@ class Parallel(ParallelFunction[P, R]):
                 continue
             if self.backend.tasks.parts_of(value) is None:
                 raise CannotTrace(
-                    f"an argument is a {type(value).__name__}, whose contents may change unnoticed: make it a tensor"
+                    f"an argument is {type_in_words(value)}, whose contents may change unnoticed: make it a tensor"
                 )
         for value in reached.objects:
             if (kind := why_unwatched(value)) is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from manyhands.errors import EngineError
+from manyhands.errors import EngineError, type_in_words
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Planned
 from manyhands.schedule.forecast import Forecast
@@ -123,5 +123,5 @@ def _must_be_function(function: object) -> None:
         return
     advice = "write parallel(fn)(x), not parallel(fn(x)), which calls fn first"
     if type(function) is int and function > 0:
-        advice = f"a scope with so many threads is parallel(threads={function})"
-    raise EngineError(f"parallel(fn) takes a function, not {type(function).__name__}: {advice}")
+        advice = f"write parallel(threads={function}) for a scope with {function} threads"
+    raise EngineError(f"parallel(fn) takes a function, not {type_in_words(function)}: {advice}")

@@ -22,6 +22,7 @@ from manyhands.errors import (
     NotATensor,
     PlacementFailed,
     SeveralDevices,
+    type_in_words,
 )
 
 X = TypeVar("X")
@@ -110,14 +111,14 @@ class Placement(Generic[T, D, M]):
         framework = _framework_of(leaf)
         if framework not in (None, self.backend.name):
             raise ForeignTensor(
-                f"a {type(leaf).__module__}.{type(leaf).__name__} is not a {self.backend.name} tensor: convert it "
-                f"first ({_CONVERSIONS[self.backend.name]})"
+                f"a {type(leaf).__module__}.{type(leaf).__name__} is not a tensor of {self.backend.name}: convert "
+                f"it first ({_CONVERSIONS[self.backend.name]})"
             )
         return False
 
     def refuse_model(self, leaf: object, instead: str) -> None:
         if self.backend.is_model(leaf):
-            raise NotATensor(f"a {type(leaf).__name__} is not a tensor but holds them, as a model does: {instead}")
+            raise NotATensor(f"{type_in_words(leaf)} is not a tensor but holds them, as a model does: {instead}")
 
     def to_leaf(self, leaf: X, native: D) -> X:
         if self.is_tensor(leaf):

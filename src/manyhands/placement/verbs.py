@@ -18,7 +18,15 @@ from manyhands import shares as _shares
 from manyhands import tree
 from manyhands.backends.protocol import Arrival, Backend, D, M, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
-from manyhands.errors import BadBatch, DeviceError, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
+from manyhands.errors import (
+    BadBatch,
+    DeviceError,
+    DeviceMismatch,
+    NotATensor,
+    SeveralDevices,
+    VirtualDevicesError,
+    type_in_words,
+)
 from manyhands.placement.moves import VIRTUAL_DEVICES, Placement, once_each
 from manyhands.placement.virtual_devices import VirtualDeviceHolders, VirtualDevices
 
@@ -111,7 +119,7 @@ class Verbs(Generic[T, D, M]):
         placed = self._place.placed("x", x)
         if not placed:
             raise NotATensor(
-                f"a {type(x).__name__} has no device: there is no {backend.name} tensor in it. "
+                f"{type_in_words(x)} has no device: there is no tensor of {backend.name} in it. "
                 "A model whose parameters are not made yet has none either"
             )
         different = {str(backend.neutral(device)): device for _, device in placed}
@@ -249,7 +257,7 @@ class Verbs(Generic[T, D, M]):
         Leaves that are not tensors must be the same in all shards, as :func:`split` makes them.
         """
         if self._backend.is_tensor(shards) or not isinstance(shards, Sequence) or isinstance(shards, str):
-            raise BadBatch(f"a list of shards is needed, as mh.split returns it; this is a {type(shards).__name__}")
+            raise BadBatch(f"a list of shards is needed, as mh.split returns it; this is {type_in_words(shards)}")
         if not shards:
             raise BadBatch("there are no shards to put together")
         native = self._place.existing(device)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadProfile
+from manyhands.errors import BadProfile, type_in_words
 
 SCHEMA = 1
 
@@ -20,7 +20,7 @@ def read(path: Path, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise wrong(str(path), what, f"no JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise wrong(str(path), what, f"a {type(fields).__name__} instead of an object")
+        raise wrong(str(path), what, f"{type_in_words(fields)} instead of an object")
     schema = fields.get("schema")
     if schema != SCHEMA:
         raise BadProfile(

@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from manyhands.errors import type_in_words
+
 # Special methods that no operator, loop or attribute access calls on an existing object.
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__hash__"}
 _NOT_CALLED |= {"__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__", "__sizeof__", "__dir__"}
@@ -95,7 +97,7 @@ def why_unwatched(value: Any) -> str | None:
     if isinstance(value, io.IOBase):
         return "a file"
     if isinstance(value, (types.MappingProxyType, collections.ChainMap, array.array)):
-        return f"a {type(value).__name__}"
+        return f"{type_in_words(value)}"
     numpy: Any = sys.modules.get("numpy.random")
     numbers = (random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
     return "a source of random numbers" if isinstance(value, numbers) else None

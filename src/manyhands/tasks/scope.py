@@ -45,7 +45,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
-from manyhands.errors import EngineError
+from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
 from manyhands.tasks.call import Call, call_at_once, filled, name_of, thread_state
 from manyhands.tasks.node import Future, Job, raise_first_error
@@ -152,11 +152,11 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
     """
     if not callable(function):
         raise TypeError(
-            f"task(fn) takes a function, not a {type(function).__name__}: write task(fn)(x), which calls it as a task; "
+            f"task(fn) takes a function, not {type_in_words(function)}: write task(fn)(x), which calls it as a task; "
             "in task(fn(x)) it has been called already"
         )
     if not isinstance(writes, tuple):
-        raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not a {type(writes).__name__}")
+        raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not {type_in_words(writes)}")
     for write in writes:
         if isinstance(write, (*PLAIN, type)):
             raise TypeError(f"task(..., writes=...): {write!r} cannot be written to")
@@ -188,8 +188,8 @@ def waitall() -> None:
 def no_threads(threads: int) -> str:
     """The error of ``parallel(fn, threads=...)``."""
     return (
-        f"parallel(fn, threads={threads}): how many lanes a function is run on is measured, not given; leave threads "
-        f"out. Tasks have threads: with parallel(threads={threads}):"
+        f"parallel(fn, threads={threads}): the number of lanes of a function is measured, so leave threads out. For "
+        f"tasks, write with parallel(threads={threads}):"
     )
 
 

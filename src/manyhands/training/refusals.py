@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from manyhands.errors import BadBatch, BadSettings, NotATensor
+from manyhands.errors import BadBatch, BadSettings, NotATensor, type_in_words
 
 
 def not_a_model(model: Any, kind: str) -> BadSettings:
@@ -19,7 +19,7 @@ def not_a_model(model: Any, kind: str) -> BadSettings:
 
 def no_target(batch: Any) -> BadBatch:
     """The error for a batch without a target where the loss needs one."""
-    what = "this one has only one part" if isinstance(batch, (tuple, list)) else f"this is a {type(batch).__name__}"
+    what = "this one has only one part" if isinstance(batch, (tuple, list)) else f"this is {type_in_words(batch)}"
     return BadBatch(
         f"a batch (inputs, target) is needed, and {what}: give both, or a model with its own training_step(batch)"
     )

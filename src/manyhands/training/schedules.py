@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.monitor import is_known, known_figures, several_values, unknown
 from manyhands.training.limits.ending import ENDLESS
 
@@ -210,7 +210,7 @@ def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise BadSettings(f"{name}({at:g}) gave a {type(value).__name__}: {HINT}") from error
+        raise BadSettings(f"{name}({at:g}) gave {type_in_words(value)}: {HINT}") from error
     if not 0 <= number < math.inf:
         raise BadSettings(f"{name}({at:g}) gave {number}: a factor of the learning rate is zero or more")
     return number

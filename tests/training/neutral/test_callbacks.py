@@ -202,7 +202,9 @@ def test_what_does_not_go_together_is_refused() -> None:
         plan_of([BestCheckpoint("val_loss"), BestCheckpoint("val_acc")], has_run=True)
     with pytest.raises(BadSettings, match=r"2 callbacks average the weights.*give one EMA"):
         plan_of([EMA(0.9), EMA(0.99)], has_run=False)
-    with pytest.raises(BadSettings, match=r"callbacks=\[5\]: a int is no Callback; derive your class from mh.Callback"):
+    with pytest.raises(
+        BadSettings, match=r"callbacks=\[5\]: an int is not a Callback; derive your class from mh.Callback"
+    ):
         checked("callbacks", [5], Callback)
     with pytest.raises(BadSettings, match=r"EMA\(decay=1\): give a number between 0 and 1"):
         EMA(1)

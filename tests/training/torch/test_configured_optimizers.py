@@ -108,7 +108,7 @@ def test_a_key_that_is_not_supported_is_named() -> None:
     refused(with_key(strict=False), "gave 'strict': False")
     refused(with_key(opt_idx=0), "gave 'opt_idx' with a scheduler: known are scheduler, interval")
     refused(lambda one: {"optimizer": one, "frequency": 5}, "gave 'frequency' beside an optimizer: known are optimizer")
-    refused(lambda one: {"optimizer": one, "lr_scheduler": 3}, "gave a int as a scheduler")
+    refused(lambda one: {"optimizer": one, "lr_scheduler": 3}, "gave an int as a scheduler")
     refused(lambda one: ([one], [halved(one)] * 2), "two schedulers for one optimizer")
     refused(with_key(), "gave a scheduler, and the trainer has schedule=", schedule=mh.PerStep(halved))
 

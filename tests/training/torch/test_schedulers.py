@@ -114,5 +114,5 @@ def test_what_is_no_schedule() -> None:
         mh.Trainer(schedule=lr_scheduler.StepLR)
     with pytest.raises(BadSettings, match="give a function from an optimizer to a scheduler"):
         mh.PerStep(3)
-    with pytest.raises(BadSettings, match="the function gave a int"):
+    with pytest.raises(BadSettings, match="the function gave an int"):
         fit(mlp(), vectors(), 1, schedule=mh.PerStep(lambda optimizer: 3))

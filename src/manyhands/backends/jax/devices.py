@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from manyhands import machine
 from manyhands.backends.protocol import Arrival, Capabilities
-from manyhands.device import Device, DeviceRecord, Memory, no_such_device
+from manyhands.device import Device, DeviceRecord, Memory, no_such_device, too_late_for_virtual_devices
 from manyhands.errors import BadDevice, NoSuchDevice, NotATensor, SeveralDevices, VirtualDevicesError
 
 name = "jax"
@@ -79,7 +79,7 @@ def neutral(device: jax.Device) -> Device:
 
 def describe(device: jax.Device) -> DeviceRecord:
     if device.platform == "cpu":
-        return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), None)
+        return machine.describe_cpu(neutral(device))
     ordinal = device.local_hardware_id
     uuid = None if ordinal is None else machine.visible_uuid(ordinal)
     return DeviceRecord(
@@ -99,11 +99,7 @@ def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", -1)
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
-        raise VirtualDevicesError(
-            f"it is too late to make {count} virtual devices: JAX's runtime has started (the first array or "
-            f"jax.devices() starts it). Set MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call "
-            f"mh.virtual_devices({count}) before the first array"
-        ) from error
+        raise too_late_for_virtual_devices("JAX", "the first array or jax.devices()", count) from error
     # A GPU would stay JAX's default device, and every new array would be created there.
     jax.config.update("jax_platforms", "cpu")
     # XLA's pool has one thread per core. In an all-reduce each device holds one, also for steps issued ahead; when

@@ -18,7 +18,7 @@ import mxnet as mx
 from manyhands import machine
 from manyhands.backends.protocol import Arrival, Capabilities
 from manyhands.device import Device, DeviceRecord, Memory
-from manyhands.errors import BadBatch, NotATensor
+from manyhands.errors import BadBatch, NotATensor, type_in_words
 
 name = "mxnet"
 CAPABILITIES = Capabilities(
@@ -70,8 +70,7 @@ def neutral(device: mx.Context) -> Device:
 
 def describe(device: mx.Context) -> DeviceRecord:
     if device.device_type != "gpu":
-        capability = next(iter(machine.host_features()), None)
-        return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), capability)
+        return machine.describe_cpu(neutral(device))
     free, total = mx.context.gpu_memory_info(device.device_id)
     uuid = machine.visible_uuid(device.device_id)
     facts = next((gpu for gpu in machine.gpus() if gpu.uuid == uuid), None)
@@ -213,7 +212,7 @@ def move_model(model: mx.gluon.Block, device: mx.Context) -> mx.gluon.Block:
         elsewhere = [parameter for parameter in parameters.values() if parameter.list_ctx() != [device]]
     except RuntimeError:
         raise NotATensor(
-            f"a {type(model).__name__} whose parameters are not initialized cannot be moved: there is nothing to move "
+            f"{type_in_words(model)} whose parameters are not initialized cannot be moved: there is nothing to move "
             f"yet. Write net.initialize(ctx={'mh.cpu()' if device == _CPU else f'mh.gpu({device.device_id})'})"
         ) from None
     for parameter in elsewhere:

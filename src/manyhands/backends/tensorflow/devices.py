@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from manyhands import machine
 from manyhands.backends.protocol import Arrival, Capabilities
-from manyhands.device import Device, DeviceRecord
+from manyhands.device import Device, DeviceRecord, too_late_for_virtual_devices
 from manyhands.errors import (
     BadBatch,
     BadDevice,
@@ -34,6 +34,7 @@ from manyhands.errors import (
     NotATensor,
     SeveralDevices,
     VirtualDevicesError,
+    type_in_words,
 )
 
 name = "tensorflow"
@@ -117,8 +118,7 @@ def neutral(device: TensorFlowDevice) -> Device:
 def describe(device: TensorFlowDevice) -> DeviceRecord:
     kind, index = _kind_and_index(device)
     if kind == "CPU":
-        capability = next(iter(machine.host_features()), None)
-        return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), capability)
+        return machine.describe_cpu(neutral(device))
     physical = _logical("GPU")[index]
     details = tf.config.experimental.get_device_details(physical)
     uuid = machine.visible_uuid(int(physical.name.rpartition(":")[2]))
@@ -142,10 +142,7 @@ def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
             tf.config.set_logical_device_configuration(host, [tf.config.LogicalDeviceConfiguration()] * count)
             tf.config.set_visible_devices([], "GPU")
         except RuntimeError:
-            raise VirtualDevicesError(
-                f"it is too late to make {count} virtual devices: TensorFlow's runtime has started (the first tensor "
-                f"starts it). Call mh.virtual_devices({count}) before, or set MANYHANDS_VIRTUAL_DEVICES={count}"
-            ) from None
+            raise too_late_for_virtual_devices("TensorFlow", "the first tensor", count) from None
     _virtual_count = count
 
 
@@ -228,7 +225,7 @@ def rows(tensor: Any) -> int | None:
     _refuse_symbolic(tensor)
     if _is_composite(tensor) and not isinstance(tensor, tf.RaggedTensor):
         cure = "make it dense first (tf.sparse.to_dense(x), tf.convert_to_tensor(x))"
-        raise BadBatch(f"a {type(tensor).__name__} cannot be split into shards or joined from them: {cure}")
+        raise BadBatch(f"{type_in_words(tensor)} cannot be split into shards or joined from them: {cure}")
     return int(tensor.shape[0]) if len(tensor.shape) else None
 
 
@@ -273,7 +270,7 @@ def move_model(model: Any, device: TensorFlowDevice) -> Any:
         return model
     place = "mh.cpu()" if device == cpu() else f"mh.gpu({neutral(device).index})"
     raise NotATensor(
-        f"a {type(model).__name__} cannot be moved to {neutral(device)}: TensorFlow's variables stay where they are "
+        f"{type_in_words(model)} cannot be moved to {neutral(device)}: TensorFlow's variables stay where they are "
         f"made. Make and build it there:\n    with {place}:\n        net = ...; net.build(...)\n"
         "and carry weights over with net.set_weights(other.get_weights())"
     )
@@ -334,7 +331,7 @@ def _device_of_parts(composite: Any) -> TensorFlowDevice:
     devices = list(dict.fromkeys(device_of(part) for part in _parts(composite)))
     if len(devices) != 1:
         names = ", ".join(str(neutral(device)) for device in devices)
-        where = f"a {type(composite).__name__} is not on one device, its parts are on {names or 'none'}"
+        where = f"{type_in_words(composite)} is not on one device, its parts are on {names or 'none'}"
         raise SeveralDevices(f"{where}: mh.to(x, device) puts all of it on one")
     return devices[0]
 

@@ -71,8 +71,7 @@ def neutral(device: torch.device) -> Device:
 
 def describe(device: torch.device) -> DeviceRecord:
     if device.type == "cpu" or virtual.stands_in():
-        capability = torch.backends.cpu.get_cpu_capability()
-        return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), capability)
+        return machine.describe_cpu(neutral(device))
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceRecord(

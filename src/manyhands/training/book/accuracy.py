@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic
 from manyhands import shares, tree
 from manyhands.backends.protocol import Backend, D
 from manyhands.device import Device
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.errors import BadBatch, DeviceMismatch, NotATensor, type_in_words
 from manyhands.placement.moves import Placement
 
 Answer = Callable[[Any], Any]
@@ -113,7 +113,7 @@ class Accuracy(abc.ABC, Generic[D]):
         """
         if not isinstance(net, self.models):
             raise NotATensor(
-                f"a {type(net).__name__} cannot be copied to several devices, a {self.model_name} can: "
+                f"{type_in_words(net)} cannot be copied to several devices, a {self.model_name} can: "
                 "evaluate_accuracy_gpu takes any function"
             )
         split = split_f or functools.partial(_split, self.place)

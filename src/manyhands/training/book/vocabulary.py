@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
-from manyhands.errors import PackageMissing
+from manyhands.errors import PackageMissing, type_in_words
 
 Member = TypeVar("Member")
 
@@ -76,13 +76,13 @@ def add_to_class(Class: type) -> Callable[[Member], Member]:
     works in the body of a class.
     """
     if not isinstance(Class, type):
-        raise TypeError(f"add_to_class wants a class, {Class!r} is a {type(Class).__name__}: write add_to_class(Name)")
+        raise TypeError(f"add_to_class wants a class, {Class!r} is {type_in_words(Class)}: write add_to_class(Name)")
 
     def add(member: Member) -> Member:
         function = getattr(member, "fget", None) or getattr(member, "func", None) or member
         name = getattr(function, "__name__", None)
         if name is None:
-            raise TypeError(f"a {type(member).__name__} has no name under which it could be added: decorate a function")
+            raise TypeError(f"{type_in_words(member)} has no name under which it could be added: decorate a function")
         setattr(Class, name, member)
         if hasattr(type(member), "__set_name__"):  # the class body would have called it
             member.__set_name__(Class, name)  # type: ignore[attr-defined]

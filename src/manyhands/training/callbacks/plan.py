@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
 from manyhands.training.callbacks.callback import Averaging, Callback
 
@@ -57,7 +57,7 @@ def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
             raise BadSettings(f"{option}=[{value.__name__}]: this is the class; make one, {value.__name__}(...)")
         if not isinstance(value, kind):
             raise BadSettings(
-                f"{option}=[{value!r}]: a {type(value).__name__} is no {name}; derive your class from mh.{name}"
+                f"{option}=[{value!r}]: {type_in_words(value)} is not a {name}; derive your class from mh.{name}"
                 + (" (callbacks of Keras and Lightning have other events)" if name == "Callback" else "")
             )
         _check_events(value)

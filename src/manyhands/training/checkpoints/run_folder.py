@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadRunFolder
+from manyhands.errors import BadRunFolder, type_in_words
 from manyhands.training.checkpoints import atomic_files, run_lock, store
 from manyhands.training.checkpoints.run_lock import RunLock
 
@@ -218,7 +218,7 @@ class RunFolder:
         except ValueError as error:
             raise BadRunFolder(f"{self.config_path} is not JSON: {error}.") from error
         if not isinstance(value, dict):
-            raise BadRunFolder(f"{self.config_path} holds a {type(value).__name__}, not a JSON object.")
+            raise BadRunFolder(f"{self.config_path} holds {type_in_words(value)}, not a JSON object.")
         return value
 
     @config.setter

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadCheckpoint, CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
+from manyhands.errors import (
+    BadCheckpoint,
+    CheckpointDamaged,
+    CheckpointNotWritten,
+    NoCheckpoint,
+    NotJson,
+    type_in_words,
+)
 from manyhands.training.checkpoints import atomic_files
 from manyhands.training.checkpoints import folder as checkpoint_folder
 
@@ -120,9 +127,7 @@ def _check_arguments(step: int, blobs: Mapping[str, bytes], keep: int | None) ->
         if not isinstance(name, str) or not _BLOB.fullmatch(name):
             raise BadCheckpoint(f"a blob's name becomes a file's: letters, digits and _ . - only, not {name!r}.")
         if not isinstance(blob, bytes):
-            raise BadCheckpoint(
-                f"the blob {name!r} is a {type(blob).__name__}: serialise it to safetensors bytes first."
-            )
+            raise BadCheckpoint(f"the blob {name!r} is {type_in_words(blob)}: serialise it to safetensors bytes first.")
     if len({name.casefold() for name in blobs}) < len(blobs):
         raise BadCheckpoint(f"two blobs differ only by capital letters, and so may be one file: {sorted(blobs)}.")
 

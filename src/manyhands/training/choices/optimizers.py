@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 
 _SGD_RATE = 0.1  # of plain SGD, which is trained with where no optimizer is given
 
@@ -106,7 +106,7 @@ class Optimizers:
         made = make(**rate)
         if not isinstance(made, self.finished[0]):
             raise BadSettings(
-                f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to return an "
+                f"optimizer= gave {type_in_words(made)}: a function of the learning rate has to return an "
                 f"optimizer of {self.where}, as lambda rate: {self.example}(rate)"
             )
         return made

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
+from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint, type_in_words
 from manyhands.placement import moves
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
@@ -61,7 +61,7 @@ def arrays(data: Any) -> Arrays:
     """:meth:`Recipes.arrays` of the frameworks whose sources are NumPy's arrays."""
     arrays_or_loader = source(data)
     if not isinstance(arrays_or_loader, Arrays):
-        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
+        raise BadSettings(f"give the data as (X, y) arrays, not {type_in_words(data)}")
     return arrays_or_loader
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
+from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint, type_in_words
 from manyhands.training.data.order import Cursor, Window
 
 B = TypeVar("B")
@@ -171,8 +171,7 @@ def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
         raise BadBatch(f"a {name} without an end was given: its first epoch would never end. {END_IT}")
     if epochs > 1 and is_used_up(loader):
         raise BadBatch(
-            f"a {type(loader).__name__} can be iterated only once, and max_epochs is {epochs}. {_AGAIN}, or "
-            "max_epochs=1"
+            f"{type_in_words(loader)} can be iterated only once, and max_epochs is {epochs}. {_AGAIN}, or max_epochs=1"
         )
 
 
@@ -198,7 +197,7 @@ def _no_batch(loader: Any, epoch: int) -> BadBatch:
     if not isinstance(loader, Iterator):
         return BadBatch("the loader gave no batch: it has no samples")
     return BadBatch(
-        f"there is no batch left for epoch {epoch + 1}: a {type(loader).__name__} can be iterated only once, and this "
+        f"there is no batch left for epoch {epoch + 1}: {type_in_words(loader)} can be iterated only once, and this "
         f"one is used up. {_AGAIN}"
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from manyhands import tree
-from manyhands.errors import BadSettings, ManyhandsError, MetricFailed
+from manyhands.errors import BadSettings, ManyhandsError, MetricFailed, type_in_words
 from manyhands.training.evaluation.pieces import Join, Pieces
 
 _RESERVED = ("loss", "acc")
@@ -198,7 +198,7 @@ def _in_words(value: Any) -> str:
     if isinstance(value, Mapping):
         paths = tree.paths(structure, "")
         return f"a dict: {', '.join(f'{path} {shape}' for path, shape in zip(paths, shapes, strict=True))}"
-    return shapes[0] if len(shapes) == 1 else f"a {type(value).__name__} of {', '.join(shapes)}"
+    return shapes[0] if len(shapes) == 1 else f"{type_in_words(value)} of {', '.join(shapes)}"
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -212,4 +212,4 @@ def _plain(value: Any, name: str) -> Any:
         return values[0] if len(values) == 1 else values
     if isinstance(value, (bool, int, float)):
         return float(value) if math.isfinite(value) else None
-    raise BadSettings(f"metric {name!r} gave a {type(value).__name__}: return a number, or an array of numbers")
+    raise BadSettings(f"metric {name!r} gave {type_in_words(value)}: return a number, or an array of numbers")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands import tree
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, type_in_words
 
 _AT_ONCE = 512  # samples: evaluation keeps nothing for gradients
 _TIMES = 8  # as many samples as a training step, where that takes few
@@ -91,7 +91,7 @@ def check_rows(outputs: Any, samples: int) -> None:
     for leaf, path in zip(leaves, tree.paths(structure, "output"), strict=True):
         shape = getattr(leaf, "shape", None)
         if shape is None or not len(shape) or int(shape[0]) != samples:
-            shown = f"a {type(leaf).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
+            shown = f"{type_in_words(leaf)}" if shape is None else f"an array of shape {tuple(shape)}"
             raise BadBatch(
                 f"the model answers {samples} samples with {shown} ({path}): predictions and metrics need arrays with "
                 "one row per sample. Let the model return only those in evaluation mode"

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from manyhands.errors import BadBatch, BadSettings, ManyhandsError
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.evaluation.inputs import input_count
@@ -77,7 +77,7 @@ class Supervised:
         answer, target, loss = _widened(_answer(model, batch[:-1])), batch[-1], self.loss_of(model)
         if loss is cross_entropy and not isinstance(answer, jax.Array):
             raise BadSettings(
-                f"{type(model).__name__} answers with a {type(answer).__name__}, and the default loss, cross-entropy, "
+                f"{type(model).__name__} answers with {type_in_words(answer)}, and the default loss, cross-entropy, "
                 "takes an array of class scores: give the trainer loss=, a function of this answer and the target"
             )
         if self.labels is not None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.jax import linen
 
@@ -51,7 +51,7 @@ class Skeleton:
             _check_wrt(model, wrt, self._pure("parameters"))
         if not jax.tree.leaves(self._pure("parameters")):
             lazy = f": initialise it, {linen.HOW}" if isinstance(model, nnx.bridge.ToNNX) else ""
-            raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained{lazy}")
+            raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained{lazy}")
 
     def numbers(self, model: nnx.Module) -> Numbers:
         """All numbers of a model of this kind; variables that a call has added to it are left out."""

@@ -14,7 +14,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import launcher, refusals
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
@@ -48,7 +48,7 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
     check_block(model)
     parameters = replicas.distinct(model)
     if all(parameter.grad_req == "null" for parameter in parameters):
-        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+        raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
     if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in parameters):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
     if settings.step.batch_stats == "global" and devices > 1 and replicas.normalises(model):

@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.loss.loss_sum import LossSum
@@ -61,7 +61,7 @@ class Objective:
             self.labels.learn(answer.shape)
         if isinstance(self.loss, gluon.loss.Loss) and not isinstance(answer, mx.nd.NDArray):
             raise BadBatch(
-                f"the model answers with a {type(answer).__name__}, and {type(self.loss).__name__} takes one array: "
+                f"the model answers with {type_in_words(answer)}, and {type(self.loss).__name__} takes one array: "
                 "give loss=lambda answer, target: ..., which chooses what is compared with the target"
             )
         try:

@@ -15,7 +15,7 @@ import mxnet as mx
 from mxnet import gluon
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
@@ -68,7 +68,7 @@ class Trainer(BaseTrainer):
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
         if isinstance(self._option("schedule"), mx.lr_scheduler.LRScheduler):
             raise BadSettings(
-                f"schedule: a {type(self._option('schedule')).__name__} returns learning rates, and a schedule returns "
+                f"schedule: {type_in_words(self._option('schedule'))} returns learning rates, and a schedule returns "
                 "factors of the rate: give it to the optimizer, mx.optimizer.SGD(lr_scheduler=...), or a function "
                 "from how much of the training is done (0 to 1) to a factor"
             )
@@ -190,12 +190,12 @@ def _source(data: Any, *, shuffle: bool) -> Source:
         return sources.source(tuple(map(sources.as_numpy, data._data)), shuffle=shuffle)
     if isinstance(data, gluon.data.Dataset):
         raise BadSettings(
-            f"a {type(data).__name__} gives samples one by one: give gluon.data.DataLoader(dataset, batch_size), or "
+            f"{type_in_words(data)} gives samples one by one: give gluon.data.DataLoader(dataset, batch_size), or "
             "(X, y) arrays"
         )
     if isinstance(data, mx.io.DataIter):
         raise BadSettings(
-            f"a {type(data).__name__} gives batches of MXNet's older kind, once, until it is reset: give "
+            f"{type_in_words(data)} gives batches of MXNet's older kind, once, until it is reset: give "
             "gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size), or (X, y) arrays"
         )
     if isinstance(data, gluon.data.DataLoader):

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
@@ -47,7 +47,7 @@ def materialise(model: Any, data: Source) -> None:
             shapes = keras.tree.map_structure(_shape, few)
             checked_answer(model, parts_of(model, shapes), training=False)
     if not model.trainable_variables:
-        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+        raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
 
 
 def _shape(part: Any) -> Any:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.book.module import Module, before_softmax, cross_entropy
@@ -129,7 +129,7 @@ def _answer(model: Any, parts: Parts, labels: ClassLabels | None = None, *, trai
 def _check_scores(answer: Any, parts: Parts) -> None:
     if not tf.is_tensor(answer):
         raise BadSettings(
-            f"the model gives a {type(answer).__name__} of {len(answer)}, and the default loss is the cross-entropy of "
+            f"the model gives {type_in_words(answer)} of {len(answer)}, and the default loss is the cross-entropy of "
             "one tensor of class scores: give loss=... (one of Keras's, or a function of y_true and y_pred for each "
             "output), or a model with its own training_step(batch)"
         )

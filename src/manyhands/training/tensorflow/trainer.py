@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from manyhands.backends.tensorflow import devices as backend
-from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.errors import BadSettings, WorkerFailed, type_in_words
 from manyhands.training import launcher
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
@@ -66,7 +66,7 @@ class Trainer(BaseTrainer):
     def _check_options(self) -> None:
         if isinstance(self._option("schedule"), keras.optimizers.schedules.LearningRateSchedule):
             raise BadSettings(
-                f"schedule= is a {type(self._option('schedule')).__name__} of Keras, a function of the step that gives "
+                f"schedule= is {type_in_words(self._option('schedule'))} of Keras, a function of the step that gives "
                 "a learning rate: give it to the optimizer, keras.optimizers.SGD(your_schedule). Here a schedule is a "
                 "function from how much of the training is done (0 to 1) to a factor of the learning rate"
             )

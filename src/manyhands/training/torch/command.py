@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.order import spread
@@ -41,7 +41,7 @@ from_first = world.from_first
 def arrays(data: Any) -> Arrays:
     arrays = source(data)
     if not isinstance(arrays, Arrays):
-        raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
+        raise BadSettings(f"give the data as (X, y) tensors or arrays, not {type_in_words(data)}")
     return arrays
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch.step.several_optimizers import Entry, Key, Several
 
@@ -51,7 +51,7 @@ def configured(value: Any) -> Configured:
         optimizers = dict(enumerate(value)) if len(value) > 1 else {None: value[0]}
     else:
         raise BadSettings(
-            f"the function for the optimizer (or the model's {_WHO}) gave a {type(value).__name__}: it must give a "
+            f"the function for the optimizer (or the model's {_WHO}) gave {type_in_words(value)}: it must give a "
             "torch.optim.Optimizer, or a list or dict of them, as Lightning's does. Schedulers may be given with them, "
             "or to the trainer: schedule=mh.PerEpoch(make) or mh.PerStep(make)"
         )
@@ -86,7 +86,7 @@ def _entry(entry: Any) -> tuple[Entry, PerStep | PerEpoch | None]:
     if isinstance(entry, torch.optim.Optimizer):
         return Entry(entry), None
     if not isinstance(entry, Mapping) or not isinstance(entry.get("optimizer"), torch.optim.Optimizer):
-        raise BadSettings(f"{_WHO} gave a {type(entry).__name__} among its optimizers: {_FORMS}")
+        raise BadSettings(f"{_WHO} gave {type_in_words(entry)} among its optimizers: {_FORMS}")
     _check_keys(entry, _OF_OPTIMIZER, "beside an optimizer")
     every = entry.get("every", 1)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -103,7 +103,7 @@ def _with_owner(config: Any, entries: Mapping[Any, Entry]) -> tuple[Any, PerStep
         if schedule.make.optimizer is entry.optimizer:
             return key, schedule
     raise BadSettings(
-        f"{_WHO} gave a {type(schedule.make).__name__} of an optimizer that it did not give: make it of one of those"
+        f"{_WHO} gave {type_in_words(schedule.make)} of an optimizer that it did not give: make it of one of those"
     )
 
 
@@ -115,7 +115,7 @@ def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
     scheduler, interval = config.get("scheduler"), config.get("interval", "epoch")
     if not isinstance(scheduler, LRScheduler):
         raise BadSettings(
-            f"{_WHO} gave a {type(scheduler).__name__} as a scheduler: give one of torch.optim.lr_scheduler, "
+            f"{_WHO} gave {type_in_words(scheduler)} as a scheduler: give one of torch.optim.lr_scheduler, "
             "{'optimizer': optimizer, 'lr_scheduler': {'scheduler': scheduler, 'interval': 'step'}}"
         )
     if interval not in ("step", "epoch"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch.configured import Configured
 from manyhands.training.torch.state import plain_json
@@ -65,7 +65,7 @@ class Scheduler:
         scheduler = schedule.make(self.stand_in)
         if not isinstance(scheduler, LRScheduler):
             raise BadSettings(
-                f"{type(schedule).__name__}: the function gave a {type(scheduler).__name__}, and a scheduler of "
+                f"{type(schedule).__name__}: the function gave {type_in_words(scheduler)}, and a scheduler of "
                 "torch.optim.lr_scheduler is needed"
             )
         return scheduler
@@ -75,7 +75,7 @@ class Scheduler:
         plateaus = [isinstance(part, ReduceLROnPlateau) for part in _parts(self.scheduler)]
         if any(plateaus[1:]):
             raise BadSettings(
-                f"a {type(self.scheduler).__name__} with a ReduceLROnPlateau in it cannot be stepped with a figure: "
+                f"{type_in_words(self.scheduler)} with a ReduceLROnPlateau in it cannot be stepped with a figure: "
                 "give the ReduceLROnPlateau alone, schedule=mh.PerEpoch(make, monitor='val_loss')"
             )
         if plateaus[0] and self.per_step:

@@ -18,7 +18,7 @@ from manyhands import tree
 from manyhands.backends.torch.capture.trace import Trace, is_check
 from manyhands.backends.torch.compat import tree_leaves
 from manyhands.backends.torch.virtual import VirtualTensor
-from manyhands.errors import CannotTrace, MustRunAsWritten
+from manyhands.errors import CannotTrace, MustRunAsWritten, type_in_words
 from manyhands.python_code.names import is_foreign
 
 _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
@@ -35,7 +35,7 @@ def refuse_uncomparable_arguments(tensors: Sequence[torch.Tensor], others: Seque
             raise MustRunAsWritten(f"an argument is not an ordinary tensor: {type(tensor).__name__}, {tensor.layout}")
     for leaf in others:
         if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)) and not _is_of_the_user(type(leaf)):
-            raise CannotTrace(f"an argument is a {type(leaf).__name__}: its contents may change unnoticed")
+            raise CannotTrace(f"an argument is {type_in_words(leaf)}: its contents may change unnoticed")
 
 
 def _is_of_the_user(kind: type) -> bool:
@@ -50,8 +50,7 @@ def refuse_unknown_results(result: Any) -> None:
     for leaf in tree_leaves(result):
         if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
             raise CannotTrace(
-                f"a result is a {type(leaf).__name__}: return tensors and numbers "
-                "in lists, tuples, dicts and dataclasses"
+                f"a result is {type_in_words(leaf)}: return tensors and numbers in lists, tuples, dicts and dataclasses"
             )
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             raise CannotTrace(

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.loss.batch_parts import answer_of, parts_of
 
@@ -44,7 +44,7 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
             new_model.compile(loss=model.loss, loss_weights=model._compile_loss._user_loss_weights)
     except Exception as error:
         raise BadSettings(
-            f"a {type(model).__name__} cannot be recreated in {policy or 'its own precision'} "
+            f"{type_in_words(model)} cannot be recreated in {policy or 'its own precision'} "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}). "
             f"Make it so yourself: keras.config.set_dtype_policy({policy!r}) before the model, and precision='auto'"
         ) from error
@@ -76,7 +76,7 @@ def _take_over(new_model: Any, model: Any) -> None:
     new_weights, weights = new_model.weights, model.weights
     if [tuple(weight.shape) for weight in new_weights] != [tuple(weight.shape) for weight in weights]:
         raise BadSettings(
-            f"a {type(model).__name__} that is recreated from its get_config() has other weights: make the model "
+            f"{type_in_words(model)} that is recreated from its get_config() has other weights: make the model "
             "yourself in the precision that you want, and leave precision='auto'"
         )
     for variable, other in zip(new_weights, weights, strict=True):

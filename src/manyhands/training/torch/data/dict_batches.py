@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, type_in_words
 from manyhands.training.evaluation.inputs import LABELS
 
 
@@ -43,7 +43,7 @@ def loss_of(output: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> An
     unused = f" ({_listed(left)} of the batch: forward has no argument of that name)" if left else ""
     raise BadBatch(
         f"a batch is a dict with {_listed(batch)}, it was given to {name} as {name}(**batch), and there is no loss in "
-        f"the output, a {type(output).__name__}{unused}. Let forward return an object with .loss or a dict with "
+        f"the output, {type_in_words(output)}{unused}. Let forward return an object with .loss or a dict with "
         "'loss'; or give the trainer loss=function of (output, batch), or the model a training_step(batch)"
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import OWN_STEP, why_no_classes
 from manyhands.training.torch.book.module import Module
@@ -40,7 +40,7 @@ def check_is_module(model: Any) -> None:
 def check_trainable(model: Any) -> None:
     check_is_module(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+        raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
 
 
 def is_lazy(model: torch.nn.Module) -> bool:

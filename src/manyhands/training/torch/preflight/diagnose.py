@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
+from manyhands.errors import type_in_words
 from manyhands.training import refusals
 from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
 from manyhands.training.torch.data.samples import can_be_read, few_samples
@@ -251,14 +252,14 @@ def _of_answer(job: Job) -> str | None:
         return None
     if isinstance(answer, Mapping):
         kind, part = (
-            f"a {type(answer).__name__} with {', '.join(map(repr, answer))}",
+            f"{type_in_words(answer)} with {', '.join(map(repr, answer))}",
             f"[{next(iter(answer))!r}]",
         )
     elif isinstance(answer, (tuple, list)):
         shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
-        kind, part = f"a {type(answer).__name__} of {len(answer)} parts ({shapes})", "[0]"
+        kind, part = f"{type_in_words(answer)} of {len(answer)} parts ({shapes})", "[0]"
     else:
-        kind, part = f"a {type(answer).__name__}", ".logits"
+        kind, part = f"{type_in_words(answer)}", ".logits"
     name = getattr(loss, "__name__", f"{type(loss).__name__}()")
     call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
     return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda answer, y: {call}(answer{part}, y)"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 
-from manyhands.errors import WrongCheckpoint
+from manyhands.errors import WrongCheckpoint, type_in_words
 from manyhands.training.checkpoints.tensors import refuse_others
 
 _RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
@@ -82,7 +82,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
                 numbers[f"{index}.{name}"] = value
             else:
                 raise WrongCheckpoint(
-                    f"the optimizer {type(optimizer).__name__} keeps a {type(value).__name__} as {name!r}: only "
+                    f"the optimizer {type(optimizer).__name__} keeps {type_in_words(value)} as {name!r}: only "
                     "tensors and plain numbers can be saved"
                 )
     return tensors, numbers

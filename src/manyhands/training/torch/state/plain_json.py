@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands.errors import type_in_words
+
 _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
 _LONG = 100
 _KINDS = {kind: name for name, kind in _COLLECTIONS.items()}
@@ -40,7 +42,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         tensor = torch.as_tensor(value)  # NumPy's own kinds of numbers that PyTorch does not have are a TypeError
         name = _added(tensor, tensors)
         return {"array": name} if isinstance(value, np.ndarray) else {"tensor": [name, tensor.device.type == "cpu"]}
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type_in_words(value)} has no form in JSON")
 
 
 def _added(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:

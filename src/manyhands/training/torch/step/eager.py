@@ -19,7 +19,7 @@ import torch
 
 from manyhands import tree
 from manyhands.backends.torch import compat
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows, tensors_in
@@ -267,7 +267,7 @@ class EagerStep:
             return self.model(*part[:-1])
         raise BadBatch(
             "every rank has to take part in every layer, also one without samples (batch_stats='global', shard=True), "
-            f"and the trainer cannot tell what of a {type(part).__name__} the model's inputs are: give batches "
+            f"and the trainer cannot tell what of {type_in_words(part)} the model's inputs are: give batches "
             "(inputs, target)"
         )
 
