@@ -2,22 +2,30 @@
 
     python benchmarks/compile_backend.py                  every net (torchvision's, where it is installed)
     python benchmarks/compile_backend.py --rows resnet18,mlps
+    python benchmarks/compile_backend.py --first          only the first three steps, each way in a fresh process
     python benchmarks/compile_backend.py --tiny           small sizes on any device: a try, no figures to quote
 
 The loop is the one that people write: bfloat16 autocast around the compiled model and the loss, `loss.backward()` and
 `optimizer.step()` outside. All ways begin with the same weights and see the same batches; their losses are compared
 first. Then they are timed in turns; a row shows the median milliseconds of a step, and what the first three steps took,
 compilation and planning included. Exits with 1 if a row is slower than eager.
+
+`--first` measures those first steps fairly: every net and way in a process of its own, with empty caches, `--jobs` of
+them at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -129,17 +137,61 @@ def row(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], device
     return spent["manyhands"] <= spent["eager"]
 
 
+def first_steps(name: str, way: str, tiny: bool, device: str) -> float:
+    """Seconds of a way's first three steps; what any program needs before (the GPU, libraries) is done before."""
+    torch.manual_seed(0)
+    make, shape = rows(tiny)[name]
+    net = make()
+    Loop(net, WAYS["eager"], shape, device).steps(2)
+    loop = Loop(net, WAYS[way], shape, device)
+    return seconds(lambda: loop.steps(3), device)
+
+
+def compare_first_steps(chosen: list[str], ways: list[str], tiny: bool, jobs: int) -> None:
+    """Print the seconds of the first three steps of each net and way, each in a fresh process."""
+
+    def measured(name: str, way: str) -> float:
+        with tempfile.TemporaryDirectory() as empty:
+            caches = {"XDG_CACHE_HOME": empty, "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
+            command = [sys.executable, __file__, "--rows", name, "--ways", way, "--first", "--jobs", "0"]
+            answer = subprocess.run(
+                command + ["--tiny"] * tiny,
+                env=os.environ | caches | {"TRITON_CACHE_DIR": f"{empty}/triton"},
+                text=True,
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+        return float(answer.stdout.split()[-1])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        answers = {name: {way: pool.submit(measured, name, way) for way in ways} for name in chosen}
+    for name, by_way in answers.items():
+        spent = {way: answer.result() for way, answer in by_way.items()}
+        both = {"manyhands", "inductor"} <= spent.keys()
+        ratio = f"  {spent['manyhands'] / spent['inductor']:.2f} of Inductor's" if both else ""
+        print(f"{name:14s} " + "  ".join(f"{way} {spent[way]:5.1f} s" for way in ways) + ratio, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="")
     parser.add_argument("--ways", default="eager,manyhands,inductor")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--first", action="store_true", help="only the first three steps, each way in a fresh process")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time, with --first; 0: in this process")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.first and not options.jobs:
+        print(first_steps(options.rows, options.ways, options.tiny, device))
+        return 0
     chosen = options.rows.split(",") if options.rows else list(rows(options.tiny))
     print(
         f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, batch of bfloat16"
     )
+    if options.first:
+        ways = [way for way in options.ways.split(",") if way != "eager"]
+        compare_first_steps(chosen, ways, options.tiny, options.jobs)
+        return 0
     good = [row(name, *rows(options.tiny)[name], device, options.ways.split(",")) for name in chosen]
     return 0 if all(good) else 1
 
