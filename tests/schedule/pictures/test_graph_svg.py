@@ -149,6 +149,23 @@ def test_branches_that_are_alike_are_not_folded() -> None:
     assert len(boxes(one_lane(graph(branches)))) == 5
 
 
+def test_updates_that_wait_for_the_same_task_are_one_box() -> None:
+    source = Task("mm", writes=frozenset({1}))
+    updates = [Task("add_", frozenset({1}), frozenset({number}), seconds=1e-6) for number in range(2, 6)]
+    made = one_lane(graph([source, *updates]))
+    assert len(boxes(made)) == 2
+    assert ">add_ x 4<" in graph_svg.svg(made)
+    assert ">4 us<" in graph_svg.svg(made)
+    assert len(boxes(one_lane(graph([source, *updates[:2]])))) == 3, "two are drawn one by one"
+    reader = Task("sum", frozenset({2}), frozenset({7}))
+    assert len(boxes(one_lane(graph([source, *updates, reader])))) == 4, "one of them is needed: it stands alone"
+    counters = [Task("count_", writes=frozenset({number})) for number in range(11, 15)]
+    with_block = [task for pair in zip(counters, chain(*["relu"] * 4), strict=True) for task in pair]
+    assert len(boxes(one_lane(graph(with_block)))) == 2, "counters are no part of a block that they stand between"
+    others = [Task("sin", frozenset({1}), frozenset({number})) for number in range(2, 6)]
+    assert len(boxes(one_lane(graph([source, *others])))) == 5, "results are branches"
+
+
 def test_branches_on_one_lane_stand_side_by_side() -> None:
     source = Task("split", writes=frozenset({1}))
     branches = [Task(name, frozenset({1}), frozenset({number})) for number, name in enumerate(("mm", "sin"), 2)]

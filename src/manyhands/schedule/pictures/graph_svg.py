@@ -6,6 +6,8 @@ with its count:
 
     conv relu conv relu conv relu add   ->   [conv relu] x 3, add
 
+Updates of many weights that wait for the same task are one box, too: ``add_ x 8``.
+
 On one lane the columns are chains instead, so that branches stand side by side.
 """
 
@@ -49,7 +51,7 @@ def svg(schedule: Schedule) -> str:
     groups, names, word = _groups(schedule)
     needs = visible_needs(schedule)
     blocks, drawn_as = _folded(schedule, groups, needs)
-    needs = _of_drawn(needs, drawn_as)
+    needs, bundles = _bundled(schedule, groups, _of_drawn(needs, drawn_as), blocks)
     columns, rows = _columns(schedule, groups, needs)
     across = {(need, task) for task, needed in needs.items() for need in needed if groups[need] != groups[task]}
     used = sorted({groups[task] for task in needs})
@@ -72,7 +74,7 @@ def svg(schedule: Schedule) -> str:
             for task, needed in needs.items()
             for need in sorted(needed)
         ),
-        *(_drawn_task(schedule.graph.tasks[task], place) for task, place in places.items()),
+        *(_drawn_task(bundles.get(task) or [schedule.graph.tasks[task]], place) for task, place in places.items()),
     ]
     return "\n".join([*parts, "</svg>"])
 
@@ -109,8 +111,10 @@ def _folded(
     drawn_as = {task: task for task in needs}
     blocks: list[_Block] = []
     position = {task: place for place, task in enumerate(schedule.order)}
+    needed = set[int]().union(*needs.values())
+    connected = [task for task in needs if needs[task] or task in needed or not _is_update(schedule, task)]
     for group in sorted(set(groups)):
-        tasks = sorted((task for task in needs if groups[task] == group), key=position.__getitem__)
+        tasks = sorted((task for task in connected if groups[task] == group), key=position.__getitem__)
         words = [(schedule.graph.tasks[task].name, schedule.graph.tasks[task].detail) for task in tasks]
         start = 0
         while start < len(tasks):
@@ -144,6 +148,29 @@ def _of_drawn(needs: dict[int, set[int]], drawn_as: dict[int, int]) -> dict[int,
     for task, needed in needs.items():
         drawn_needs.setdefault(drawn_as[task], set()).update(drawn_as[need] for need in needed)
     return {task: {need for need in needed if need < task} for task, needed in sorted(drawn_needs.items())}
+
+
+def _bundled(
+    schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]], blocks: Sequence[_Block]
+) -> tuple[dict[int, set[int]], dict[int, list[Task]]]:
+    """Needs without updates that are drawn with others, and for the first of such updates all that its box stands for.
+
+    Updates (``add_``) are bundled if nothing needs them, and if they need the same tasks.
+    """
+    tasks = schedule.graph.tasks
+    needed = set[int]().union(*needs.values(), *(block.tasks for block in blocks))
+    alike: dict[tuple[int, str, frozenset[int]], list[int]] = {}
+    for task, needs_of_task in needs.items():
+        if task not in needed and _is_update(schedule, task):
+            alike.setdefault((groups[task], tasks[task].name, frozenset(needs_of_task)), []).append(task)
+    bundles = [bundle for bundle in alike.values() if len(bundle) >= _LEAST]
+    hidden = {task for bundle in bundles for task in bundle[1:]}
+    visible = {task: needs_of_task for task, needs_of_task in needs.items() if task not in hidden}
+    return visible, {bundle[0]: [tasks[task] for task in bundle] for bundle in bundles}
+
+
+def _is_update(schedule: Schedule, task: int) -> bool:
+    return schedule.graph.tasks[task].name.endswith("_")
 
 
 def _columns(
@@ -180,7 +207,7 @@ def _legend(schedule: Schedule) -> list[tuple[str, str]]:
             seconds, count = work.get(task.name, (0.0, 0))
             work[task.name] = seconds + task.seconds, count + 1
     most = sorted(work, key=lambda name: -work[name][0])[:_IN_LEGEND]
-    return [(colour_of(name), f"{name}: {work[name][1]} times, {_time(work[name][0])}") for name in most]
+    return [(colour_of(name), f"{name} x {work[name][1]}: {_time(work[name][0])}") for name in most]
 
 
 def _time(seconds: float) -> str:
@@ -243,16 +270,18 @@ def _drawn_need(start: tuple[float, float], end: tuple[float, float], *, crosses
     )
 
 
-def _drawn_task(task: Task, place: tuple[float, float]) -> str:
+def _drawn_task(tasks: Sequence[Task], place: tuple[float, float]) -> str:
+    """A box for a task, or for several of the same name."""
     x, y = place
     middle = x + _WIDTH / 2
-    below = ", ".join(part for part in (task.detail, _time(task.seconds)) if part)
+    task, seconds = tasks[0], sum(task.seconds for task in tasks)
+    name, detail = (task.name, task.detail) if len(tasks) == 1 else (f"{task.name} x {len(tasks)}", "")
+    below = ", ".join(part for part in (detail, _time(seconds)) if part)
     return (
-        f"<g><title>{escape(task.name)} {escape(task.detail)}: {task.seconds * 1e6:.1f} us on {escape(task.device)}"
-        "</title>"
+        f"<g><title>{escape(name)} {escape(detail)}: {seconds * 1e6:.1f} us on {escape(task.device)}</title>"
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(task.name)}"/>'
         f'<text x="{middle}" y="{y + 14}" text-anchor="middle" fill="white" font-weight="bold">'
-        f"{escape(_short(task.name, 18))}</text>"
+        f"{escape(_short(name, 18))}</text>"
         f'<text x="{middle}" y="{y + 27}" text-anchor="middle" fill="white" font-size="10">'
         f"{escape(_short(below, 24))}</text></g>"
     )
