@@ -135,3 +135,15 @@ def test_schedulers_that_cannot_be_stepped_so() -> None:
     fit(mlp(), vectors(), 1, **how, max_epochs=None, limits=Limits(max_steps=10))
     with pytest.raises(BadSettings, match=r"total_steps=10, and the job makes 11 epochs"):
         fit(mlp(), vectors(), 1, schedule=mh.PerEpoch(cycle), max_epochs=11)
+
+
+def test_arguments_of_its_own_are_refused_with_the_call_to_write() -> None:
+    class Needs(Net):
+        def configure_optimizers(self, config: Any, *, fused: bool = False) -> Any:  # type: ignore[override]
+            return torch.optim.SGD(self.parameters(), lr=config, fused=fused)
+
+    model = Needs(lambda optimizer: optimizer)
+    said = r"needs config, and the trainer calls it without.*optimizer=model\.configure_optimizers\(config\)"
+    with pytest.raises(BadSettings, match=said):
+        fit(model, vectors(), max_epochs=1)
+    fit(model, vectors(), max_epochs=1, lr=None, optimizer=model.configure_optimizers(0.1))
