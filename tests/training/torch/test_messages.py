@@ -66,6 +66,30 @@ def test_a_model_that_gives_several_things(ranks: int) -> None:
         train(Several(lambda scores: (scores, None)), data(), loss=lambda a, y: nn.functional.cross_entropy(a[0], y))
 
 
+class Tokens(nn.Module):
+    """A language model: the scores of each token's classes are last."""
+
+    def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.gives = nn.Embedding(9, 9), gives
+
+    def forward(self, X: torch.Tensor) -> Any:
+        return self.gives(self.net(X))
+
+
+def test_a_label_for_each_token() -> None:
+    tokens = torch.randint(9, (16, 5))
+    cure = r"loss=lambda answer, y: torch\.nn\.functional\.cross_entropy\(answer%s\.flatten\(0, -2\), y\.flatten\(\)\)"
+    with pytest.raises(BadBatch, match=r"the shape \(5, 9\) for a sample with \(5,\) labels, .*" + cure % ""):
+        train(Tokens(lambda scores: scores), (tokens, tokens))
+    with pytest.raises(BadBatch, match=r"a tuple of 2 parts .*" + cure % r"\[0\]"):
+        train(Tokens(lambda scores: (scores, None)), (tokens, tokens))
+    cross_entropy = nn.functional.cross_entropy
+    train(
+        Tokens(lambda scores: scores), (tokens, tokens), loss=lambda a, y: cross_entropy(a.flatten(0, -2), y.flatten())
+    )
+
+
 class Step(nn.Module):
     def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

@@ -243,26 +243,46 @@ def _named(kind: torch.dtype) -> str:
 
 
 def _of_answer(job: Job) -> str | None:
-    """A model that returns several things, and a loss that takes one tensor."""
+    """A model that returns several things, or a label for each token, and a loss that takes one tensor of classes."""
     model, batch = _copy(job, few_samples(job.train, _FEW))
-    answer = model(*inputs_and_target(batch)[0])
+    inputs, target = inputs_and_target(batch)
+    answer = model(*inputs)
     loss: Any = job.objective.loss  # type: ignore[attr-defined]
     module = getattr(loss, "__module__", "") if callable(loss) else ""
-    if isinstance(answer, torch.Tensor) or not str(module).startswith("torch."):
+    if not str(module).startswith("torch."):
         return None
-    if isinstance(answer, Mapping):
-        kind, part = (
-            f"{type_in_words(answer)} with {', '.join(map(repr, answer))}",
-            f"[{next(iter(answer))!r}]",
-        )
-    elif isinstance(answer, (tuple, list)):
-        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
-        kind, part = f"{type_in_words(answer)} of {len(answer)} parts ({shapes})", "[0]"
-    else:
-        kind, part = f"{type_in_words(answer)}", ".logits"
     name = getattr(loss, "__name__", f"{type(loss).__name__}()")
     call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
-    return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda answer, y: {call}(answer{part}, y)"
+    if isinstance(answer, torch.Tensor):
+        if not _for_tokens(answer, target):
+            return None
+        loss(answer.flatten(0, -2), target.flatten())  # it has to work to be advised
+        shape, labels = tuple(answer.shape[1:]), tuple(target.shape[1:])
+        return (
+            f"the model gives the shape {shape} for a sample with {labels} labels, and {name} takes classes first: "
+            f"give loss=lambda answer, y: {call}(answer.flatten(0, -2), y.flatten())"
+        )
+    kind, part, scores = _part(answer)
+    arguments = f"answer{part}.flatten(0, -2), y.flatten()" if _for_tokens(scores, target) else f"answer{part}, y"
+    return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda answer, y: {call}({arguments})"
+
+
+def _part(answer: Any) -> tuple[str, str, Any]:
+    """What a model gives that is no tensor, in words; the code that takes the part for a loss, and this part."""
+    if isinstance(answer, Mapping):
+        key = next(iter(answer))
+        return f"{type_in_words(answer)} with {', '.join(map(repr, answer))}", f"[{key!r}]", answer[key]
+    if isinstance(answer, (tuple, list)):
+        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
+        return f"{type_in_words(answer)} of {len(answer)} parts ({shapes})", "[0]", answer[0]
+    return type_in_words(answer), ".logits", getattr(answer, "logits", None)
+
+
+def _for_tokens(scores: Any, target: Any) -> bool:
+    """Whether each sample has several labels, and the scores of their classes are last, as in language models."""
+    if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return False
+    return target.dim() > 1 and scores.shape[:-1] == target.shape
 
 
 def _of_layer(job: Job, error: Exception) -> str | None:
