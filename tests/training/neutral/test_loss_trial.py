@@ -100,6 +100,19 @@ def test_why_it_is_not_known() -> None:
     assert "(ValueError: too few)" in str(note(ValueError("too few\nand more")))
 
 
+def test_a_sum_is_recognised_although_it_draws_random_numbers() -> None:
+    generator = np.random.default_rng(1)
+
+    def added(rows: Sequence[int]) -> Pass:
+        noise = 100 + generator.uniform(size=6)
+        term = mean(rows, noise).terms[0]
+        return Pass([Term(term.total * len(rows), term.count, term.gradients)])
+
+    with pytest.raises(BadSettings, match="put together from 6 parts"):
+        tried(added)
+    assert tried(lambda rows: mean(rows, 100 + 30 * generator.uniform(size=6))) == "it draws random numbers"
+
+
 def test_a_part_that_fails_leaves_the_others() -> None:
     def pairs(rows: Sequence[int]) -> Pass:
         if len(rows) < 2:

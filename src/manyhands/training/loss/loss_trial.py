@@ -45,6 +45,7 @@ _LABELS = 32  # distinct ones, each of which is tried
 # moves gradients far more than the loss: of 20 convolutions in float32 by 4e-3.
 _CLOSE = {"float64": (1e-7, 1e-7), "float32": (1e-4, 3e-2), "tf32": (1e-3, 3e-2)}
 _OTHERWISE_CLOSE = (3e-2, 3e-2)
+_NOISE = 0.1  # relative to the loss: what random numbers may change, and a sum is still recognised
 _SMALL = 1e-3  # of all gradients: those of a weight that are smaller may be nothing but rounding
 
 
@@ -113,7 +114,8 @@ def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bo
         if not _differ(whole, together, passes, close):
             continue
         repeated = compute(range(size))
-        if not repeated.is_finite or _differ(whole, repeated, [repeated], close):
+        draws = not repeated.is_finite or _differ(whole, repeated, [repeated], close)
+        if draws and not _is_sum(whole, repeated, together, len(passes)):
             return "it draws random numbers"
         raise BadSettings(_refusal(whole.loss, together.loss, size, len(passes), own_step))
     return why
@@ -305,6 +307,12 @@ def _differ(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[float,
     least = _SMALL * math.hypot(*scales) or 1.0
     gaps = [float(np.linalg.norm(a - b)) for a, b in zip(whole.gradients, other.gradients, strict=True)]
     return any(gap > close[1] * max(scale, least) for gap, scale in zip(gaps, scales, strict=True))
+
+
+def _is_sum(whole: Pass, repeated: Pass, together: Pass, number: int) -> bool:
+    """Whether the loss is clearly a sum over samples although it draws random numbers, as that of most autoencoders."""
+    expected = number * together.loss
+    return bool(expected) and all(math.isclose(loss, expected, rel_tol=_NOISE) for loss in (whole.loss, repeated.loss))
 
 
 def _refusal(whole: float, parts: float, size: int, number: int, own_step: bool) -> str:
