@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.parallel.choose.gpu import is_ahead
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import Means, Way
+from manyhands.parallel.way import Executor, Way
 from manyhands.schedule.timing import in_turns
 
 
@@ -33,7 +33,7 @@ class Clock:
         return next(self._times[run.__name__])
 
 
-TWO, FOUR = Way(Means.GRAPH, "2 lanes"), Way(Means.GRAPH, "4 lanes")
+TWO, FOUR = Way(Executor.GRAPH, "2 lanes"), Way(Executor.GRAPH, "4 lanes")
 
 
 def best_so_far(seconds: float) -> Planned:

@@ -70,6 +70,10 @@ class Trace(Protocol):
     def as_written(self) -> object | None:
         """The trace without compiled regions, where this one has some."""
 
+    @property
+    def compiled_regions(self) -> int:
+        """The number of tasks that are compiled from several operations."""
+
 
 class Replay(Protocol):
     """A plan that can be run."""

@@ -35,7 +35,7 @@ from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
-from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Means, Way, close
+from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Executor, Way, close
 from manyhands.python_code.names import is_foreign, why_unwatched
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Forecast
@@ -120,7 +120,7 @@ class Parallel(ParallelFunction[P, R]):
             start = time.perf_counter()
             result, trace = self.backend.observe(call)
             spent = time.perf_counter() - start
-        planned = Planned(self._plainly, seconds={Way(Means.AS_WRITTEN, "first call"): spent})
+        planned = Planned(self._plainly, seconds={Way(Executor.AS_WRITTEN, "first call"): spent})
         changed = outside.changed()
         try:
             if effects.seen or changed:
@@ -195,7 +195,7 @@ class Parallel(ParallelFunction[P, R]):
             return
         comparison = compared(backend, results, expected)
         if comparison.close:
-            planned.way = Way(Means.RUNTIME, runtime=way)
+            planned.way = Way(Executor.RUNTIME, runtime=way)
             planned.exactness = TO_THE_BIT if comparison.same else close(comparison.difference)
             planned.run = self._delegated(planned, run, writes=bool(written))
             planned.seconds[planned.way] = spent

@@ -38,7 +38,7 @@ from manyhands.parallel.plan import NOT_STARTED, Limit, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.progress import Progress
 from manyhands.parallel.side_effects import Effects
-from manyhands.parallel.way import AS_WRITTEN, Means
+from manyhands.parallel.way import AS_WRITTEN, Executor
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule
@@ -171,7 +171,7 @@ class Parallel(ParallelFunction[P, R]):
         later = None
         if planned.regions_after is not None:
             later = planned.regions_after, functools.partial(self._with_regions, planned)
-        return GraphPlan(planned.run, planned.way.means is Means.GRAPH, not planned.retry, later)
+        return GraphPlan(planned.run, planned.way.executor is Executor.GRAPH, not planned.retry, later)
 
     def _with_regions(self, planned: Planned, arguments: tuple[object, ...]) -> GraphPlan | None:
         """The better plan, after compiled regions were tried with the arguments of a later call."""
@@ -345,7 +345,7 @@ class Parallel(ParallelFunction[P, R]):
         if planned.guards is None or AS_WRITTEN not in planned.seconds:
             return
         # With ``reuse_outputs`` a run overwrites the results of the last one, which may be this call's arguments.
-        can_start = planned.way.means is Means.GRAPH and not planned.reuse_outputs
+        can_start = planned.way.executor is Executor.GRAPH and not planned.reuse_outputs
         reads_its_tensors = self.backend.runs_ahead(trace) if can_start else None
         if reads_its_tensors is not None:
             start = planned.starts[planned.run]

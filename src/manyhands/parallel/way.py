@@ -1,6 +1,6 @@
 """The ways to run a function, and how close their results are to plain execution's. Both are data; text is for people.
 
->>> print(Way(Means.GRAPH, "3 lanes", compiled=True))
+>>> print(Way(Executor.GRAPH, "3 lanes", compiled=True))
 fused, 3 lanes, one graph
 """
 
@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Means(enum.Enum):
+class Executor(enum.Enum):
     """What executes the operations."""
 
     AS_WRITTEN = "plain execution"
@@ -26,27 +26,27 @@ class Means(enum.Enum):
 class Way:
     """One way to run a function."""
 
-    means: Means
+    executor: Executor
     lanes: str = ""  # how the schedule divides the work: "one lane", "2 beside the critical path"
     one_thread: bool = False  # each operation uses one thread of the CPU
     compiled: bool = False  # runs of small operations are compiled to one each
     runtime: str = ""  # the framework's own way: "jax.jit"
 
     def __str__(self) -> str:
-        if self.means is Means.RUNTIME:
+        if self.executor is Executor.RUNTIME:
             return self.runtime
         words = ["fused"] if self.compiled else []
         words += [self.lanes] if self.lanes else []
-        words += [] if self.means is Means.THREADS else [self.means.value]
+        words += [] if self.executor is Executor.THREADS else [self.executor.value]
         return ", ".join([*words, *(["one thread"] if self.one_thread else [])])
 
     @property
     def is_plain(self) -> bool:
-        return self.means is Means.AS_WRITTEN
+        return self.executor is Executor.AS_WRITTEN
 
 
-AS_WRITTEN = Way(Means.AS_WRITTEN)
-IN_PIECES = Way(Means.PIECES)
+AS_WRITTEN = Way(Executor.AS_WRITTEN)
+IN_PIECES = Way(Executor.PIECES)
 
 
 @dataclass(frozen=True, slots=True)

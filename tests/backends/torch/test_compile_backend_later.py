@@ -16,7 +16,7 @@ from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.parallel.choose import compiled as choose_compiled
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import AS_WRITTEN, Means, Way
+from manyhands.parallel.way import AS_WRITTEN, Executor, Way
 from manyhands.schedule.graph import graph as task_graph
 from manyhands.schedule.lanes import one_lane
 from manyhands.schedule.task import Task
@@ -40,6 +40,7 @@ class Trace:
     """Of tasks that are known."""
 
     passes: tuple[str, ...] = ()
+    compiled_regions = 0
 
     def __init__(self, *tasks: Task) -> None:
         self.tasks = tasks
@@ -63,13 +64,13 @@ class Compiler:
         return Trace(Task("fused sin"))
 
 
-def plan(means: Means, *writes: int, reads: tuple[tuple[int, ...], ...] = ((), (), (), ())) -> Planned:
+def plan(executor: Executor, *writes: int, reads: tuple[tuple[int, ...], ...] = ((), (), (), ())) -> Planned:
     """Of tasks of a millisecond each."""
     tasks = [
         Task(f"{number}", reads=frozenset(read), writes=frozenset({write}), seconds=1e-3)
         for number, (read, write) in enumerate(zip(reads, writes, strict=True))
     ]
-    way = Way(means, "one lane")
+    way = Way(executor, "one lane")
     return Planned(lambda *_: None, way, schedule=one_lane(task_graph(tasks)), seconds={AS_WRITTEN: 1.0, way: 4e-3})
 
 
@@ -78,22 +79,22 @@ CHAIN = ((), (1,), (2,), (3,))
 
 
 @pytest.mark.parametrize(
-    ("means", "reads", "later", "compiled", "after"),
+    ("executor", "reads", "later", "compiled", "after"),
     [
         # Four tasks side by side take 4 ms: lanes could save 3, and 30 s of compiling are won back in 10000 calls.
-        (Means.GRAPH, ((), (), (), ()), True, ["whole"], 10_000),
+        (Executor.GRAPH, ((), (), (), ()), True, ["whole"], 10_000),
         # Two pairs one after the other: at most 2 ms.
-        (Means.GRAPH, ((), (), (1,), (2,)), True, ["whole"], 15_000),
-        (Means.GRAPH, CHAIN, True, ["whole"], None),
-        (Means.GRAPH, ((), (), (), ()), False, ["whole", "regions"], None),
-        (Means.THREADS, ((), (), (), ()), True, ["whole", "regions"], None),
+        (Executor.GRAPH, ((), (), (1,), (2,)), True, ["whole"], 15_000),
+        (Executor.GRAPH, CHAIN, True, ["whole"], None),
+        (Executor.GRAPH, ((), (), (), ()), False, ["whole", "regions"], None),
+        (Executor.THREADS, ((), (), (), ()), True, ["whole", "regions"], None),
     ],
 )
 def test_regions_wait_until_calls_can_pay_for_them(
-    monkeypatch: pytest.MonkeyPatch, means: Means, reads: Any, later: bool, compiled: list[str], after: int | None
+    monkeypatch: pytest.MonkeyPatch, executor: Executor, reads: Any, later: bool, compiled: list[str], after: int | None
 ) -> None:
     backend: Any = Compiler(monkeypatch)
-    planned = plan(means, *BESIDE, reads=reads)
+    planned = plan(executor, *BESIDE, reads=reads)
     slow = Planned(lambda *_: None)  # what is compiled is not used
     trace: Any = Trace(Task("sin"))
     trials = choose_compiled.Trials(backend, trace, lambda _: slow, lambda _: 4e-3)
@@ -128,10 +129,10 @@ def test_uncompiled_operations_wait_as_regions_do(
 ) -> None:
     """``compiled``: the seconds of the compiled graph; None: it cannot be used."""
     backend: Any = Compiler(monkeypatch)
-    plain = plan(Means.GRAPH, *BESIDE, reads=reads)
+    plain = plan(Executor.GRAPH, *BESIDE, reads=reads)
     plain.way, plain.seconds = AS_WRITTEN, {AS_WRITTEN: 1.0}
-    uncompiled, whole = plan(Means.GRAPH, *BESIDE, reads=reads), plan(Means.GRAPH, 1, reads=((),))
-    uncompiled.way = Way(Means.GRAPH, "2 lanes")
+    uncompiled, whole = plan(Executor.GRAPH, *BESIDE, reads=reads), plan(Executor.GRAPH, 1, reads=((),))
+    uncompiled.way = Way(Executor.GRAPH, "2 lanes")
     seconds = {id(plain): 1.0, id(uncompiled): 2e-3, id(whole): compiled}
     seen: list[str] = []
 
@@ -197,13 +198,13 @@ def test_regions_are_compiled_with_the_arguments_of_a_later_call(monkeypatch: py
 
     def wait(planned: Planned, *_: Any, later: bool, **__: Any) -> Planned:
         assert later
-        planned.way, planned.regions_after = Way(Means.THREADS, "whole graph"), 3
+        planned.way, planned.regions_after = Way(Executor.THREADS, "whole graph"), 3
         return planned
 
     def regions(planned: Planned, trials: Any) -> Planned:
         seen.append(trials.seconds_of(planned) > 0)
         better = copy.copy(planned)
-        better.way = Way(Means.THREADS, "regions")
+        better.way = Way(Executor.THREADS, "regions")
         return better
 
     monkeypatch.setattr(choose_compiled, "better", wait)

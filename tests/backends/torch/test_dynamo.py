@@ -20,7 +20,7 @@ from manyhands.parallel.choose import compiled as choose_compiled
 from manyhands.parallel.choose.compiled import Trials
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
+from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Executor, Way, close
 from manyhands.schedule.task import Task
 from manyhands.training.torch.book import models
 
@@ -59,8 +59,8 @@ def test_compiled_regions_are_candidates() -> None:
     assert "fused, one lane" in explanation
 
 
-ONE, TWO = Way(Means.THREADS, "one lane"), Way(Means.THREADS, "2 lanes")
-FUSED = Way(Means.THREADS, "one lane", compiled=True)
+ONE, TWO = Way(Executor.THREADS, "one lane"), Way(Executor.THREADS, "2 lanes")
+FUSED = Way(Executor.THREADS, "one lane", compiled=True)
 
 
 def _planned(way: Way, exactness: Exactness | None, seconds: dict[Way, float]) -> Planned:
@@ -70,6 +70,7 @@ def _planned(way: Way, exactness: Exactness | None, seconds: dict[Way, float]) -
 class Found:
     def __init__(self, *names: str) -> None:
         self.passes: list[str] = []
+        self.compiled_regions = sum(name.startswith("fused ") for name in names)
         self.tasks = [Task(name) for name in names]
 
 

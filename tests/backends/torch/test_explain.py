@@ -22,7 +22,7 @@ from manyhands.parallel.costs import costs
 from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Limit, why_too_large
-from manyhands.parallel.way import Means, Way
+from manyhands.parallel.way import Executor, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
 )
 
-FOUR = Way(Means.THREADS, "4 lanes")
+FOUR = Way(Executor.THREADS, "4 lanes")
 
 
 @torch.library.custom_op("manyhands_tests::naps", mutates_args=())

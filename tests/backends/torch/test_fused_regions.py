@@ -64,6 +64,7 @@ def test_a_training_step_is_the_same(name: str, cast: bool) -> None:
     function = step_of(NETS[name](), cast)
     trace = traced(function, *BATCH)
     fused = torch_fuse.fuse(trace, uncompiled)
+    assert fused.compiled_regions == len(regions(fused)) > 0
     assert len(regions(fused)) >= 2
     assert len(fused.steps) < len(trace.steps)
     assert backend.equal(results(fused, *BATCH), results(trace, *BATCH)) == (True, 0.0)

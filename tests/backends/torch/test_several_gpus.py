@@ -18,7 +18,7 @@ from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
 from manyhands.parallel.choose import gpu as choose_gpu  # noqa: E402
 from manyhands.parallel.plan import Planned  # noqa: E402
-from manyhands.parallel.way import Means  # noqa: E402
+from manyhands.parallel.way import Executor  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
@@ -95,7 +95,7 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
     device = planning.device_of(None, captured)  # type: ignore[arg-type]
     ways = choose_gpu.ways(planning, captured, device, graph(captured.tasks), best)
     assert next(way.lanes for way, *_ in ways) == "one lane of each kind"
-    assert {way.means for way, *_ in ways} == {Means.STREAMS}
+    assert {way.executor for way, *_ in ways} == {Executor.STREAMS}
     for _, made, _ in ways:
         check(made)
         for task, lane in enumerate(made.lane_of):

@@ -18,7 +18,7 @@ from manyhands.backends.torch import planning
 from manyhands.errors import BadSettings
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
+from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Executor, Way, close
 from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
@@ -88,7 +88,7 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(planned) == 1
 
 
-TWO_LANES = Way(Means.GRAPH, "2 lanes")
+TWO_LANES = Way(Executor.GRAPH, "2 lanes")
 
 
 class Plan:

@@ -22,7 +22,7 @@ from typing import Generic
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import AS_WRITTEN, Means, Way
+from manyhands.parallel.way import AS_WRITTEN, Executor, Way
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.timing import in_turns
 
@@ -63,7 +63,7 @@ def better(
     if compiled and not can_overlap:
         planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
         return planned
-    if compiled and later and measured is not None and planned.way.means is Means.GRAPH:
+    if compiled and later and measured is not None and planned.way.executor is Executor.GRAPH:
         _wait_for_calls(planned, measured, time.perf_counter() - start)
         return planned
     return with_regions(planned, trials)
@@ -125,8 +125,8 @@ def _better_of(
     predicted = {compiled_ways[way]: spent for way, spent in other.predicted.items()}
     better = _reported(planned, other, taken, seconds, predicted)
     if not lanes:
-        count, before = sum(task.name.startswith("fused ") for task in fused.tasks), len(trials.trace.tasks)
-        better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
+        before = len(trials.trace.tasks)
+        better.notes.append(f"{fused.compiled_regions} compiled regions: {len(fused.tasks)} tasks instead of {before}")
         better.notes += fused.passes
     return True, better
 

@@ -16,7 +16,7 @@ from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay
 from manyhands.errors import first_line
 from manyhands.parallel.choose.equality import Judge
 from manyhands.parallel.plan import Limit, Planned, why_too_large
-from manyhands.parallel.way import AS_WRITTEN, Exactness, Means, Way
+from manyhands.parallel.way import AS_WRITTEN, Exactness, Executor, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_chains
@@ -47,9 +47,9 @@ def choose(
     footprint = best.footprint
     assert footprint is not None
     plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
-    tried = [(Way(Means.THREADS, "one lane"), one_lane(measured), count)]
+    tried = [(Way(Executor.THREADS, "one lane"), one_lane(measured), count)]
     if count > 1:
-        tried.append((Way(Means.THREADS, "one lane", one_thread=True), one_lane(measured), 1))
+        tried.append((Way(Executor.THREADS, "one lane", one_thread=True), one_lane(measured), 1))
     tried += [(way, scheduled, count) for way, scheduled in candidates(measured, count, best)]
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     best.schedule = one_lane(measured)
@@ -64,7 +64,7 @@ def choose(
 
     if count > 1:  # dividing small operations among threads slows them down
         alone = backend.with_threads(plainly, 1)
-        add(Way(Means.AS_WRITTEN, one_thread=True), alone, best.schedule, 1, judge.results_of_function(alone))
+        add(Way(Executor.AS_WRITTEN, one_thread=True), alone, best.schedule, 1, judge.results_of_function(alone))
     for way, scheduled, threads in tried:
         check(scheduled)
         if (reason := why_too_large(way, _peak(scheduled, footprint), plain, limit)) is not None:
@@ -105,7 +105,7 @@ def synchronously(
     """Run the order of the schedule with the most lanes in the caller's thread, for debugging."""
     _, best.schedule = better(measured, max(2, backend.threads()))
     check(best.schedule)
-    best.way = Way(Means.CALLERS_THREAD)
+    best.way = Way(Executor.CALLERS_THREAD)
     best.run = replaying(backend.synchronous_run(trace, backend.plan_of(best.schedule)))
 
 
@@ -116,7 +116,7 @@ def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, 
     counts = {*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}
     for count in sorted(counts | {1} if several else counts):
         lanes = f"{count} lanes" if count > 1 else "a lane"
-        way = Way(Means.THREADS, f"{lanes} of each device" if several else lanes)
+        way = Way(Executor.THREADS, f"{lanes} of each device" if several else lanes)
         predicted, scheduled = better(measured, count)
         best.predicted[way] = predicted
         if len(set(scheduled.lane_of)) > 1 and predicted < measured.work():

@@ -13,7 +13,7 @@ from manyhands.errors import first_line
 from manyhands.parallel.choose.equality import Judge
 from manyhands.parallel.costs import costs
 from manyhands.parallel.plan import Limit, Planned, why_too_large
-from manyhands.parallel.way import AS_WRITTEN, Means, Way
+from manyhands.parallel.way import AS_WRITTEN, Executor, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_main_lane
@@ -31,8 +31,8 @@ _OF_A_TURN = 7  # calls that are timed in a turn
 _NEAR = 1.1  # ratio of two plans' times below which noise may reverse their order
 _SHORT = 0.05  # seconds; the host does not disturb longer calls
 _CLEARLY = 0.99  # of one lane's time: lanes have to gain this much, or noise would choose them
-ONE_LANE = Way(Means.GRAPH, "one lane")
-UNSPLIT = Way(Means.GRAPH, "one lane, nothing split")
+ONE_LANE = Way(Executor.GRAPH, "one lane")
+UNSPLIT = Way(Executor.GRAPH, "one lane, nothing split")
 _Named = tuple[str, Schedule]  # a schedule and what its lanes are called
 
 
@@ -72,7 +72,7 @@ def choose(
         footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
         # A graph holds copies of the arguments, and its results in addition to those that the caller gets.
         beside = 0
-        if way.means is Means.GRAPH:
+        if way.executor is Executor.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
         needed = beside + _peak(backend, traced, scheduled, footprint)
         if not limit.allows(needed, plain):
@@ -85,7 +85,7 @@ def choose(
             continue
         try:
             with backend.untouched(trace, call.tensors):
-                make = backend.graph_run if way.means is Means.GRAPH else backend.stream_run
+                make = backend.graph_run if way.executor is Executor.GRAPH else backend.stream_run
                 run = make(traced, backend.plan_of(scheduled), call.tensors, device, reuse_outputs=best.reuse_outputs)
             refused, exactness = judge.refused(judge.results_of(run))
             if refused is not None:
@@ -142,14 +142,14 @@ def ways(
         if (whole := backend.unsplit(trace)) is not None:
             tried.append((UNSPLIT, one_lane(graph(costs(backend, whole, device).tasks)), whole))
         tried += [
-            (Way(Means.GRAPH, named), scheduled, trace) for named, scheduled in promising(measured, schedules, best)
+            (Way(Executor.GRAPH, named), scheduled, trace) for named, scheduled in promising(measured, schedules, best)
         ]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         by_kind = schedule(measured, lanes_for(measured, 1))
-        tried.append((Way(Means.STREAMS, "one lane of each kind"), by_kind, trace))
-        tried += [(Way(Means.STREAMS, named), scheduled, trace) for named, scheduled in schedules[:2]]
+        tried.append((Way(Executor.STREAMS, "one lane of each kind"), by_kind, trace))
+        tried += [(Way(Executor.STREAMS, named), scheduled, trace) for named, scheduled in schedules[:2]]
     return tried
 
 

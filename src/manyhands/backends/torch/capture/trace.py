@@ -103,6 +103,7 @@ class Trace:
     close: float = 1e-5
     # The trace that this one is of, where parts of it are compiled: it can be run in float64.
     as_written: Trace | None = field(repr=False, default=None)
+    compiled_regions: int = 0
     # The trace before operations were split for lanes, if some were: better for a single lane, and for a compiler.
     unsplit: Trace | None = field(repr=False, default=None)
     passes: list[str] = field(default_factory=list)  # what they have done, in words

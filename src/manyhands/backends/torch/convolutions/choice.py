@@ -24,6 +24,7 @@ from manyhands.backends.torch.convolutions import cudnn_plans, products
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem, layout
 from manyhands.backends.torch.kernels.nvrtc import driver_version
 from manyhands.cache import CacheFile
+from manyhands.schedule.timing import rounds
 
 _FORMAT = 2
 _STAKE = 0.5  # seconds that a job may spend on cuDNN's plans without having won anything yet
@@ -246,8 +247,8 @@ class _Trial:
 
     def _race(self, ways: list[Way | None]) -> list[float]:
         """The seconds of each way, timed in turns."""
-        rounds = [[self._time(way, _MORE) for way in ways] for _ in range(_ROUNDS)]
-        return [statistics.median(times) for times in zip(*rounds, strict=True)]
+        timed = itertools.islice(rounds(ways, lambda way: self._time(way, _MORE)), _ROUNDS)
+        return [statistics.median(times) for times in zip(*timed, strict=True)]
 
     def _time(self, way: Way | None, times: int) -> float:
         """The seconds of a way; as far as known, those in a captured graph."""

@@ -125,8 +125,9 @@ def fuse_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
 
 
 def _described(fused: Trace, as_written: Trace) -> Trace:
-    """Record the original trace, and how close the results have to be."""
+    """Record the original trace, the number of compiled regions, and how close the results have to be."""
     fused.as_written = as_written
+    fused.compiled_regions = sum(isinstance(step.node.target, Region) for step in fused.steps)
     low = any(value.dtype in _LOW for node in as_written.storages for value in tensors(node))
     fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
     return fused
