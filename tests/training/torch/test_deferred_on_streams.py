@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ class Streams:
         self.main, self.other = Stream(), Stream()
         self.current = self.main
         self.written_on: list[Stream] = []
+        self.waits_in_backward: list[Stream] = []
         write = pending.Note.write
 
         def written(note: pending.Note) -> None:
@@ -47,6 +49,25 @@ class Streams:
         before, self.current = self.current, stream
         yield
         self.current = before
+
+
+class _OnAnotherStream(torch.autograd.Function):
+    """Triples, and so its gradient, on another stream."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, streams: Streams) -> torch.Tensor:
+        context.streams = streams
+        with streams.on(streams.other):
+            return x * 3
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        streams = context.streams
+        before = len(streams.other.waits)
+        with streams.on(streams.other):
+            result = gradient * 3
+        streams.waits_in_backward = streams.other.waits[before:]
+        return result, None
 
 
 @pytest.fixture
@@ -70,6 +91,35 @@ def test_another_stream_waits_for_a_result_that_it_reads(streams: Streams) -> No
     assert torch.equal(result, again)
 
 
+def test_another_stream_waits_for_what_the_main_stream_wrote_late(streams: Streams) -> None:
+    """The model's own wait may have come before the write."""
+    norm = nn.BatchNorm2d(8)
+    with FusedBatchNorms():
+        y = norm(X)
+        y.sigmoid()
+        assert streams.written_on == [streams.main]
+        with streams.on(streams.other):
+            y.sigmoid()
+            y.sigmoid()
+    assert streams.other.waits == [streams.main]
+
+
+def test_gradients_that_a_kernel_writes_for_another_reader(streams: Streams) -> None:
+    """From the second step on one kernel computes BatchNorm's backward and writes the gradient for the shortcut."""
+    norm, mode = nn.BatchNorm2d(8), FusedBatchNorms()
+    x = X.clone().requires_grad_()
+    for _ in range(3):
+        mode.begin(poison=True)
+        with mode:
+            shortcut = _OnAnotherStream.apply(x, streams)  # first, so that its backward comes last
+            loss = functional.relu(norm(x) + shortcut).square().sum()
+            with streams.on(streams.other):
+                X.sigmoid()  # has waited for all writes of the forward pass
+        with mode:
+            loss.backward()
+        assert streams.waits_in_backward == [streams.main]
+
+
 def test_work_that_reads_no_deferred_result_waits_for_nothing(streams: Streams) -> None:
     norm = nn.BatchNorm2d(8)
     with FusedBatchNorms():
@@ -83,12 +133,13 @@ def test_work_that_reads_no_deferred_result_waits_for_nothing(streams: Streams) 
     torch.testing.assert_close(result, functional.batch_norm(X, None, None, training=True).relu())
 
 
-def test_statistics_that_another_stream_reads_are_computed_on_the_main_one(streams: Streams) -> None:
+def test_another_stream_waits_for_statistics_of_a_result_that_was_dropped(streams: Streams) -> None:
     norm = nn.BatchNorm2d(8)
     with FusedBatchNorms():
-        norm(X)  # its result is dropped, its running statistics are not
+        norm(X)
         with streams.on(streams.other):
             mean = norm.running_mean.clone()
+    assert streams.other.waits == [streams.main]
     torch.testing.assert_close(mean, 0.1 * X.mean((0, 2, 3)))
 
 

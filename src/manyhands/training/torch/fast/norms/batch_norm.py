@@ -137,6 +137,7 @@ class FusedBatchNorms(DeferringMode):
         norm = note.pending
         result = y if func is _aten.relu_.default else torch.empty_like(norm.x)
         norm.write(result, relu=True)
+        self._late_writes += 1  # of its statistics
         if result is y:
             del self._notes[memory_id(y)]
         self._rectified[memory_id(result)] = Rectified(result, norm)
@@ -179,6 +180,7 @@ class FusedBatchNorms(DeferringMode):
             wanted = pending.number in self._wanted_before
             if wanted or pending.more is not None:  # the same kernel writes the gradient, too
                 written = gradient
+                self._late_writes += 1
                 self._wanted |= {pending.number} if wanted else set()
                 del self._notes[memory_id(gradient)]
             result = None if rectified.can_recompute_sign(batch_mean) else pending.result
@@ -206,13 +208,11 @@ class FusedBatchNorms(DeferringMode):
             noted = [note.pending.statistics for note in self._notes.values() if isinstance(note.pending, Norm)]
             self._take([statistics for statistics in self._untaken if statistics not in noted])
 
-    def _pending_count(self) -> int:
-        return super()._pending_count() + len(self._untaken)
-
     def _take(self, statistics: Iterable[Statistics]) -> None:
         with torch.no_grad():
             for each in statistics:
                 each.take()
+                self._late_writes += 1
         self._untaken = [each for each in self._untaken if not each.taken]
 
     def _settle(self, values: Any) -> None:
@@ -236,6 +236,7 @@ class FusedBatchNorms(DeferringMode):
             note = self._notes.pop(number, None)
             if note is None:
                 continue
+            self._late_writes += 1
             if isinstance(note.pending, Sum) and note.pending.first is None:  # in place: others read the old value
                 self._write_readers_of({number})
             if not isinstance(note.pending, Gradient):

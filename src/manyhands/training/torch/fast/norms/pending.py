@@ -1,13 +1,13 @@
 """Deferred results: a note describes what belongs in their memory, and a mode writes it before anything reads it.
 
-A model may use streams of its own. Results are deferred only on the stream of the pass, and written only there: another
-stream that is about to read one waits for it, so that all streams which wait for the stream of the pass find it.
+A model may use streams of its own. Results are deferred only on the stream of the pass, and written only there. Such a
+write comes later than the program says, and so perhaps after the model has let another stream wait for the stream of
+the pass. So before an operation on another stream, that stream waits for all late writes that it has not waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -154,6 +154,8 @@ class DeferringMode(TorchDispatchMode):
         self._handlers = handlers
         self._notes: dict[int, Note] = {}
         self._stream: torch.cuda.Stream | None = None  # the stream of the pass
+        self._late_writes = 0  # how often deferred results were written
+        self._waited_for: dict[torch.cuda.Stream, int] = {}  # of them, by other streams
 
     def __enter__(self) -> Self:
         self._stream = current_stream()
@@ -165,8 +167,7 @@ class DeferringMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if (stream := current_stream()) is not None and stream != self._stream:
-            with self._before(stream):
-                self._settle_before(func, args, kwargs)
+            self._settle_for(stream, func, args, kwargs)
             return func(*args, **kwargs)
         self._forget()
         handler = self._handlers.get(func)
@@ -176,19 +177,14 @@ class DeferringMode(TorchDispatchMode):
         self._settle_before(func, args, kwargs)
         return func(*args, **kwargs)
 
-    @contextmanager
-    def _before(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """A context that writes pending results on the stream of the pass; then the other stream waits for them."""
+    def _settle_for(self, stream: torch.cuda.Stream, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare an operation on another stream: write on the stream of the pass, and let the other stream wait."""
         with torch.cuda.stream(self._stream):
             self._forget()
-            pending = self._pending_count()
-            yield
-            has_written = self._pending_count() != pending
-        if has_written and self._stream is not None:
+            self._settle_before(func, args, kwargs)
+        if self._waited_for.get(stream, 0) != self._late_writes and self._stream is not None:
             stream.wait_stream(self._stream)
-
-    def _pending_count(self) -> int:
-        return len(self._notes)
+            self._waited_for[stream] = self._late_writes
 
     def _settle_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write what this operation reads, and what it is about to change the inputs of."""
@@ -224,6 +220,7 @@ class DeferringMode(TorchDispatchMode):
             note = self._notes.pop(number, None)
             if note is not None:
                 note.write()
+                self._late_writes += 1
 
 
 class Rectified:
