@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.convolutions import operations
+from manyhands.backends.torch.convolutions import operations, problems
 
 _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten = torch.ops.aten
@@ -48,8 +48,10 @@ class UseChosenConvolutions(_CustomGraphPass):  # type: ignore[misc]
     def __call__(self, graph: Graph) -> None:
         replaced = 0
         for node in list(graph.nodes):
-            values = tuple(arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args)
+            values: tuple[Any, ...] = tuple(arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args)
             if node.target not in operations.REPLACEMENTS or not operations.problems_of(node.target, values):
+                continue
+            if not _is_in_its_layout(values[0]):
                 continue
             if node.target is _aten.convolution.default and node.args[2] is not None:
                 _add_bias_after(graph, node)
@@ -60,8 +62,13 @@ class UseChosenConvolutions(_CustomGraphPass):  # type: ignore[misc]
 
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: it changes with the code of these files."""
-        sources = [inspect.getsource(module) for module in (operations, sys.modules[__name__])]
+        sources = [inspect.getsource(module) for module in (operations, problems, sys.modules[__name__])]
         return hashlib.sha256(repr(sources).encode()).digest()
+
+
+def _is_in_its_layout(image: torch.Tensor) -> bool:
+    """Whether Inductor would leave an image as it is: on a GPU it converts others to channels_last."""
+    return image.device.type == "cpu" or image.is_contiguous(memory_format=torch.channels_last)
 
 
 def _add_bias_after(graph: Graph, node: Node) -> None:

@@ -20,8 +20,7 @@ from torch.fx import Graph, Node
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.convolutions.operations import convolution_backward as chosen_convolution_backward
-from manyhands.training.torch.fast.lanes import compiled
-from manyhands.training.torch.fast.lanes.weight_gradients import multiplications
+from manyhands.training.torch.fast.lanes import compiled, weight_gradients
 
 _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
@@ -56,7 +55,7 @@ class MoveToSideLanes(_CustomGraphPass):  # type: ignore[misc]
 
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: it changes with the options and with the code of these files."""
-        sources = [inspect.getsource(module) for module in (compiled, sys.modules[__name__])]
+        sources = [inspect.getsource(module) for module in (compiled, weight_gradients, sys.modules[__name__])]
         return hashlib.sha256(repr((self._max_held, self._min_product, sources)).encode()).digest()
 
 
@@ -138,7 +137,7 @@ def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]
 
 def _multiplications(node: Node) -> int:
     left, right = (factor.meta["val"] for factor in node.all_input_nodes[:2])
-    return multiplications(left, right)
+    return weight_gradients.multiplications(left, right)
 
 
 def _product(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
