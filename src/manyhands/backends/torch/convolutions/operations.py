@@ -24,7 +24,7 @@ from manyhands.errors import CannotCompile
 _aten = torch.ops.aten
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _HOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
-_TAGS = (torch.Tag.needs_exact_strides,)  # for Inductor: ways are chosen for operands in channels_last
+_TAGS = (torch.Tag.needs_exact_strides,)  # for Inductor: ways are chosen for these strides
 _library.define(f"convolution(Tensor x, Tensor weight, Tensor? bias, {_HOW}) -> Tensor", tags=_TAGS)
 _library.define(
     "convolution_backward(Tensor gradient, Tensor x, Tensor weight, SymInt[]? bias_sizes, "
@@ -172,11 +172,11 @@ class ChosenConvolutions(TorchDispatchMode):
     def in_compiled_code(self) -> Iterator[None]:
         """Instead of the mode, around a compiled function whose graphs contain the operations of this module."""
         global _recorded
-        _recorded = self.problems if self.recording else None
+        before, _recorded = _recorded, self.problems if self.recording else None
         try:
             yield
         finally:
-            _recorded = None
+            _recorded = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
