@@ -100,20 +100,23 @@ def test_a_model_that_allows_no_counting_is_not_compiled(monkeypatch: pytest.Mon
     net = mlp(norm=True)
     graph, eager = deciding_step(monkeypatch, LONG, net, loss)
     assert graph.compiled is False
+    assert "no rule for FusibleWork" in graph.reasons["compiler"]
     assert_as_plain_steps(net, eager, 4)
 
 
-def test_a_step_that_cannot_be_compiled_keeps_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [True, False])  # or only when it is called
+def test_a_step_that_cannot_be_compiled_keeps_everything_else(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(compile_gain, "_SECONDS", 0.0)
     monkeypatch.setattr(compile_gain, "_SECONDS_PER_OPERATION", 0.0)
-    monkeypatch.setattr(GraphStep, "_compiled_forward", lambda self: fail)
+    monkeypatch.setattr(GraphStep, "_compiled_forward", fail if at_once else lambda self: fail)
     net = mlp(norm=True)
     graph, eager = deciding_step(monkeypatch, LONG, net)
     assert graph.compiled is False
     assert graph.reasons == {"compiler": "kernels are not compiled (RuntimeError: no compiler)"}
+    assert "(RuntimeError: no compiler)" in graph.explain()
     assert_as_plain_steps(net, eager, 4)
 
 

@@ -184,8 +184,8 @@ class Rank:
             self.average.settle()
         if reason is None and isinstance(self.data, Arrays):
             self.graph = self._fast_step(self.data)
-            kernels = "compiled" if self.graph.compiled else "not compiled"
-            self.notes.append(f"the whole step in one CUDA graph, kernels {kernels}")
+            kernels = {True: ", kernels compiled", False: ", kernels not compiled", None: ""}  # None: decided later
+            self.notes.append(f"the whole step in one CUDA graph{kernels[self.graph.compiled]}")
         else:
             self.notes.append(f"plain steps: {reason}")
         self._count_good_steps()

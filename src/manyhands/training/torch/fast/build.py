@@ -12,8 +12,8 @@ from manyhands.training.torch.fast.norms.choice import has_own_kernels
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
-_COMPILE_MAY_PAY = 5_000  # steps: with fewer no net that we know wins back the compiler's time
-_PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
+_LEAST_STEPS_TO_COMPILE = 5_000  # with fewer no net that we know wins back the compiler's time
+_LEAST_STEPS_TO_PLAN = 20_000  # planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 
 
 def fast_step(
@@ -31,14 +31,13 @@ def fast_step(
     batches = min(data.count // settings.batch_size, settings.limits.batches or data.count)
     steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
     compiled, parallel = settings.step.compile, settings.step.parallel
-    uses_own_kernels = settings.step.fused_norms and has_own_kernels(eager)
-    if compiled is None and (parallel or steps < _COMPILE_MAY_PAY or uses_own_kernels or is_compiled(eager.model)):
+    # With a loss scale gradients may be infinite, and the check for NaN would blame our kernels.
+    norms = settings.step.fused_norms and has_own_kernels(eager) and eager.scale is None
+    if compiled is None and (parallel or norms or steps < _LEAST_STEPS_TO_COMPILE or is_compiled(eager.model)):
         compiled = False
     if parallel is None:
-        parallel = steps >= _PLAN_PAYS and not compiled and not has_own_kernels(eager)
-    lanes, norms = settings.step.side_lanes, settings.step.fused_norms
-    if eager.scale is not None:  # gradients may be infinite, and the check for NaN would blame our kernels
-        norms = False
+        parallel = steps >= _LEAST_STEPS_TO_PLAN and not compiled and not has_own_kernels(eager)
+    lanes = settings.step.side_lanes
     tuned = settings.step.tuned_convolutions
     if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
         compiled = parallel = lanes = norms = tuned = False

@@ -11,9 +11,9 @@ host waits, which cannot be captured. It is better to find these before the capt
 PyTorch (2.11 loses memory and can draw no more random numbers). If a warm-up step fails before its update, or if the
 capture fails, nothing has changed yet and a plain step runs instead.
 
-If the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
-nor on lanes. The second step searches for such biases, which are left out from then on. In long jobs it also counts
-what a compiler could fuse (:mod:`.compile_gain`), to decide whether compiling pays off.
+Two steps as written, neither compiled nor on lanes, may come first. The second searches for redundant biases, which
+are left out from then on (:mod:`.redundant_biases`). In long jobs it also counts what a compiler could fuse, to decide
+whether compiling pays off (:mod:`.compile_gain`).
 
 With side lanes, four kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
 of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), metrics during
@@ -119,7 +119,7 @@ class GraphStep:
         # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
         self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=self._held) if side_lanes else None
-        # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
+        # By feature ("norms", "convolutions", "lanes", "compiler"): why it is not used although it was wanted.
         self.reasons: dict[str, str] = {}
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
@@ -176,13 +176,13 @@ class GraphStep:
         size = len(sized.window)
         if sized.warm < 0:
             self._searching = False
-            self.compiled = self.compiled or False  # a model may not allow a mode that counts
+            if self.compiled is None and size == self._size:  # the model may not allow a mode that counts
+                self._compile_nothing(why)
             del self._sized[size]  # only this size: others may have their graphs
             return True
         chose_to_compile = self._gain is not None  # it was not asked for: all other features matter more
         if self._is_compiled(size) and chose_to_compile:
-            self.compiled = False
-            self._note_reason("compiler", f"kernels are not compiled ({why})")
+            self._compile_nothing(why)
         elif self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
             self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
             self._note_reason("norms", f"normalisation not fused ({why})")
@@ -193,22 +193,32 @@ class GraphStep:
             self._lanes = None
             self._note_reason("lanes", f"no side lanes ({why})")
         elif self._is_compiled(size):
-            self.compiled = False
-            self._note_reason("compiler", f"kernels are not compiled ({why})")
+            self._compile_nothing(why)
         else:
             return False
         self._sized.clear()
         return True
 
+    def _compile_nothing(self, why: str) -> None:
+        self.compiled = False
+        self._note_reason("compiler", f"kernels are not compiled ({why})")
+
     def _note_reason(self, feature: str, reason: str) -> None:
         self.reasons[feature] = reason[:_LONGEST_REASON]
 
     def _new(self, size: int) -> _SizedStep:
-        later = functools.partial(forward_counting_later, self._eager, self._data)
-        forward = self._compiled_forward() if self._is_compiled(size) else later
         deciding = self.compiled is None and size == self._size
         warm = -_AS_WRITTEN if self._searching or deciding else 0
-        return _SizedStep(torch.arange(size, device=self._eager.device), forward, warm)
+        return _SizedStep(torch.arange(size, device=self._eager.device), self._forward_of(size), warm)
+
+    def _forward_of(self, size: int) -> _Forward:
+        """The forward pass of a batch size; it is compiled when it is called for the first time."""
+        if self._is_compiled(size):
+            try:
+                return self._compiled_forward()
+            except Exception as error:  # there may be no compiler for this version of Python
+                self._compile_nothing(f"{type(error).__name__}: {error}")
+        return functools.partial(forward_counting_later, self._eager, self._data)
 
     def _compiled_forward(self) -> _Forward:
         # Imported here, because it imports the compiler, which takes time.
@@ -249,8 +259,9 @@ class GraphStep:
 
     def notes(self) -> list[str]:
         """For the job's result: which features are not used and why, and whether the plan is used."""
-        notes = [self.reasons[feature] for feature in ("norms", "lanes", "compiler", "plan") if feature in self.reasons]
-        return notes if self.planned is None else [*notes, self.planned.outcome]
+        gain = [] if self._gain is None else [self._gain.explain(self._steps)]
+        reasons = [self.reasons[feature] for feature in ("norms", "lanes", "compiler") if feature in self.reasons]
+        return [*gain, *reasons] if self.planned is None else [*gain, *reasons, self.planned.outcome]
 
     def explain(self) -> str:
         """The step of each batch size: its graph, its kernels, its lanes."""
@@ -259,7 +270,8 @@ class GraphStep:
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "not compiled"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
-            reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
+            features = ("compiler", "norms", "convolutions") if size == self._size else ("norms", "convolutions")
+            reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
             gain = [] if self._gain is None or size != self._size else [self._gain.explain(self._steps)]
             lines += [f"  {note}" for note in (*gain, *redundant, *sized.notes, *reasons)]
@@ -269,8 +281,6 @@ class GraphStep:
                 lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
             if size == self._size and self.planned is not None:
                 lines += self.planned.explain()
-            elif size == self._size and "plan" in self.reasons:
-                lines.append(f"  {self.reasons['plan']}")
         return "\n".join(lines)
 
     def _warm_up(self, sized: _SizedStep) -> None:
@@ -314,10 +324,7 @@ class GraphStep:
 
     def _with_plan(self, sized: _SizedStep, captured: Callable[[], object]) -> Callable[[], object]:
         """The captured step; with ``parallel``, the faster of the captured step and a plan of the whole step."""
-        if not self._parallel or len(sized.window) != self._size:
-            return captured
-        if self._is_compiled(self._size):
-            self._note_reason("plan", "the whole step is not planned: kernels are compiled")
+        if not self._parallel or len(sized.window) != self._size or self._is_compiled(self._size):
             return captured
         self.planned = PlannedStep(self._plan_of(sized, captured), captured, self._progress)
         return self.planned
@@ -368,6 +375,8 @@ class GraphStep:
             norms.begin(poison=sized.warm == 0)
         if convolutions is not None:  # chosen for the usual size; other sizes use the same choice
             convolutions.recording = sized.warm == _WARM_UP - 1 and is_usual
+            if convolutions.recording:
+                convolutions.problems.clear()  # of a warm-up that failed
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
             with self._tuned_convolutions(compiled), casts or nullcontext(), norms or nullcontext():
                 loss, count_right = sized.forward(*self._places(sized))
@@ -416,9 +425,7 @@ class GraphStep:
 
     def _decide_to_compile(self, sized: _SizedStep, gain: CompileGain) -> None:
         self._gain, self.compiled = gain, gain.pays_off(self._steps)
-        if self.compiled:
-            self._parallel = False
-            sized.forward = self._compiled_forward()
+        sized.forward = self._forward_of(self._size)
 
     def _places(self, sized: _SizedStep) -> tuple[torch.Tensor, torch.Tensor]:
         return self._progress.order, self._progress.position + sized.window
