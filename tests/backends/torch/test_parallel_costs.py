@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_threads import traced
+from lane_cases import traced
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import costs as torch_costs

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from lane_cases import run_on, scheduled, traced
 from support import examples
-from test_threads import run_on, scheduled, traced
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads

@@ -11,24 +11,19 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lane_cases import run_on
 from support import run_python
 
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run import threads as torch_threads
-from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.backends.torch.tasks import bound, memory_of
 from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.function import Parallel
-from manyhands.schedule.check import check
-from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import Schedule, lanes_for, schedule
-from manyhands.schedule.task import Task
 from manyhands.tasks.scope import parallel, task
 
 pytestmark = pytest.mark.skipif(
@@ -61,23 +56,6 @@ def sleeps(x: torch.Tensor) -> torch.Tensor:
 @sleeps.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[torch.Tensor]]:
-    call = planning.call(arguments, {})
-    return planning.trace(function, call), call.tensors
-
-
-def scheduled(trace: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
-    tasks = torch_threads.tasks(trace) if tasks is None else tasks
-    planned: Schedule = way(graph(tasks), lanes_for(graph(tasks), lanes))
-    check(planned)
-    return planned
-
-
-def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
-    trace, _ = traced(function, *arguments)
-    return ThreadRun(trace, planning.plan_of(scheduled(trace, lanes)), lanes)
 
 
 # Order
@@ -239,9 +217,11 @@ print("running:", workers() > 0)
 @pytest.fixture(scope="module")
 def process() -> Any:
     """An interpreter that forks and ends while it has workers: what it wrote."""
+    import lane_cases
     import support
 
-    paths = [os.path.dirname(__file__), os.path.dirname(support.__file__)]
+    modules = __file__, lane_cases.__file__, support.__file__
+    paths = [os.path.dirname(str(module)) for module in modules]
     return run_python(PROCESS.format(path=paths))
 
 

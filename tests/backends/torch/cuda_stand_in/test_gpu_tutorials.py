@@ -18,7 +18,7 @@ from manyhands import cli
 from manyhands import torch as mh
 
 pytestmark = pytest.mark.once
-PAGE = Path(__file__).parents[3] / "docs" / "virtual-devices.md"
+PAGE = Path(__file__).parents[4] / "docs" / "virtual-devices.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_threads import scheduled, traced
+from lane_cases import scheduled, traced
 from torch import nn
 from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves

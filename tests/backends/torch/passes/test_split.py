@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_threads import scheduled, traced
+from lane_cases import scheduled, traced
 from torch import nn
 
 from manyhands.backends.torch import planning
