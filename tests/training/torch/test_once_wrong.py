@@ -241,7 +241,7 @@ def test_losses_that_are_no_means(loss: Any, data: Any) -> None:
 
 
 class Noisy(nn.Module):
-    """A loss that draws random numbers, of which a comparison says nothing; and a step that counts."""
+    """A sum that draws random numbers: of many a comparison says nothing; and a step that counts."""
 
     def __init__(self, factor: float = 0.0) -> None:
         super().__init__()
@@ -263,7 +263,11 @@ def test_the_loss_of_a_training_step() -> None:
     with pytest.raises(BadSettings, match="mean over the samples"):
         checks.check_loss(tried.model, tried, 2)
     assert tried.model.steps == 0
-    random = job(None, Dicts(), Noisy(0.1))
+    little = job(None, Dicts(), Noisy(0.1))
+    with pytest.raises(BadSettings, match="mean over the samples"):  # a little noise does not hide a sum
+        checks.check_loss(little.model, little, 2)
+    random = job(None, Dicts(), Noisy(100.0))
+    torch.manual_seed(0)
     checks.check_loss(random.model, random, 2)
 
 
