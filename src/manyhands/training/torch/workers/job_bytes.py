@@ -2,12 +2,16 @@
 
 Functions and classes of a notebook travel by value (cloudpickle). So do parametrised modules, which PyTorch refuses to
 pickle: it creates a class for each at run time, in which the parametrised tensors are properties. The bytes hold the
-base class and the names of those tensors; the worker creates the class again.
+base class and the names of those tensors; the worker creates the class again. A module of Python's that is an object of
+its own class, as ``torch.backends.cudnn``, is imported by the worker.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
+import sys
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -54,6 +58,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if base is not None and parametrize.is_parametrized(value):
                 names = list(value.parametrizations)  # type: ignore[arg-type]
                 return _parametrised, (base, names), vars(value), None, None, _fill
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
+            return importlib.import_module, (value.__name__,)  # cloudpickle knows plain modules alone
         return super().reducer_override(value)
 
 
