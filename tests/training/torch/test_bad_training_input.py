@@ -159,6 +159,23 @@ def test_labels_that_are_left_out_and_targets_that_are_no_labels() -> None:
     fit(tokens, (torch.randint(9, (30, 3)), torch.randint(CLASSES, (30,))), max_epochs=1)
 
 
+def test_numbers_need_a_loss_that_the_user_chooses() -> None:
+    """With the default they gave a loss of 0 that nothing was learnt from, or a negative one."""
+    X, y = vectors()
+    for outputs in (1, 2):
+        numbers = torch.randn(len(X), outputs).double()
+        for ranks in (1, 2):
+            with pytest.raises(BadLabels, match=r"the targets are numbers, .* give loss='mse'"):
+                fit(nn.Linear(6, outputs).double(), (X, numbers), ranks)
+        fit(nn.Linear(6, outputs).double(), (X, numbers), max_epochs=1, loss="mse")
+    for labels in (y * 0, (y > 0).double()):
+        with pytest.raises(BadLabels, match=r"the model has one output, .* loss='bce_with_logits' for yes and no"):
+            fit(nn.Linear(6, 1).double(), (X, labels))
+    soft = torch.randn(len(X), CLASSES).softmax(1)
+    fit(mlp(), (X, soft.double()), max_epochs=1)
+    fit(mlp().bfloat16(), (X.bfloat16(), soft.bfloat16()), max_epochs=1)
+
+
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(NoSuchDevice):
         Trainer(devices=["gpu:7"])
@@ -229,6 +246,11 @@ def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(NotSendable, match="the objective of this job"):
         fit(mlp(), vectors(), 2, loss=lambda a, b: nn.functional.cross_entropy(a, b) * bool(lock))
     fit(model, vectors(), 1)
+
+
+def test_a_loss_that_reads_settings_of_cudnn_can_be_sent() -> None:
+    cudnn = torch.backends.cudnn  # a module that is an object of its own class
+    fit(mlp(), vectors(), 2, loss=lambda a, b: nn.functional.cross_entropy(a, b) * (2 - cudnn.enabled), max_epochs=1)
 
 
 SCRIPT = f"""

@@ -87,7 +87,8 @@ def check_labels(job: Job) -> None:
     objective = job.objective
     if not (isinstance(objective, Supervised) and _of_classes(objective.loss)):
         return
-    labels = LabelRange(function_and_options(objective.loss)[1].get("ignore_index", IGNORED))
+    ignored = function_and_options(objective.loss)[1].get("ignore_index", IGNORED)
+    labels = LabelRange(ignored, is_default=objective.is_default)
     job.train = _looked_at(job.train, labels)
     job.test = None if job.test is None else _looked_at(job.test, labels)
     job.objective = dataclasses.replace(objective, labels=labels)
