@@ -317,13 +317,14 @@ class Parallel(ParallelFunction[P, R]):
         )
 
     def _compile_regions(self, planned: Planned, trace: Trace, device: object | None, call: Call) -> Planned:
-        """The better of this plan and of plans with compiled regions."""
+        """The better of this plan and of the plans that are left to try."""
         planned.regions_after = planned.with_regions = None
+        left = planned.uncompiled_are_left
         with Progress(explain.name_of(self.function), shown=self.shows_progress) as progress:
             progress.enters("compiling")
             try:
                 with self.backend.untouched(trace, call.tensors) as put_back:
-                    trials = self._trials(call, trace, device, progress, put_back, postponed=True)
+                    trials = self._trials(call, trace, device, progress, put_back, postponed=left)
                     better = choose_compiled.with_regions(planned, trials)
             except Exception as error:  # whatever fails: the plan remains
                 planned.notes.append(f"compiled regions: not used: {first_line(error)}")

@@ -38,7 +38,9 @@ class Planned(Guarded):
     planning: str = ""  # how long planning took, in words
     retry: bool = False  # plan again at the next call
     cannot_be_one: bool = False  # it cannot be captured as one graph, but perhaps in pieces
-    regions_after: int | None = None  # calls after which compiling regions pays; None: not postponed
+    regions_after: int | None = None  # calls after which trying what is left pays; None: nothing is left
+    uncompiled_are_left: bool = False  # plans of uncompiled operations were postponed
+    regions_are_left: bool = False  # and those with compiled regions
     # Tries compiled regions with the arguments of a call, and returns the better plan.
     with_regions: Callable[[Call], Planned] | None = None
     costed: Costed | None = None

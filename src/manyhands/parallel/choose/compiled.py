@@ -27,6 +27,8 @@ from manyhands.schedule.graph import Graph
 from manyhands.schedule.timing import in_turns
 
 _WHOLE = "whole graph"
+_LIBRARY_GAIN = 0.1  # of compiled code's time: what a graph of uncompiled operations may save
+_TRYING = 5.0  # seconds: measuring operations, capturing and comparing a graph of them
 _SIDE_BY_SIDE = 1.1  # ratio of a function's work to its longest chain from which lanes are worth compiling for
 
 
@@ -58,20 +60,24 @@ def better(
     compiled, start = False, time.perf_counter()
     if whole:
         compiled, planned = _better_of(planned, trials, trials.backend.fuse_whole, _WHOLE)
+    seconds = time.perf_counter() - start
     if not planned.way.compiled:  # it cannot be compiled, or plain execution is faster
         planned, trials = _with_postponed(planned, trials), replace(trials, postponed=False)
+    planned.uncompiled_are_left, planned.regions_are_left = trials.postponed, can_overlap or not compiled
     if compiled and not can_overlap:
         planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
-        return planned
-    if compiled and later and measured is not None and planned.way.executor is Executor.GRAPH:
-        _wait_for_calls(planned, measured, time.perf_counter() - start)
-        return planned
-    return with_regions(planned, trials)
+    elif not (compiled and later and measured is not None and planned.way.executor is Executor.GRAPH):
+        return with_regions(planned, trials)
+    if later and measured is not None and planned.way.executor is Executor.GRAPH:
+        _wait_for_calls(planned, measured, seconds)
+    return planned
 
 
 def with_regions(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
-    """The best of this plan, of plans with compiled regions, and of postponed plans."""
-    return _better_of(_with_postponed(planned, trials), trials, trials.backend.fuse, "")[1]
+    """The best of this plan and of what is left to try: plans of uncompiled operations, and with compiled regions."""
+    regions_are_left = planned.regions_are_left
+    planned = _with_postponed(planned, trials)
+    return _better_of(planned, trials, trials.backend.fuse, "")[1] if regions_are_left else planned
 
 
 def _with_postponed(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
@@ -88,15 +94,23 @@ def _with_postponed(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, Pl
 
 
 def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
-    """Set the number of calls in which lanes could have saved as many seconds as compiling the whole function took.
+    """Set the number of calls in which what is left to try could have saved as many seconds as trying it takes.
 
-    At best they reduce the time to the longest chain's share of the work.
+    Regions take about as long as the whole function took to compile. At best, lanes reduce the time to the longest
+    chain's share of the work. Without regions only kernels of libraries can win against compiled code, by a little.
     """
-    gain = planned.seconds[planned.way] * (1 - measured.critical_path() / measured.work())
+    if not (planned.regions_are_left or planned.uncompiled_are_left):
+        return
+    if planned.regions_are_left:
+        share = 1 - measured.critical_path() / measured.work()
+        names = ["uncompiled operations on lanes"] * planned.uncompiled_are_left + ["compiled regions"]
+    else:
+        share, seconds, names = _LIBRARY_GAIN, _TRYING, ["uncompiled operations in one graph"]
+    gain = planned.seconds[planned.way] * share
     planned.regions_after = math.ceil(seconds / gain)
     planned.notes.append(
-        f"lanes and compiled regions are tried after {planned.regions_after} calls: compiling takes about "
-        f"{seconds:.1f} s, and lanes would save at most {gain * 1e6:.0f} us a call"
+        f"{' and '.join(names)} are tried after {planned.regions_after} calls: that takes about "
+        f"{seconds:.1f} s, and would save at most {gain * 1e6:.0f} us a call"
     )
 
 
