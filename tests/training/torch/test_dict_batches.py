@@ -119,7 +119,7 @@ def test_parts_that_the_model_does_not_take() -> None:
     expected, _ = fit(Classifier(), named(), 1)
     assert difference(expected, fit(Classifier(), both, 1)[0]) == 0
     wrong = [{"X": one["X"], "label": one["labels"]} for one in samples(named())]
-    with pytest.raises(BadBatch, match=r"no loss in the output, a Output \('label' of the batch: forward has no argum"):
+    with pytest.raises(BadBatch, match=r"no loss in the output, an Output \('label' of the batch: forward has no arg"):
         fit(Classifier(), wrong, 1)
     with pytest.raises(BadBatch, match=r"a dict with 'x', and each part is given to the model by name: forward of Cl"):
         fit(Classifier(), {"x": vectors()[0]}, 1)
