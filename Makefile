@@ -113,7 +113,7 @@ $(addprefix test-training-contract-,$(FRAMEWORKS)): test-training-contract-%: $(
 test-training-own-torch: test-training-own-torch-a-r test-training-own-torch-s-z
 
 $(addprefix test-training-own-torch-,a-r s-z): test-training-own-torch-%: $(VENVS)/torch/.ready
-	$(TORCH)/pytest tests/training/torch/test_[$*]*.py
+	$(TORCH)/pytest $$(find tests/training/torch -name 'test_[$*]*.py' | sort)
 
 $(addprefix test-training-own-,jax tensorflow mxnet): test-training-own-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/training/$*

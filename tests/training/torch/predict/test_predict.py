@@ -329,7 +329,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
 
 
 def test_the_examples_of_the_page_run() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "predict.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "predict.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(examples) == 2
     for example in examples:

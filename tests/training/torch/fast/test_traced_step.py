@@ -13,9 +13,9 @@ import pytest
 import torch
 from fused_norm_cases import WAYS, Net, residual
 from hypothesis import given, settings
+from random_norm_cases import PROGRAMS, run
+from random_norm_cases import Net as RandomNet
 from test_biases_that_stay import Tapped
-from test_fused_batch_norm_random import PROGRAMS, run
-from test_fused_batch_norm_random import Net as RandomNet
 from torch import nn
 from torch.nn import functional
 

@@ -1,4 +1,4 @@
-"""Callbacks with several processes: they run in one of them. Under torchrun: test_torchrun.py."""
+"""Callbacks with several processes: they run in one of them. Under torchrun: ranks/test_torchrun.py."""
 
 from __future__ import annotations
 

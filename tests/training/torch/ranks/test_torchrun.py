@@ -21,7 +21,7 @@ from manyhands.training.torch.trainer import Trainer
 
 SCRIPT = f"""
 import json, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from training_cases import *
 from manyhands.training.options import Checkpoints, Step, Workers
 
@@ -38,7 +38,7 @@ with open(out + rank, "w") as file:
 
 KILLED = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from training_cases import *
 from manyhands.training.options import Checkpoints, Step, Workers
 
@@ -55,7 +55,7 @@ with open(out + os.environ["RANK"], "w") as file:
 
 CALLBACKS = f"""
 import json, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from training_cases import *
 from manyhands import torch as mh
 
@@ -89,7 +89,7 @@ assert main(["train", *options]) == 0
 # A group that the script has made is used and stays; all ranks end with the same numbers, running statistics too.
 OWN_GROUP = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from training_cases import *
 from manyhands.training.options import Checkpoints, Step, Workers
 import torch.distributed as dist

@@ -13,7 +13,7 @@ from manyhands.training.checkpoints import store
 
 SCRIPT = f"""
 import os, signal, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from training_cases import *
 import manyhands.torch as mh
 
