@@ -132,7 +132,7 @@ def test_values_as_json() -> None:
     again = plain_json.decode(written, tensors, torch.device("cpu"))
     assert again[:-2] == values[:-2]
     assert (again[10].maxlen, again[-2].tolist(), again[-1].tolist()) == (5, [0.0, 1.0, 2.0], [[1.0, 1.0]] * 2)
-    with pytest.raises(TypeError, match="a Average has no form in JSON"):
+    with pytest.raises(TypeError, match="an Average has no form in JSON"):
         plain_json.encode([Average(nn.Linear(1, 1))], tensors)
 
 
