@@ -24,8 +24,10 @@ class Task:
     share: float = 1.0
     # Tasks with the same token keep the program's order: random numbers of a device, effects on the host.
     token: str | None = None
-    # For pictures: the shape of its result, and whether that is only a view of existing memory.
+    # For pictures: the shape of its result, the path of the module that calls it (layers.0.attention), and whether its
+    # result is only a view of existing memory.
     detail: str = field(default="", compare=False)
+    module: str = field(default="", compare=False)
     is_view: bool = field(default=False, compare=False)
 
 

@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from manyhands.addresses import joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.capture.module_paths import module_path
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
 from manyhands.backends.torch.capture.results import FreedGraph, with_freed_graph
 from manyhands.backends.torch.capture.watch import Watch
@@ -318,6 +319,7 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
         kind=kind,
         token=f"random numbers of {device}" if random else None,
         detail=_shape(node.meta.get("val")),
+        module=module_path(node),
         is_view=_is_view(node) and not written,
     )
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.module_paths import ModulePaths
 from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.compat import FakeTensor, TorchDispatchMode, no_dispatch_modes, tree_leaves
 from manyhands.backends.torch.guards.state import Outside
@@ -56,6 +57,7 @@ class Watch:
         self._outside = outside
         self._to_compile = to_compile
         self.refuse_gradients = refuse_gradients
+        self.module_paths = ModulePaths()
         self.seeded = False  # the function sets the state of a generator, as checkpointing does before it recomputes
         self._fact: Any = None
         self._changed_attribute: str | None = None
@@ -255,7 +257,8 @@ class _Operations(TorchDispatchMode):
                 if len(real) == len(tensors) or argument.numel() <= 1:
                     self._watch.save(argument)
         try:
-            results = _apart(func(*args, **(kwargs or {})))
+            with self._watch.module_paths.marking():
+                results = _apart(func(*args, **(kwargs or {})))
         except _UNKNOWN as error:
             self._watch.remember_error(error)
             raise

@@ -120,6 +120,19 @@ LAZY_INIT = "_lazy_init"
 
 # Which function of the backward pass runs: there is no public way to ask.
 current_autograd_node = torch._C._current_autograd_node
+MODULE_CALL = torch.nn.Module._call_impl.__code__  # the code that runs when a module is called
+
+
+def autograd_number(node: Any) -> int:
+    """The number of a node of autograd's graph: nodes are numbered as they are created."""
+    return int(node._sequence_nr())
+
+
+def last_autograd_number() -> int:
+    """The number of the node that was created last, in this thread."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
 # Module.to on virtual devices: swap_tensors refuses tensors with weak references.
 swap_tensor_impl = torch._C._swap_tensor_impl
 # The bindings of operations to Python, without the dispatch of torch.ops.
