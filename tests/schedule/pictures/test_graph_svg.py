@@ -175,6 +175,33 @@ def test_branches_on_one_lane_stand_side_by_side() -> None:
     assert left[1] == right[1] < below[1]
 
 
+def test_updates_stand_beside_what_they_wait_for() -> None:
+    """A chain of gradients, and at its end the update of each weight: two columns, not one for every update."""
+    chain = [Task(f"gradient {n}", frozenset({n - 1}), frozenset({n}), seconds=1e-3) for n in range(1, 8)]
+    updates = [Task("add_", frozenset({n}), frozenset({100 + n}), seconds=1e-3) for n in range(1, 8)]
+    picture = ElementTree.fromstring(graph_svg.svg(one_lane(graph([*chain, *updates]))))
+    boxes = [box.find("{*}rect") for box in picture.iter("{http://www.w3.org/2000/svg}g")]
+    places = [(float(box.attrib["x"]), float(box.attrib["y"])) for box in boxes if box is not None]
+    assert len(places) == len(set(places)) == 14, "no two tasks in one place"
+    assert len({x for x, _ in places}) == 2
+
+
+def test_a_box_says_operation_module_shape_and_time() -> None:
+    long = "encoder.layers.11.attention.projection"
+    tasks = [
+        Task("mm", writes=frozenset({1}), seconds=1e-3, detail="4x4", module="head"),
+        Task("mm", writes=frozenset({2}), seconds=1e-3, module=long),
+        Task("sin", writes=frozenset({3}), seconds=1e-3),
+    ]
+    picture = ElementTree.fromstring(graph_svg.svg(one_lane(graph(tasks))))
+    boxes = [list(box.itertext()) for box in picture.iter("{http://www.w3.org/2000/svg}g")]
+    assert boxes[0] == ["mm in head 4x4: 1000.0 us on cpu", "mm", "head", "4x4, 1 ms"]
+    assert boxes[1][0] == f"mm in {long}: 1000.0 us on cpu"
+    assert boxes[1][2].startswith("\u2026")
+    assert long.endswith(boxes[1][2][1:])
+    assert boxes[2][1:] == ["sin", "1 ms"]
+
+
 def test_a_picture_is_xml_whatever_the_names_are() -> None:
     made = one_lane(graph(chain("<a & b>", "c", detail="1 < 2")))
     assert ElementTree.fromstring(graph_svg.svg(made)).tag.endswith("svg")

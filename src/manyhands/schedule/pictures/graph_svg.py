@@ -23,7 +23,7 @@ from manyhands.schedule.pictures.colours import colour_of
 from manyhands.schedule.pictures.output_path import to_write
 from manyhands.schedule.task import Task
 
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 34, 30, 22, 20
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 44, 30, 22, 20
 _LONGEST, _LEAST = 12, 3  # the longest block, in tasks; the fewest repetitions that are folded
 _IN_LEGEND = 8
 
@@ -179,7 +179,9 @@ def _columns(
     """The column and the row of every task: below all that it needs, and below what its lane does before it."""
     used = sorted({groups[task] for task in needs})
     columns, rows, last_row = dict[int, int](), dict[int, int](), dict[int, int]()
-    ends: dict[int, int] = {}  # the task at the lower end of a column
+    ends: dict[int, int] = {}  # the last task of the chain in a column
+    taken: dict[int, set[int]] = {}  # rows of a column that have a task, or an edge of its chain
+    needed = set[int]().union(*needs.values())
     position = {task: place for place, task in enumerate(schedule.order)}
     for task in sorted(needs, key=position.__getitem__):
         row = 1 + max((rows[need] for need in needs[task] if need in rows), default=-1)
@@ -187,16 +189,24 @@ def _columns(
             columns[task] = used.index(groups[task])
             row = max(row, last_row.get(columns[task], -1) + 1)
         else:
-            above = [columns[need] for need in needs[task] if ends.get(columns.get(need, -1)) == need]
-            columns[task] = min(above) if above else _free(ends, rows, row)
+            above = {columns[need]: rows[need] for need in needs[task] if ends.get(columns.get(need, -1)) == need}
+            free = [column for column, upper in above.items() if taken[column].isdisjoint(range(upper + 1, row + 1))]
+            left = min((columns[need] for need in needs[task] if need in columns), default=0)
+            columns[task] = min(free) if free else _free(taken, row, left, is_last=task not in needed)
+            upper = above.get(columns[task], row - 1)
+            taken.setdefault(columns[task], set()).update(range(upper + 1, row + 1))
         rows[task] = last_row[columns[task]] = row
         ends[columns[task]] = task
     return columns, rows
 
 
-def _free(ends: dict[int, int], rows: dict[int, int], row: int) -> int:
-    """The first column that ends above a row with a gap, or a new one."""
-    return next((column for column, end in sorted(ends.items()) if rows[end] + 1 < row), len(ends))
+def _free(taken: dict[int, set[int]], row: int, left: int, *, is_last: bool) -> int:
+    """The first column with room in a row: for one task that nothing needs, or for a chain that may begin there."""
+    for column in range(left if is_last else 0, len(taken)):
+        rows = taken.get(column, set())
+        if row not in rows if is_last else all(other + 1 < row for other in rows):
+            return column
+    return len(taken)
 
 
 def _legend(schedule: Schedule) -> list[tuple[str, str]]:
@@ -271,17 +281,28 @@ def _drawn_need(start: tuple[float, float], end: tuple[float, float], *, crosses
 
 
 def _drawn_task(tasks: Sequence[Task], place: tuple[float, float]) -> str:
-    """A box for a task, or for several of the same name."""
+    """A box for a task, or for several of the same name: operation, module, shape and time."""
     x, y = place
     middle = x + _WIDTH / 2
     task, seconds = tasks[0], sum(task.seconds for task in tasks)
     name, detail = (task.name, task.detail) if len(tasks) == 1 else (f"{task.name} x {len(tasks)}", "")
-    below = ", ".join(part for part in (detail, _time(seconds)) if part)
-    return (
-        f"<g><title>{escape(name)} {escape(detail)}: {seconds * 1e6:.1f} us on {escape(task.device)}</title>"
-        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(task.name)}"/>'
-        f'<text x="{middle}" y="{y + 14}" text-anchor="middle" fill="white" font-weight="bold">'
-        f"{escape(_short(name, 18))}</text>"
-        f'<text x="{middle}" y="{y + 27}" text-anchor="middle" fill="white" font-size="10">'
-        f"{escape(_short(below, 24))}</text></g>"
+    module = task.module if len({task.module for task in tasks}) == 1 else ""
+    whole = " ".join(part for part in (name, module and f"in {module}", detail) if part)
+    small = [_end_of(module, 24)] * bool(module) + [_short(", ".join(filter(None, (detail, _time(seconds)))), 24)]
+    first = y + (14 if module else 19)
+    lines = "".join(
+        f'<text x="{middle}" y="{first + 12 * number}" text-anchor="middle" fill="white" font-size="10">'
+        f"{escape(line)}</text>"
+        for number, line in enumerate(small, start=1)
     )
+    return (
+        f"<g><title>{escape(whole)}: {seconds * 1e6:.1f} us on {escape(task.device)}</title>"
+        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(task.name)}"/>'
+        f'<text x="{middle}" y="{first}" text-anchor="middle" fill="white" font-weight="bold">'
+        f"{escape(_short(name, 18))}</text>{lines}</g>"
+    )
+
+
+def _end_of(path: str, length: int) -> str:
+    """The end of a module's path: the beginning is that of its neighbours, too."""
+    return path if len(path) <= length else f"…{path[1 - length :]}"
