@@ -91,10 +91,14 @@ PRIVATE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]|\b(from|import) torch(\.\w+)*\
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_names_of_pytorch_stand_in_one_folder(path: Path) -> None:
-    """A new release of PyTorch may move them: then there is one folder to mend."""
+    """A new release of PyTorch may move them: then there is one folder to mend.
+
+    Attributes of PyTorch's objects: tests/backends/torch/compat/test_private_names.py, which needs PyTorch.
+    """
     if path.parent != PACKAGE / "backends" / "torch" / "compat":
         code = [line.partition("#")[0] for line in path.read_text().splitlines()]
         assert not [line for line in code if PRIVATE.search(line)]
+        assert not [name for name in _imports(path) if re.match(r"torch\.(.*\.)?_[a-zA-Z]", name)]
 
 
 # Where values of users and of frameworks pass through: `object`, type variables and protocols say so, `Any` hides it.

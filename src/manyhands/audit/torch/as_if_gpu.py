@@ -37,7 +37,7 @@ def _launched(recorder: Recorder, profile: Profile, func: Any, args: Any, kwargs
 
 
 def _is_view(func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
-    if func._schema.is_mutable or not results or not tensors:
+    if compat.schema(func).is_mutable or not results or not tensors:
         return False
     memory = compat.memory_id(results[0])
     return any(compat.memory_id(tensor) == memory for tensor in tensors)
@@ -46,7 +46,7 @@ def _is_view(func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]
 def _seconds(profile: Profile, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> float:
     """By its FLOPs at the rate of a product, or by the bytes that it reads and writes."""
     moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / (2 * profile.on_device)
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(func.overloadpacket)
     if count is None:
         return moved
     half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)

@@ -45,7 +45,7 @@ def parts_of(value: Any) -> Sequence[Any] | None:
 
 def _parts_of_sparse(value: torch.Tensor) -> Sequence[torch.Tensor]:
     if value.layout is torch.sparse_coo:
-        return value._indices(), value._values()
+        return compat.sparse_parts(value)
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
         return value.crow_indices(), value.col_indices(), value.values()
     return ()
@@ -59,10 +59,8 @@ def _parts_of_module(module: torch.nn.Module) -> list[Any]:
     parts: list[Any] = []
     for inner in module.modules():
         held = inner.__dict__
-        parts += held["_parameters"].values()
-        parts += held["_buffers"].values()
-        parts += held["_forward_hooks"].values()
-        parts += held["_forward_pre_hooks"].values()
+        for name in (compat.PARAMETERS, compat.BUFFERS, *compat.HOOKS_OF_FORWARD):
+            parts += held[name].values()
         if not type(inner).__module__.startswith("torch."):
             parts += [part for name, part in held.items() if name not in _NAMES]
     return parts

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
 from manyhands.training.loss.loss_sum import LossSum
@@ -340,7 +340,7 @@ def is_torchs_mean(loss: Any) -> bool:
 
 def mixes_samples(model: torch.nn.Module) -> bool:
     """Whether a layer uses the statistics of the batch in evaluation, too: every batch has other answers then."""
-    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules())
+    return any(isinstance(layer, compat.BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
 def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch.configured import Configured
@@ -256,8 +257,7 @@ def restore_final_state(schedule: Any, optimizer: Any, saved: Mapping[str, Any] 
 
 def _parts(scheduler: Any) -> list[Any]:
     """The scheduler and those inside it (SequentialLR, ChainedScheduler)."""
-    inner: Sequence[Any] = vars(scheduler).get("_schedulers", ())
-    return [scheduler, *(part for scheduler in inner for part in _parts(scheduler))]
+    return [scheduler, *(part for inner in compat.inner_schedulers(scheduler) for part in _parts(inner))]
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.utils import _device
 
 from manyhands import tree
 from manyhands.addresses import Same, joined
@@ -165,7 +163,7 @@ MODES = (
     "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'), "
     "remembers_casts())",
     "device.CURRENT_DEVICE",
-    "forward_ad._current_level",
+    "forward_ad_level()",
     "jit() is None",
 )
 MODE_NAMES: dict[str, Any] = {
@@ -175,8 +173,8 @@ MODE_NAMES: dict[str, Any] = {
     "is_autocast": torch.is_autocast_enabled,
     "autocast_dtype": torch.get_autocast_dtype,
     "remembers_casts": torch.is_autocast_cache_enabled,
-    "device": _device,
-    "forward_ad": forward_ad,
+    "device": compat.default_device,
+    "forward_ad_level": compat.forward_ad_level,
     "jit": compat.jit_tracing_state,
 }
 modes = function("modes", f"def modes():\n    return {', '.join(MODES)},", dict(MODE_NAMES))
@@ -188,7 +186,7 @@ def _why_plain() -> str | None:
         return "a dispatch mode is active, and it must see every operation"
     if not only_known_functions():
         return "a function mode is active, and it must see every call"
-    if forward_ad._current_level >= 0 or compat.functorch_level() is not None:
+    if compat.forward_ad_level() >= 0 or compat.functorch_level() is not None:
         return "it is called inside a transform (torch.func, forward-mode derivatives)"
     if compat.jit_tracing_state() is not None:
         return "it is called while torch.jit traces"

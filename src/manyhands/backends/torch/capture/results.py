@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import SUPPORTED_NODES, register_pytree_node, tree_map
 
 
@@ -109,8 +110,7 @@ def _has_freed_graph(node: Any) -> bool:
 
 
 def _is_freed(node: Any) -> bool:
-    names = ["saved_tensors"] if hasattr(type(node), "saved_tensors") else []
-    for name in names + [name for name in dir(node) if name.startswith("_saved_")]:
+    for name in compat.saved_attributes(node):
         try:
             getattr(node, name)
         except RuntimeError as error:

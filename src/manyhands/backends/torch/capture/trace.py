@@ -199,7 +199,7 @@ def has_effects(node: Node) -> bool:
     """Whether an operation must run although its result is unused: it writes, checks, or draws random numbers."""
     if node.op in ("placeholder", "output"):
         return True
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     writes = schema is not None and schema.is_mutable
     draws = torch.Tag.nondeterministic_seeded in _tags(node)
     return writes or draws or node.target in _HIDDEN_WRITES or is_check(node) or _gives_nothing(node)
@@ -212,7 +212,7 @@ def is_check(node: Node) -> bool:
 
 def _gives_nothing(node: Node) -> bool:
     """Whether an operation has neither a result nor a declared write: it can only be there for another effect."""
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     static = getattr(node.target, "overloadpacket", None) in _STATIC_CHECKS
     return schema is not None and not schema.returns and not schema.is_mutable and not static
 
@@ -244,7 +244,7 @@ def _tags(node: Node) -> Sequence[Any]:
 
 
 def _operation(node: Node) -> str:
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     return str(node.target) if schema is None else schema.name.partition("::")[2]
 
 
@@ -326,7 +326,7 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
 
 def _drops_nothing(node: Node) -> bool:
     """Whether an operation draws random numbers only for dropout, and dropout is 0: mostly attention."""
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
             probability = (
@@ -352,7 +352,7 @@ def _is_unused_state(value: Any) -> bool:
     source, part = value.args
     if not isinstance(source, Node) or not isinstance(part, int) or not _drops_nothing(source):
         return False
-    schema = getattr(source.target, "_schema", None)
+    schema = compat.schema(source.target)
     return schema is not None and schema.returns[part].name in _RANDOM_STATES
 
 
@@ -364,7 +364,7 @@ def _shape(value: Any) -> str:
 
 def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
     """The memories of the arguments that an operation writes to, according to its schema."""
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     memories: set[int] = set()
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -378,7 +378,7 @@ def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]
     """The memories of arguments that the result is a view of, or is, whether the schema says so or not."""
     if node.target is operator.getitem:
         return frozenset()
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     memories: set[int] = set()
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None or (number == 0 and node.target in HIDDEN_VIEWS):
@@ -392,7 +392,7 @@ def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]
 
 def _is_view(node: Node) -> bool:
     """Whether all results of an operation are in the memory of its arguments."""
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema(node.target)
     declared = schema is not None and all(result.alias_info is not None for result in schema.returns)
     return declared or node.target in HIDDEN_VIEWS
 

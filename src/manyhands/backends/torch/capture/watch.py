@@ -151,7 +151,7 @@ class Watch:
         if compat.is_functorch_tensor(tensor):  # a wrapper of torch.func around a fake tensor
             return
         if tensor.is_leaf:
-            if recorded and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            if recorded and compat.has_gradient_hooks(tensor):
                 self.refuse("a tensor from outside has hooks, which a plan would not call")
             self._before.setdefault(number, (tensor, tensor.grad))
             if recorded:
@@ -250,7 +250,7 @@ class _Operations(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for argument in tensors:
             self._watch.see(argument)
-        if func._schema.is_mutable:
+        if compat.schema(func).is_mutable:
             real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
             for argument in real:
                 # With fake operands only single numbers: make_fx computes with numbers that it knows.

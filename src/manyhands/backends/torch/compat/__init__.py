@@ -2,7 +2,8 @@
 
 Each group says what it is for and why nothing public serves. All are there in PyTorch 2.11 to 2.13. When a new
 release moves or drops one, this folder fails to import, or its test names what is missing: one place to mend. Dynamo
-and Inductor have a file, and so have fake tensors; other modules get all names from here, as ``compat.name``.
+and Inductor have a file, and so have fake tensors and the attributes of public objects; other modules get all names
+from here, as ``compat.name``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parallel import _functions as parallel_functions
 from torch.optim import optimizer as _of_optimizers
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.utils import _device as default_device
 from torch.utils._device import DeviceContext
 from torch.utils._device import _device_constructors as device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +44,35 @@ from torch.utils._pytree import (
 )
 
 from manyhands.backends.torch.compat.attention_paths import attention_as_in_plain_execution
+from manyhands.backends.torch.compat.attributes import (
+    BUFFERS,
+    HOOKS_OF_EVERY_MODULE,
+    HOOKS_OF_FORWARD,
+    HOOKS_OF_MODULES,
+    HOOKS_OF_OPTIMIZERS,
+    HOOKS_OF_PARAMETERS,
+    MODULES,
+    PARAMETERS,
+    BatchNorm,
+    Convolution,
+    autocast_like,
+    base,
+    check_input,
+    enters_autocast,
+    forward_ad_level,
+    function_class,
+    gradient_hooks,
+    has_gradient_hooks,
+    inner_schedulers,
+    is_compiled,
+    is_mark,
+    parametrise,
+    saved,
+    saved_attributes,
+    schema,
+    set_gradient_hooks,
+    sparse_parts,
+)
 from manyhands.backends.torch.compat.dynamo import (
     DispatchModeWithoutDynamo,
     ForwardGraph,
@@ -179,7 +210,7 @@ def memory_id(tensor: torch.Tensor) -> int:
 
 def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
     """The positional arguments of an operation by their names, which only its schema tells."""
-    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    return {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
 
 
 def write_count(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from manyhands.backends.torch import virtual
+from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.compat import tree_map_only
 
 
@@ -59,7 +59,7 @@ def on_cpu_too(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def enter_both(context: Any) -> Any:
         if context.device == "cuda" and virtual.stands_in():
             # An unbound call: `enter` is what is replaced here.
-            beside = torch.autocast("cpu", context.fast_dtype, context._enabled, context._cache_enabled)
+            beside = compat.autocast_like(context, "cpu")
             enter(beside)
             vars(context).setdefault("_beside", []).append(beside)
         return enter(context)

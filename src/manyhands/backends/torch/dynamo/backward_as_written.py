@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import write_count
 
 _KEY = "manyhands"
@@ -81,7 +82,7 @@ def allow_more_backward_passes(
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
     }
     for node in nodes.values():
-        kind = getattr(node, "_forward_cls", None)
+        kind = compat.function_class(node)
         if kind is None or len(node.next_functions) != len(arguments):
             continue  # a view of a result, say
         edges = {

@@ -167,7 +167,7 @@ def _why_cast_once(module: GraphModule) -> str | None:
     """Autocast casts a weight once, however often it is used. Compiled, each use casts it, and its gradient is rounded
     differently.
     """
-    enters = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in module.graph.nodes)
+    enters = any(compat.enters_autocast(node.target) for node in module.graph.nodes)
     if not enters and not compat.is_any_autocast_enabled():
         return None
     weights = [node for node in module.graph.find_nodes(op="placeholder") if len(node.users) > 1]
@@ -183,7 +183,7 @@ def _keep_effects(module: GraphModule) -> None:
     """Mark operations without results as having an effect: PyTorch would remove them as dead code."""
     for node in module.graph.nodes:
         operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
-        if isinstance(operation, compat.OpOverload) and not operation._schema.returns:
+        if isinstance(operation, compat.OpOverload) and not compat.schema(operation).returns:
             has_side_effect(operation)
 
 

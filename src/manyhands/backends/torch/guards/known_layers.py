@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import tensor_guards
-from manyhands.backends.torch.compat import is_any_autocast_enabled
 from manyhands.backends.torch.guards.facts import PLAIN
 
 # Layers whose forward pass reads only the layer, its one argument and PyTorch, and returns a new tensor.
@@ -31,7 +31,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 # Sizes of parameters, by which no code branches.
 _SIZES = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "normalized_shape"}
 _SIZES |= {"num_channels", "num_embeddings", "embedding_dim"}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class KnownLayers:
@@ -47,7 +46,7 @@ class KnownLayers:
         return self._watched.get(id(module)) is module
 
     def stand_in(self, module: nn.Module, fake: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if torch.is_grad_enabled() or is_any_autocast_enabled() or not self.are_hooks_watched(module):
+        if torch.is_grad_enabled() or compat.is_any_autocast_enabled() or not self.are_hooks_watched(module):
             return None
         kind = _kind(module, fake)
         if kind is None:
@@ -81,7 +80,7 @@ def _kind(module: nn.Module, fake: torch.Tensor) -> Hashable | None:
     attributes = vars(module)
     if type(module) not in _LAYERS and (type(module) not in _IN_EVAL_MODE or module.training):
         return None
-    if attributes.get("inplace") or any(attributes[word] for word in (*_HOOKS, "_modules")):
+    if attributes.get("inplace") or any(attributes[word] for word in (*compat.HOOKS_OF_MODULES, compat.MODULES)):
         return None
     settings = []
     for word, value in attributes.items():
@@ -100,7 +99,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _named(module: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
     attributes = vars(module)
-    return [*attributes["_parameters"].items(), *attributes["_buffers"].items()]
+    return [*attributes[compat.PARAMETERS].items(), *attributes[compat.BUFFERS].items()]
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -111,7 +110,7 @@ def _with_fake_tensors(module: nn.Module) -> nn.Module:
     """The same layer with tensors of the current fake mode; another thread may use the module itself meanwhile."""
     other = object.__new__(type(module))
     vars(other).update(vars(module))
-    for part in ("_parameters", "_buffers"):
+    for part in (compat.PARAMETERS, compat.BUFFERS):
         vars(other)[part] = {
             word: None if tensor is None else _fake(tensor) for word, tensor in vars(module)[part].items()
         }

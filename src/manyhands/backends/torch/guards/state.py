@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
 from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
 from manyhands.backends.torch.guards.namespaces import Namespaces, is_cache
@@ -43,9 +44,9 @@ from manyhands.python_code.names import (
 _BY_OTHER_NAMES = ("globals", "environ", "getenv")
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_CONTENT = {"_parameters", "_buffers", "_modules", *_HOOKS}  # dicts of a module that may be replaced
-_OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
+# Dicts of a module that may be replaced.
+_CONTENT = {compat.PARAMETERS, compat.BUFFERS, compat.MODULES, *compat.HOOKS_OF_MODULES}
+_OF_ALL = compat.HOOKS_OF_EVERY_MODULE
 _CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
 _WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # objects of PyTorch that users keep and change
 _LONG = 1000
@@ -307,11 +308,11 @@ class Outside:
         foreign = is_opaque(type(module))
         self._add(Fact(f"{name}.training", "item", attributes, "training", module.training))
         before, self._in_module = self._in_module, True
-        for part in ("_parameters", "_buffers"):
+        for part in (compat.PARAMETERS, compat.BUFFERS):
             self._dict(attributes[part], name, whole=True)
         self._in_module = before
-        self._dict(attributes["_modules"], name, whole=True)
-        hooks = [attributes[word] for word in _HOOKS]
+        self._dict(attributes[compat.MODULES], name, whole=True)
+        hooks = [attributes[word] for word in compat.HOOKS_OF_MODULES]
         self._add(Fact(f"the hooks of {name}", "hooks", hooks, value=sum(map(len, hooks))))
         for registered in filter(None, hooks):
             self._visit(registered, f"the hooks of {name}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Step, Trace
 from manyhands.backends.torch.compat import FakeTensorMode, tree_leaves
 
@@ -35,7 +36,7 @@ def is_small(step: Step, written: set[int]) -> bool:
     if step.task.token is not None or step.task.kind != "compute" or step.task.writes & written:
         return False
     target: Any = step.node.target
-    schema = getattr(target, "_schema", None)
+    schema = compat.schema(target)
     if schema is None or schema.is_mutable or target.namespace not in ("aten", "prims"):
         return False
     name = schema.name.partition("::")[2]
@@ -46,7 +47,7 @@ def is_small(step: Step, written: set[int]) -> bool:
 
 def is_view(step: Step) -> bool:
     """Whether an operation computes nothing: its result is in the memory of its argument."""
-    schema: Any = step.node.target._schema  # type: ignore[union-attr]
+    schema = compat.schema(step.node.target)
     return step.node.target in HIDDEN_VIEWS or any(result.alias_info is not None for result in schema.returns)
 
 

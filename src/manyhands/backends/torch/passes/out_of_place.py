@@ -49,7 +49,7 @@ def _replaceable(trace: Trace) -> dict[Node, OpOverload]:
     for step in trace.steps:
         if step.node in candidates and not trace.storages[step.node] & of_caller:
             continue
-        schema: Any = getattr(step.node.target, "_schema", None)
+        schema = compat.schema(step.node.target)
         aliases = schema is None or any(entry.alias_info is not None for entry in (*schema.arguments, *schema.returns))
         if aliases or step.node in candidates or step.node.target in HIDDEN_VIEWS:
             touched = [step.node, *step.nodes, *step.node.all_input_nodes]
@@ -64,7 +64,7 @@ def _memories(node: Node) -> set[int]:
 def _pure(node: Node) -> OpOverload | None:
     """The operation that returns what this one writes to its first argument."""
     target: Any = node.target
-    schema = getattr(target, "_schema", None)
+    schema = compat.schema(target)
     if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], Node):
         return None
     name = schema.name.removeprefix("aten::")
@@ -76,10 +76,11 @@ def _pure(node: Node) -> OpOverload | None:
     if not name.endswith("_") or name.startswith("_") or written != [schema.arguments[0].name]:
         return None
     pure = getattr(getattr(torch.ops.aten, name[:-1], None), schema.overload_name or "default", None)
-    if not isinstance(pure, OpOverload) or pure._schema.is_mutable or torch.Tag.nondeterministic_seeded in pure.tags:
+    of_pure = compat.schema(pure)
+    if not isinstance(pure, OpOverload) or of_pure.is_mutable or torch.Tag.nondeterministic_seeded in pure.tags:
         return None
-    same = [argument.name for argument in pure._schema.arguments] == [argument.name for argument in schema.arguments]
-    return pure if same and len(pure._schema.returns) == 1 else None
+    same = [argument.name for argument in of_pure.arguments] == [argument.name for argument in schema.arguments]
+    return pure if same and len(of_pure.returns) == 1 else None
 
 
 def _gives_the_same(pure: OpOverload, node: Node) -> bool:

@@ -32,6 +32,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace, has_effects
 from manyhands.backends.torch.run.bindings import FUSED_UPDATES
 
@@ -180,7 +181,7 @@ class _When:
 
 def _holds_no_memory(node: Node) -> bool:
     """Whether an operation over lists is in place, or its lists hold single numbers."""
-    schema: Any = node.target._schema  # type: ignore[union-attr]
+    schema = compat.schema(node.target)
     return schema.is_mutable or all(tensor.numel() == 1 for tensor in _first(node))
 
 

@@ -104,7 +104,7 @@ def _is_simple(node: Node) -> bool:
 
 
 def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
-    name = target._schema.name.removeprefix("aten::")
+    name = compat.schema(target).name.removeprefix("aten::")
     for place in compat.BINDINGS:
         binding = getattr(place, name, None)
         if isinstance(binding, _BUILTIN):
@@ -154,7 +154,7 @@ def _fake(value: Any) -> Any:
 def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """All arguments in the schema's order, including omitted ones."""
     written_out = []
-    for number, argument in enumerate(func._schema.arguments):
+    for number, argument in enumerate(compat.schema(func).arguments):
         if number < len(args):
             written_out.append(args[number])
         else:

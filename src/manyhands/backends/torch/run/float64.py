@@ -110,7 +110,7 @@ class _Float64Interpreter(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         node = self._node
         assert node is not None
-        schema = getattr(target, "_schema", None)
+        schema = compat.schema(target)
         if schema is None:  # one of several results
             return super().call_function(target, args, kwargs)
         args, kwargs = tree_map(_wide_type, (args, kwargs))

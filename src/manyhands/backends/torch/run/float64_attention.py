@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
+
 _aten = torch.ops.aten
 _FORWARD = (
     _aten._scaled_dot_product_flash_attention.default,
@@ -35,7 +37,7 @@ def is_attention(target: Any) -> bool:
 def attention(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
     """The operation's results in float64; ``metas`` have their shapes and strides."""
     arguments: dict[str, Any] = {}
-    for number, argument in enumerate(target._schema.arguments):
+    for number, argument in enumerate(compat.schema(target).arguments):
         left_out = kwargs.get(argument.name, argument.default_value)
         arguments[argument.name] = args[number] if number < len(args) else left_out
     if arguments["dropout_p"]:

@@ -196,4 +196,5 @@ def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
 def is_marked_pinned(tensor: torch.Tensor) -> bool:
     if "_manyhands_pinned" in tensor.__dict__:
         return True
-    return tensor._base is not None and "_manyhands_pinned" in tensor._base.__dict__
+    base = compat.base(tensor)
+    return base is not None and "_manyhands_pinned" in base.__dict__

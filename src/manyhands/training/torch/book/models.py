@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 
+from manyhands.backends.torch import compat
 from manyhands.training.book.architecture import RESNET18, SMALL_RESNET, residual_width
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -128,7 +128,7 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for name, layer in net.named_modules():
-        if not isinstance(layer, (nn.Linear, _ConvNd)):
+        if not isinstance(layer, (nn.Linear, compat.Convolution)):
             continue
         if nn.parameter.is_lazy(layer.weight):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.step.several_optimizers import Several
@@ -48,7 +49,7 @@ def why_not(
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether the caller has compiled the model or a part of it: then other code runs than its modules'."""
-    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
+    return any(map(compat.is_compiled, model.modules()))
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:

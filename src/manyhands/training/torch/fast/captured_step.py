@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
@@ -245,7 +245,7 @@ class GraphStep:
     def _tuned(self) -> ChosenConvolutions | None:
         """The search for the fastest convolutions."""
         model = self._eager.model
-        if is_compiled(model) or not any(isinstance(layer, _ConvNd) for layer in model.modules()):
+        if is_compiled(model) or not any(isinstance(layer, compat.Convolution) for layer in model.modules()):
             return None
         if not may_choose():
             why = "deterministic algorithms are asked for, or cuDNN is off"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import memory_id, tree_leaves
 
 
@@ -21,8 +22,8 @@ def has_memory(value: Any) -> bool:
 
 def is_view(func: Any) -> bool:
     """Whether an operation only returns a view of an argument, and neither reads nor writes its memory."""
-    infos = [argument.alias_info for argument in func._schema.arguments]
-    infos += [result.alias_info for result in func._schema.returns]
+    schema = compat.schema(func)
+    infos = [entry.alias_info for entry in (*schema.arguments, *schema.returns)]
     known = [info for info in infos if info is not None]
     return bool(known) and not any(info.is_write for info in known)
 
@@ -30,7 +31,7 @@ def is_view(func: Any) -> bool:
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation's schema says it writes to."""
     written = []
-    for number, argument in enumerate(func._schema.arguments):
+    for number, argument in enumerate(compat.schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[number] if number < len(args) else kwargs.get(argument.name))
     return written

@@ -27,9 +27,6 @@ import torch
 from manyhands.backends.torch import compat
 
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -89,12 +86,13 @@ class Watch:
 def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """The reason why hooks prevent a graph, in which they would not run; PyTorch's own hooks are fine."""
     for name, module in model.named_modules():
-        if _has_hook(module, HOOKS):
+        if _has_hook(module, compat.HOOKS_OF_MODULES):
             return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
     for name, parameter in model.named_parameters():
-        if _has_hook(parameter, HOOKS_OF_PARAMETERS):
+        if _has_hook(parameter, compat.HOOKS_OF_PARAMETERS):
             return f"the parameter {name!r} has a hook, which would not run in a graph"
-    if _has_hook(optimizer, HOOKS_OF_OPTIMIZERS) or _has_hook(compat.hooks_of_every_optimizer(), ("before", "after")):
+    of_every_optimizer = _has_hook(compat.hooks_of_every_optimizer(), ("before", "after"))
+    if of_every_optimizer or _has_hook(optimizer, compat.HOOKS_OF_OPTIMIZERS):
         return "the optimizer has a hook, which would not run in a graph"
     return None
 

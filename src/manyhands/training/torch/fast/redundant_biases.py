@@ -36,7 +36,6 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id, tree_leaves
 from manyhands.training.torch.fast.capturable import is_compiled
 from manyhands.training.torch.fast.lanes.weight_gradients import leads_to
-from manyhands.training.torch.fast.python_state import HOOKS, HOOKS_OF_PARAMETERS
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -260,7 +259,8 @@ def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """PyTorch's own layers and norms, if they have no hooks and no replaced ``forward``."""
     if is_compiled(model):
         return [], []
-    plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, HOOKS)]
+    hooks = compat.HOOKS_OF_MODULES
+    plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, hooks)]
     layers = [module for module in plain if type(module) in _LAYERS and _is_plain(module)]
     # A cumulative average reads its count on the host.
     norms = [module for module in plain if type(module) in _NORMS and module.momentum is not None]
@@ -268,10 +268,11 @@ def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    parameters = vars(layer)[compat.PARAMETERS]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
         return False
-    return weight.requires_grad and not _has(bias, HOOKS_OF_PARAMETERS)
+    return weight.requires_grad and not _has(bias, compat.HOOKS_OF_PARAMETERS)
 
 
 def _has(value: object, hooks: Sequence[str]) -> bool:
@@ -292,5 +293,5 @@ def _ignores_zero_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def _without_bias(layer: nn.Module) -> nn.Module:
     """A copy of the layer that shares its weight and has no bias."""
     bare = copy.copy(layer)
-    bare._parameters = {**layer._parameters, "bias": None}
+    vars(bare)[compat.PARAMETERS] = {**vars(layer)[compat.PARAMETERS], "bias": None}
     return bare

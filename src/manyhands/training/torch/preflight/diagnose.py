@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
+from manyhands.backends.torch import compat
 from manyhands.errors import type_in_words
 from manyhands.training import refusals
 from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
@@ -319,7 +319,7 @@ def _misfit(layer_name: str, layer: Any, input_: torch.Tensor, direct: bool, err
         if input_[0].numel() == layer.in_features:
             return f"{says} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
         return f"{says} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
-    if isinstance(layer, _ConvNd) and input_.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
+    if isinstance(layer, compat.Convolution) and input_.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
         says = f"{layer_name} takes {layer.in_channels} channels, and {gets} {shape[1]} (shape {shape})"
         return f"{says}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
     if isinstance(layer, torch.nn.Embedding) and not input_.is_floating_point():

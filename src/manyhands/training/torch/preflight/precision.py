@@ -28,9 +28,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
 from manyhands import machine
+from manyhands.backends.torch import compat
 from manyhands.training.torch.data import samples
 from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.job import Job
@@ -113,7 +113,7 @@ def _of_weights(model: torch.nn.Module) -> str:
 
 def _channels(layer: torch.nn.Module) -> tuple[int, int] | None:
     """The input and output channels of a convolution or linear layer; None for other layers."""
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, compat.Convolution):
         return layer.in_channels // layer.groups, layer.out_channels // layer.groups
     return (layer.in_features, layer.out_features) if isinstance(layer, torch.nn.Linear) else None
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands.backends.torch import compat
 
 _group: Any = None
 
@@ -31,7 +32,7 @@ def use_global_statistics(model: torch.nn.Module) -> None:
     if dist.is_initialized():
         _make_group()
     for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, compat.BatchNorm):
             layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
 
@@ -51,10 +52,10 @@ def _make_group() -> None:
         _group = dist.new_group()
 
 
-def _forward(layer: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: compat.BatchNorm, x: torch.Tensor) -> torch.Tensor:
     if not layer.training or not dist.is_initialized():
         return type(layer).forward(layer, x)
-    layer._check_input_dim(x)
+    compat.check_input(layer, x)
     result, mean, variance, count = _Normalise.apply(x, layer.weight, layer.bias, layer.eps)  # type: ignore[no-untyped-call]
     if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
         with torch.no_grad():
@@ -62,7 +63,7 @@ def _forward(layer: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     return result  # type: ignore[no-any-return]
 
 
-def _track(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+def _track(layer: compat.BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     if layer.num_batches_tracked is not None:

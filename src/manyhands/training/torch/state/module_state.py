@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.training.torch.fast.python_state import OF_EVERY_MODULE
 from manyhands.training.torch.state import plain_json
 from manyhands.training.torch.state.fingerprint import FUNCTIONS, digest
@@ -33,8 +34,6 @@ from manyhands.training.torch.workers import job_bytes
 Place = tuple[str, str]  # the path of a module, and the name of an attribute
 _LARGEST = 4 << 20  # bytes of JSON: larger things are data, not state
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_OF_PYTORCH = frozenset(("_compiled_call_impl", "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
-_OF_SHARDING = "__composable_api"  # how its attributes begin
 
 
 class ModuleState:
@@ -58,7 +57,7 @@ class ModuleState:
     def _attributes(self) -> Iterator[tuple[Place, Any]]:
         for path, module in self._model.named_modules():
             for name, value in vars(module).items():
-                if name in OF_EVERY_MODULE or name in _OF_PYTORCH or name.startswith(_OF_SHARDING):
+                if name in OF_EVERY_MODULE or compat.is_mark(name):
                     continue
                 if not isinstance(value, FUNCTIONS):
                     yield (path, name), value

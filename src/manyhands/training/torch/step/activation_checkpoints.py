@@ -16,9 +16,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings
 
 Pick = bool | Callable[[torch.nn.Module], bool]
@@ -37,7 +37,7 @@ def of(model: torch.nn.Module, pick: Pick, *, statistics: str | None) -> Activat
         )
     if not blocks:
         raise BadSettings(f"Step(activation_checkpointing=function) picks no module of {type(model).__name__}")
-    normalise = any(isinstance(layer, _BatchNorm) for block in blocks for layer in block.modules())
+    normalise = any(isinstance(layer, compat.BatchNorm) for block in blocks for layer in block.modules())
     if statistics == "global" and normalise:
         raise BadSettings(
             "Step(activation_checkpointing=..., batch_stats='global'): blocks with BatchNorm are computed again in the "
@@ -96,15 +96,16 @@ def _random_numbers() -> list[bytes]:
 @contextlib.contextmanager
 def _statistics_preserved(block: torch.nn.Module) -> Iterator[None]:
     """BatchNorm writes its running statistics into copies."""
-    layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm) and layer.training]
-    before = [dict(layer._buffers) for layer in layers]
+    layers = [layer for layer in block.modules() if isinstance(layer, compat.BatchNorm) and layer.training]
+    before = [dict(vars(layer)[compat.BUFFERS]) for layer in layers]
     for layer, buffers in zip(layers, before, strict=True):
-        layer._buffers.update({name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        copies = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        vars(layer)[compat.BUFFERS].update(copies)
     try:
         yield
     finally:
         for layer, buffers in zip(layers, before, strict=True):
-            layer._buffers.update(buffers)
+            vars(layer)[compat.BUFFERS].update(buffers)
 
 
 def _picked(model: torch.nn.Module, pick: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:

@@ -18,6 +18,7 @@ import cloudpickle
 import torch
 from torch.nn.utils import parametrize
 
+from manyhands.backends.torch import compat
 from manyhands.errors import NotSendable
 from manyhands.training.torch.job import Job
 
@@ -66,9 +67,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _parametrised(base: type[torch.nn.Module], names: list[str]) -> torch.nn.Module:
     """An empty module of the class that PyTorch creates for parametrised tensors; :func:`_fill` gives it its state."""
     module = base.__new__(base)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
+    compat.parametrise(module, names)
     return module
 
 

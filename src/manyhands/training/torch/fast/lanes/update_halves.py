@@ -17,9 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import memory_id
 from manyhands.training.torch.fast.lanes.forked import ForkedWork
-from manyhands.training.torch.fast.python_state import HOOKS_OF_OPTIMIZERS
 
 # These treat each parameter independently, and count steps per parameter.
 _KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -55,7 +55,7 @@ def _is_as_written(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step runs only PyTorch's code; a scheduler may wrap it, which only notes that there was a step."""
     step = vars(optimizer).get("step")
     is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
-    return not is_wrapped and not any(getattr(optimizer, name, None) for name in HOOKS_OF_OPTIMIZERS)
+    return not is_wrapped and not any(getattr(optimizer, name, None) for name in compat.HOOKS_OF_OPTIMIZERS)
 
 
 def _halves(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -22,10 +22,10 @@ from manyhands.backends.torch.convolutions.products import Product
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"
 _PASSED = ("ToCopyBackward0", "TBackward0")  # allowed between a weight and its operation: a cast, a transposition
-# For autograd nodes of products: the attribute with the saved input, and the positions of weight and bias.
+# For autograd nodes of products: the name of the saved input, and the positions of weight and bias.
 _PRODUCTS: dict[str, tuple[str, int, int | None]] = {
-    "AddmmBackward0": ("_saved_mat1", 2, 0),
-    "MmBackward0": ("_saved_self", 1, None),
+    "AddmmBackward0": ("mat1", 2, 0),
+    "MmBackward0": ("self", 1, None),
 }
 
 
@@ -79,7 +79,7 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
     if not _is_straight(node, weight):
         return None
     try:
-        source, weight_saved = getattr(node, saved), node._saved_mat2
+        source, weight_saved = compat.saved(node, saved), compat.saved(node, "mat2")
     except RuntimeError:  # saved by hooks (checkpointing), which allow one read
         return None
     memories = {memory_id(argument) for argument in args}
@@ -115,8 +115,7 @@ def _is_straight(node: Any, number: int) -> bool:
     way = _way(node.next_functions[number][0])
     if way is None:
         return False
-    leaf = way[-1].variable
-    return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return not compat.has_gradient_hooks(way[-1].variable)
 
 
 def leads_to(node: Any, parameter: torch.Tensor) -> list[Any] | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.kernels import batch_norm, group_norm
 from manyhands.training.torch.fast.capturable import is_compiled
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms
@@ -32,7 +32,7 @@ def has_own_kernels(eager: EagerStep) -> bool:
 
 def normalises_batches(model: torch.nn.Module) -> bool:
     """Whether the model has a BatchNorm in training mode."""
-    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
+    return any(isinstance(layer, compat.BatchNorm) and layer.training for layer in model.modules())
 
 
 def normalises_groups(model: torch.nn.Module) -> bool:
