@@ -119,14 +119,16 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
-def test_the_architecture_page_names_files_that_exist() -> None:
+@pytest.mark.parametrize("page", ["architecture.md", "how/decisions.md", "how/dynamo.md"])
+def test_pages_about_the_code_name_files_that_exist(page: str) -> None:
     """`training/loop.py` is in the package; where the page is about one folder, it names files from there."""
     files = [f"/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "src" / "manyhands").rglob("*")]
-    for name in re.findall(r"`([\w<>/-]+(?:\.py|/))[`:]", (ROOT / "docs" / "architecture.md").read_text()):
+    for name in re.findall(r"`([\w<>/-]+(?:\.py|/))[`:]", (ROOT / "docs" / page).read_text()):
         for framework in FRAMEWORKS if "<framework>" in name else ("",):
             path = name.replace("<framework>", framework).rstrip("/")
             assert (ROOT / path).exists() or any(file.endswith(f"/{path}") for file in files), name
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_and_the_map_are_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 100
