@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -184,6 +186,46 @@ def test_updates_stand_beside_what_they_wait_for() -> None:
     places = [(float(box.attrib["x"]), float(box.attrib["y"])) for box in boxes if box is not None]
     assert len(places) == len(set(places)) == 14, "no two tasks in one place"
     assert len({x for x, _ in places}) == 2
+
+
+def test_no_edge_runs_through_a_box() -> None:
+    """Random graphs: points of all curves and lines are outside of all boxes, but for their ends."""
+    draws, width, height = random.Random(0), graph_svg._WIDTH, graph_svg._HEIGHT
+    for _ in range(30):
+        tasks = []
+        for number in range(1, draws.randint(4, 25)):
+            reads = frozenset(draws.sample(range(number), min(number, draws.randint(0, 3))))
+            tasks.append(Task(draws.choice(["mm", "sin", "add_"]), reads, frozenset({number}), seconds=1e-3))
+        lanes = draws.choice([1, 1, 3])
+        program = graph(tasks)
+        made = one_lane(program) if lanes == 1 else schedule(program, lanes_for(program, lanes))
+        picture = ElementTree.fromstring(graph_svg.svg(made))
+        rects = [box.find("{*}rect") for box in picture.iter("{http://www.w3.org/2000/svg}g")]
+        corners = [(float(rect.attrib["x"]), float(rect.attrib["y"])) for rect in rects if rect is not None]
+        assert corners
+        edges = [path.attrib["d"] for path in picture.iter("{http://www.w3.org/2000/svg}path")]
+        for edge in (edge for edge in edges if "C" in edge):  # the legend has a straight line
+            for x, y in _points(edge):
+                inside = [(left, top) for left, top in corners if 1 < x - left < width - 1 and 1 < y - top < height - 1]
+                assert not inside, edge
+
+
+def _points(path: str) -> list[tuple[float, float]]:
+    """Points of a path of M, C and L commands."""
+    points: list[tuple[float, float]] = []
+    for command, text in re.findall(r"([MCL])([^MCL]*)", path):
+        numbers = [float(number) for number in text.split()]
+        places = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if command == "M":
+            points += places
+            continue
+        hull = [points[-1], *places]
+        for step in range(1, 21):
+            level, t = hull, step / 20
+            while len(level) > 1:  # de Casteljau's construction; of two points it is the line
+                level = [((1 - t) * a + t * c, (1 - t) * b + t * d) for (a, b), (c, d) in itertools.pairwise(level)]
+            points += level
+    return points
 
 
 def test_a_box_says_operation_module_shape_and_time() -> None:

@@ -70,7 +70,7 @@ def svg(schedule: Schedule) -> str:
         *_drawn_lanes([(names[group], [places[task] for task in needs if groups[task] == group]) for group in used]),
         *(_drawn_frame(block, places) for block in blocks),
         *(
-            _drawn_need(places[need], places[task], crosses=(need, task) in across)
+            _drawn_need(places[need], places[task], set(places.values()), crosses=(need, task) in across)
             for task, needed in needs.items()
             for need in sorted(needed)
         ),
@@ -267,17 +267,25 @@ def _drawn_frame(block: _Block, places: Mapping[int, tuple[float, float]]) -> st
     )
 
 
-def _drawn_need(start: tuple[float, float], end: tuple[float, float], *, crosses: bool) -> str:
-    """A curve from one box to another; one that would run through the boxes between them bows out beside them."""
+def _drawn_need(
+    start: tuple[float, float], end: tuple[float, float], boxes: set[tuple[float, float]], *, crosses: bool
+) -> str:
+    """A curve from one box to another, past all others: through the gap between two rows or two columns."""
     x, y = start[0] + _WIDTH / 2, start[1] + _HEIGHT
     to_x, to_y = end[0] + _WIDTH / 2, end[1]
-    bend = max(12.0, (to_y - y) / 2)
-    aside = _WIDTH * 0.75 if x == to_x and to_y - y > _GAP_Y + 1 else 0.0
     colour, thickness = ("#c00", 1.4) if crosses else ("#888", 1.0)
-    return (
-        f'<path d="M{x} {y} C{x + aside} {y + bend} {to_x + aside} {to_y - bend} {to_x} {to_y}" fill="none" '
-        f'stroke="{colour}" stroke-width="{thickness}"/>'
-    )
+    between = any(left == end[0] and start[1] < top < end[1] for left, top in boxes)
+    if to_y > y and not between:
+        # Down in the column of the end: within the gap below the start if the columns differ.
+        upper = min(y + _GAP_Y, to_y)
+        path = f"M{x} {y} C{x} {y + 12} {to_x} {upper - 12} {to_x} {upper} L{to_x} {to_y}"
+    else:
+        beside = to_x + (_WIDTH + _GAP_X) / (-2 if x < to_x else 2)
+        path = (
+            f"M{x} {y} C{x} {y + 12} {beside} {y + 6} {beside} {y + _GAP_Y} L{beside} {to_y - _GAP_Y} "
+            f"C{beside} {to_y - 6} {to_x} {to_y - 12} {to_x} {to_y}"
+        )
+    return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>'
 
 
 def _drawn_task(tasks: Sequence[Task], place: tuple[float, float]) -> str:
