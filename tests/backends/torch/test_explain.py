@@ -97,10 +97,13 @@ def test_one_task_is_not_called_tasks() -> None:
 
 @two_cores
 def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
-    fast = Parallel(napping, planning)
-    result = fast(torch.ones(2), torch.ones(2))
-    assert result.tolist() == [2, 2]
-    assert fast.explain().startswith("napping: run as 2 lanes, equal to the bit"), fast.explain()
+    for _ in range(5):  # other programs on the machine may let lanes lose the race
+        fast = Parallel(napping, planning)
+        result = fast(torch.ones(2), torch.ones(2))
+        assert result.tolist() == [2, 2]
+        if (words := fast.explain()).startswith("napping: run as 2 lanes"):
+            break
+    assert words.startswith("napping: run as 2 lanes, equal to the bit"), words
     planned = fast.planned
     assert "predicted" in fast.explain()
     assert planned.schedule is not None
