@@ -35,10 +35,11 @@ class Counting(nn.Module):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 def test_steps_reuse_the_memory_of_the_one_before() -> None:
     FAULTS.clear()
-    X, y = torch.randn(512 * 10, 8), torch.randint(3, (512 * 10,))
+    X, y = torch.randn(512 * 20, 8), torch.randint(3, (512 * 20,))
     mh.Trainer(1, devices="cpu", batch_size=512, lr=0.1, precision="fp32", quiet=True).fit(Counting(), (X, y))
-    later = [after - before for before, after in itertools.pairwise(FAULTS[3:])]
-    assert len(later) >= 5
+    # The heap grows in the first steps, by how much depends on what the process did before.
+    later = [after - before for before, after in itertools.pairwise(FAULTS[8:])]
+    assert len(later) >= 10
     # A step's activations are 9 tensors of 4 MB: 9000 pages of 4 kB.
     assert statistics.median(later) < 500
     assert host_heap._jobs == 0
