@@ -83,7 +83,7 @@ class parallel:
     ) -> None:
         _must_be_threads(threads)
         if threads is not None and threads < 1:
-            raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
+            raise EngineError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
         self._objects = Objects(memory_of, parts_of, version_of, bound, exclusive)
         self._jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
