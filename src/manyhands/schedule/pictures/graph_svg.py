@@ -13,6 +13,7 @@ On one lane the columns are chains instead, so that branches stand side by side.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -60,6 +61,9 @@ def svg(schedule: Schedule) -> str:
     places = {
         task: (_MARGIN + columns[task] * (_WIDTH + _GAP_X), top + rows[task] * (_HEIGHT + _GAP_Y)) for task in needs
     }
+    heights: dict[float, list[float]] = {}
+    for left, upper in sorted(places.values()):
+        heights.setdefault(left, []).append(upper)
     width = 2 * _MARGIN + max((x for x, _ in places.values()), default=0) + _WIDTH
     height = _MARGIN + max((y for _, y in places.values()), default=top) + _HEIGHT + _GAP_Y
     parts = [
@@ -70,7 +74,7 @@ def svg(schedule: Schedule) -> str:
         *_drawn_lanes([(names[group], [places[task] for task in needs if groups[task] == group]) for group in used]),
         *(_drawn_frame(block, places) for block in blocks),
         *(
-            _drawn_need(places[need], places[task], set(places.values()), crosses=(need, task) in across)
+            _drawn_need(places[need], places[task], heights, crosses=(need, task) in across)
             for task, needed in needs.items()
             for need in sorted(needed)
         ),
@@ -268,14 +272,18 @@ def _drawn_frame(block: _Block, places: Mapping[int, tuple[float, float]]) -> st
 
 
 def _drawn_need(
-    start: tuple[float, float], end: tuple[float, float], boxes: set[tuple[float, float]], *, crosses: bool
+    start: tuple[float, float], end: tuple[float, float], heights: dict[float, list[float]], *, crosses: bool
 ) -> str:
-    """A curve from one box to another, past all others: through the gap between two rows or two columns."""
+    """A curve from one box to another, past all others: through the gap between two rows or two columns.
+
+    ``heights``: where the boxes of each column are, from top to bottom.
+    """
     x, y = start[0] + _WIDTH / 2, start[1] + _HEIGHT
     to_x, to_y = end[0] + _WIDTH / 2, end[1]
     colour, thickness = ("#c00", 1.4) if crosses else ("#888", 1.0)
-    between = any(left == end[0] and start[1] < top < end[1] for left, top in boxes)
-    if to_y > y and not between:
+    column = heights[end[0]]
+    between = bisect_left(column, end[1]) - bisect_right(column, start[1])  # boxes
+    if to_y > y and between <= 0:
         # Down in the column of the end: within the gap below the start if the columns differ.
         upper = min(y + _GAP_Y, to_y)
         path = f"M{x} {y} C{x} {y + 12} {to_x} {upper - 12} {to_x} {upper} L{to_x} {to_y}"
