@@ -70,10 +70,7 @@ def choose(
     footprints = {id(trace): footprint}
     for way, scheduled, traced in ways(backend, trace, device, measured, best):
         footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
-        # A graph holds copies of the arguments, and its results in addition to those that the caller gets.
-        beside = 0
-        if way.executor is Executor.GRAPH:
-            beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
+        beside = _held_by_graph(backend, call, footprint, best) if way.executor is Executor.GRAPH else 0
         needed = beside + _peak(backend, traced, scheduled, footprint)
         if not limit.allows(needed, plain):
             scheduled = limit_memory(scheduled, footprint, limit.most(plain) - beside)
@@ -99,6 +96,13 @@ def choose(
             continue
         best.way, best.exactness, best.peaks = way, exactness, Peaks(needed, plain)
         best.run, best.schedule, best.trace = replay, scheduled, traced
+
+
+def _held_by_graph(
+    backend: Planning[TraceT, CallT, DevicesT, PlanT], call: CallT, footprint: Footprint, best: Planned
+) -> int:
+    """Bytes of copies of the arguments, and of results in addition to those that the caller gets."""
+    return backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
 
 
 def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
