@@ -64,13 +64,12 @@ def better(
     if not planned.way.compiled:  # it cannot be compiled, or plain execution is faster
         planned, trials = _with_postponed(planned, trials), replace(trials, postponed=False)
     planned.uncompiled_are_left, planned.regions_are_left = trials.postponed, can_overlap or not compiled
-    if compiled and not can_overlap:
+    if not planned.regions_are_left:
         planned.notes.append("compiled regions are not tried: tasks depend on each other, so lanes cannot help")
-    elif not (compiled and later and measured is not None and planned.way.executor is Executor.GRAPH):
-        return with_regions(planned, trials)
-    if later and measured is not None and planned.way.executor is Executor.GRAPH:
+    if compiled and later and measured is not None and planned.way.executor is Executor.GRAPH:
         _wait_for_calls(planned, measured, seconds)
-    return planned
+        return planned
+    return with_regions(planned, trials)
 
 
 def with_regions(planned: Planned, trials: Trials[TraceT, CallT, DevicesT, PlanT]) -> Planned:
