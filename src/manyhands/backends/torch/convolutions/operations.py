@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,20 +124,20 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 _recorded: Counter[Problem] | None = None
 
 
-def _recorded_convolution(*args: Any) -> torch.Tensor:
-    if _recorded is not None:
-        _recorded.update(problems_of(_aten.convolution.default, args))
-    return _convolution(*args)
+def _recording(target: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if _recorded is not None:
+            _recorded.update(problems_of(target, args))
+        return compute(*args)
+
+    return call
 
 
-def _recorded_convolution_backward(*args: Any) -> tuple[Any, Any, Any]:
-    if _recorded is not None:
-        _recorded.update(problems_of(_aten.convolution_backward.default, args))
-    return _convolution_backward(*args)
-
-
-_library.impl("convolution", _recorded_convolution, "CompositeExplicitAutograd")
-_library.impl("convolution_backward", _recorded_convolution_backward, "CompositeExplicitAutograd")
+for _original, _compute in (
+    (_aten.convolution.default, _convolution),
+    (_aten.convolution_backward.default, _convolution_backward),
+):
+    _library.impl(REPLACEMENTS[_original], _recording(_original, _compute), "CompositeExplicitAutograd")
 # For fake and meta tensors, as in a trace, they are PyTorch's operations.
 torch.library.register_fake("manyhands::convolution", _aten.convolution.default, lib=_library)
 torch.library.register_fake("manyhands::convolution_backward", _aten.convolution_backward.default, lib=_library)
