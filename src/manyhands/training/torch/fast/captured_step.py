@@ -170,8 +170,8 @@ class GraphStep:
     def _turn_feature_off(self, sized: _SizedStep, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written: the search for redundant biases, and the count of what a compiler could fuse. Later: our
-        own kernels, then the lanes, the compiler.
+        In a step as written: the search for redundant biases, and the count of what a compiler could fuse. Later: a
+        compiler that nobody asked for, our own kernels, tuned convolutions, the lanes, the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:

@@ -1,4 +1,4 @@
-"""Normalisation, addition and ReLU in one go, for programs that nobody would write: drawn at random.
+"""Normalisation, addition and ReLU fused, in random programs that nobody would write.
 
 All that a step leaves behind is compared with plain PyTorch: the loss, gradients of parameters and of values in
 between, and buffers. Where PyTorch refuses a program (a value was changed that a gradient needs), it is refused here
