@@ -121,6 +121,8 @@ def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **sett
     ``logging.getLogger("manyhands").setLevel(logging.DEBUG)``, before the model is called.
     """
     fuse = dynamo.options_from(settings).get("fuse", True)
+    if fuse:
+        planning.prepare_to_fuse(inputs)
 
     def make(function: Callable[..., object], reuse: bool) -> Planner:
         graph = Parallel(function, planning, compile=fuse, reuse_outputs=reuse)

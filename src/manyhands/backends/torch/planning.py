@@ -34,7 +34,7 @@ from manyhands.backends.torch.capture.trace import Trace, is_check, meaningless_
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.dynamo.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.guards.by_dynamo import guards
-from manyhands.backends.torch.passes.regions import fuse, fuse_whole
+from manyhands.backends.torch.passes.regions import fuse, fuse_whole, prepare_to_fuse
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points
@@ -58,6 +58,7 @@ threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide amo
 Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 _REPEATS = 20
 _LONG = 0.5  # seconds: calls this long need no warm-up and few repetitions
+_ENOUGH = (4, 4 * _LONG), (7, 0.25)  # calls that took so many seconds in all: no more are timed
 
 
 def device_of(call: Call, trace: Trace) -> Gpus | None:
@@ -331,7 +332,7 @@ def seconds(
         once = time.perf_counter() - start
         if number >= 3 or once > _LONG:
             times.append(once)
-        if len(times) >= 4 and sum(times) > 4 * _LONG:
+        if any(len(times) >= calls and sum(times) > spent for calls, spent in _ENOUGH):
             break
     return statistics.median(times[1:])
 

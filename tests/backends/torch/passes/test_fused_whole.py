@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,30 @@ def test_a_training_step_writes_what_it_wrote() -> None:
     )
     assert backend.equal(compiled, as_written) == (True, 0.0)
     assert backend.equal(backend.observed(found, call, backend.thread_run(found, in_order(found), 1)), as_written)[0]
+
+
+def test_copies_are_compiled_one_by_one() -> None:
+    """As one operation they would be one large kernel; the compiler writes each value where it computes it."""
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    net.train().requires_grad_(False)
+    x, compiled = torch.rand(2, 1, 8, 8), list[Any]()
+
+    def compiler(module: Any, metas: Any) -> Any:
+        compiled.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    call = backend.call((x,), {})
+    found = backend.trace(net, call)
+    whole = fuse_whole(found, compiler)
+    assert compiled.count(torch.ops.aten.copy_.default) == 4
+    assert torch.ops.aten._foreach_copy_.default not in compiled
+    assert written_memories(whole) == written_memories(found)
+    before = copy.deepcopy(net.state_dict())
+    backend.thread_run(whole, in_order(whole), 1).replay(call.tensors)
+    written = copy.deepcopy(net.state_dict())
+    net.load_state_dict(before)
+    net(x)
+    torch.testing.assert_close(written, dict(net.state_dict()))
 
 
 def in_order(trace: Any) -> Any:

@@ -79,9 +79,7 @@ from manyhands.backends.torch.compat.dynamo import (
     aot_autograd,
     captured_code,
     compile_in_pieces,
-    custom_graph_pass,
     forward_graph,
-    inductor_compile,
     is_dynamo_loaded,
     make_boxed_function,
     register_dynamo_backend,
@@ -95,6 +93,7 @@ from manyhands.backends.torch.compat.fake_tensors import (
     quick_constants,
 )
 from manyhands.backends.torch.compat.guards_by_dynamo import compile_whole, dynamo_check, dynamo_enabled
+from manyhands.backends.torch.compat.inductor import custom_graph_pass, inductor_compile, prepare_inductor
 from manyhands.backends.torch.compat.sequence_slot import replace_getitem
 from manyhands.backends.torch.compat.tensor_places import addresses_are, equal_addresses
 

@@ -1,4 +1,4 @@
-"""Dynamo, aot_autograd and Inductor: parts that have no public name, or whose public form does too much.
+"""Dynamo and aot_autograd: parts that have no public name, or whose public form does too much.
 
 Importing them takes seconds, so each function imports them when it is called.
 """
@@ -286,21 +286,3 @@ def register_dynamo_backend(name: str, backend: Any) -> None:
 
     if name not in registry._COMPILER_FNS and registry._BACKENDS.get(name) is None:
         registry.register_backend(backend, name=name)
-
-
-def custom_graph_pass() -> Any:
-    """The class of passes that Inductor runs over a graph, and whose identity is part of its cache's key."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    return CustomGraphPass
-
-
-def inductor_compile(
-    module: torch.fx.GraphModule, inputs: list[torch.Tensor], settings: dict[str, Any]
-) -> Callable[..., Any]:
-    """Compile a graph with Inductor, without Dynamo, under these settings of Inductor."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch(settings):
-        return cast(Callable[..., Any], compile_fx(module, inputs))

@@ -31,11 +31,13 @@ import heapq
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace, is_check
@@ -56,6 +58,8 @@ _LEAST = 2  # operations in a region that compute something
 # one.
 _CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
 _LOW = (torch.bfloat16, torch.float16)
+
+_aten = torch.ops.aten
 
 # Compiles a region's graph to a function, given tensors like its inputs.
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
@@ -87,6 +91,13 @@ class _Unit:
     compiler: Compiler | None = None
     needs: set[int] = field(default_factory=set)
     is_whole: bool = False
+
+
+def prepare_to_fuse(tensors: Sequence[Any]) -> None:
+    """Start Inductor's processes early, if tensors are on a GPU: they get ready while the function is traced."""
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
+        with suppress(Exception):  # why it cannot be used is reported when something is compiled
+            compat.prepare_inductor()
 
 
 def fuse(trace: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
@@ -321,6 +332,9 @@ class _Writer:
         for number, node in enumerate(inputs):
             new[node] = graph.placeholder(f"input_{number}")
         for number, node in enumerate(nodes):
+            if node.target is _aten._foreach_copy_.default and not node.kwargs:
+                _copy_one_by_one(graph, map_arg(node.args, new.__getitem__))
+                continue
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].name = f"value_{number}"
         graph.output(tuple(new[node] for node in results))
@@ -337,6 +351,15 @@ class _Writer:
                 compiled = _in_form(compiled, [node.meta["val"] for node in results])
             self._regions[key] = Region(words, digest, compiled, is_whole=unit.is_whole)
         return self._regions[key]
+
+
+def _copy_one_by_one(graph: Graph, arguments: Any) -> None:
+    """The copies of ``_foreach_copy_``: compiled code writes each value where it computes it.
+
+    As one operation they would be one large kernel, which alone takes seconds to compile.
+    """
+    for target, source in zip(*arguments[:2], strict=True):
+        graph.call_function(_aten.copy_.default, (target, source))
 
 
 def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Callable[..., Any]:

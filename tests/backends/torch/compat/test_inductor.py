@@ -1,0 +1,99 @@
+"""Compiling graphs with Inductor: a pure graph without aot_autograd, any other with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from region_cases import needs_compiler
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from manyhands.backends.torch.compat import FakeTensorMode, inductor, inductor_compile
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
+)
+
+
+def norm(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return torch.nn.functional.gelu(torch.layer_norm(x, (8,), w)), (x.detach() @ w).mean()
+
+
+def write_at_end(x: torch.Tensor, w: torch.Tensor) -> Any:
+    y = x.sin() * w
+    w.copy_(y.sum(0))
+    return (y,)
+
+
+def write_twice(x: torch.Tensor, w: torch.Tensor) -> Any:
+    y = x.sin() * w
+    w.copy_(y.sum(0))
+    w.copy_(y.mean(0))
+    return (y,)
+
+
+def write_before_use(x: torch.Tensor, w: torch.Tensor) -> Any:
+    w.copy_(x.sum(0))
+    return (x.sin() * w,)
+
+
+def write_in_place(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return ((x + w).relu_(),)
+
+
+def write_inside(x: torch.Tensor, w: torch.Tensor) -> Any:
+    y = x + w
+    y[0].copy_(w)
+    return (y,)
+
+
+def alone(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return (x + w).sin()
+
+
+def of_constant(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return ((x + w) * torch.arange(8.0).to(x),)
+
+
+PURE = [norm, write_at_end, of_constant]
+OTHERS = [write_twice, write_before_use, write_in_place, write_inside, alone]
+
+
+def traced(function: Callable[..., Any]) -> tuple[GraphModule, list[torch.Tensor]]:
+    """A graph of two arguments, and fake tensors like them."""
+    module = make_fx(function, tracing_mode="fake")(*arguments())
+    with FakeTensorMode():
+        return module, [torch.empty_strided(x.shape, x.stride()) for x in arguments()]
+
+
+def arguments() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(4, 8, generator=generator), torch.rand(8, generator=generator)]
+
+
+@pytest.mark.parametrize("function", PURE + OTHERS)
+def test_which_graphs_are_pure(function: Callable[..., Any]) -> None:
+    module, _ = traced(function)
+    assert inductor._is_pure(module.graph) is (function in PURE)
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", PURE + OTHERS)
+def test_results_and_writes_are_the_function_s(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    asked: list[object] = []
+    through_autograd = compile_fx.compile_fx
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda module, inputs: asked.append(module) or through_autograd(module, inputs)
+    )
+    with torch.no_grad():
+        compiled = inductor_compile(*traced(function), {"joint_graph_constant_folding": False})
+        mine, plain = arguments(), arguments()
+        results, expected = compiled(*mine), function(*plain)
+    torch.testing.assert_close(tuple(results) if isinstance(expected, tuple) else results, expected)
+    torch.testing.assert_close(mine, plain)
+    assert bool(asked) is (function not in PURE)
