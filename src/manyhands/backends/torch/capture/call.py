@@ -20,6 +20,7 @@ from manyhands.addresses import Same, joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture import trace as torch_trace
+from manyhands.backends.torch.capture.captured_graph import trace_captured
 from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.capture.refusals import (
     BY_VALUE,
@@ -250,29 +251,9 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     outside = Outside(function if guarded else None, call.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient, to_compile=to_compile)
-    recorded = [tensor.requires_grad for tensor in call.tensors]
-    first = _first_of_each(call.tensors)
-
-    def flat(*stand_ins: torch.Tensor) -> Any:
-        tensors = [stand_ins[number] for number in first]
-        arguments = call.rebuild(tensors)
-        before = tree.flatten(arguments)
-        with _same_modes():
-            result = opened(function(*arguments[0], **arguments[1]))
-        refuse_unknown_results(result)
-        refuse_changed_gradients(tensors, recorded)
-        refuse_changed_containers(before, tree.flatten(arguments))
-        return result
-
-    try:
-        with watch, no_hooks():
-            captured = torch_trace.trace(flat, _stand_ins(call.tensors), watch)
-    except Exception as error:
-        watch.must_not_have_changed()  # the better reason
-        if isinstance(error, CannotTrace):
-            raise
-        raise CannotTrace(why(error)) from error
-    watch.must_not_have_changed()
+    captured = trace_captured(function, call.tensors, call.others)
+    if captured is None:
+        captured = _traced(function, call, watch)
     captured = split(whole := captured)
     captured.unsplit = whole if captured is not whole else None
     if watch.seeded and any(step.task.token is not None for step in captured.steps):
@@ -289,6 +270,34 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     captured.holds, captured.changed = outside.holds, lambda: getattr(outside.changed(), "name", None)
     captured.watched, captured.forms_are_guarded = lambda: outside.seen, outside.forms_are_guarded
     return captured
+
+
+def _traced(function: Callable[..., Any], call: Call, watch: Watch) -> Trace:
+    """What ``make_fx`` records when it runs the function with stand-ins for its tensors."""
+    recorded = [tensor.requires_grad for tensor in call.tensors]
+    first = _first_of_each(call.tensors)
+
+    def flat(*stand_ins: torch.Tensor) -> Any:
+        tensors = [stand_ins[number] for number in first]
+        arguments = call.rebuild(tensors)
+        before = tree.flatten(arguments)
+        with _same_modes():
+            result = opened(function(*arguments[0], **arguments[1]))
+        refuse_unknown_results(result)
+        refuse_changed_gradients(tensors, recorded)
+        refuse_changed_containers(before, tree.flatten(arguments))
+        return result
+
+    try:
+        with watch, no_hooks():
+            traced = torch_trace.trace(flat, _stand_ins(call.tensors), watch)
+    except Exception as error:
+        watch.must_not_have_changed()  # the better reason
+        if isinstance(error, CannotTrace):
+            raise
+        raise CannotTrace(why(error)) from error
+    watch.must_not_have_changed()
+    return traced
 
 
 @contextmanager

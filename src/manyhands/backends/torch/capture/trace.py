@@ -173,12 +173,17 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
         raise
     except Exception as error:
         raise CannotTrace(why(error)) from error
+    captured = trace_of_graph(module, structure)
+    captured.gradients = gradients
+    return captured
+
+
+def trace_of_graph(module: GraphModule, structure: Any) -> Trace:
+    """The trace of a graph of ATen operations that returns a list of this structure; its dead code is removed."""
     _drop_profiling(module)
     _must_be_static(module)  # also unused nodes: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
-    captured = described(module, structure)
-    captured.gradients = gradients
-    return captured
+    return described(module, structure)
 
 
 def _fake_mode(arguments: Sequence[torch.Tensor]) -> AbstractContextManager[object]:

@@ -32,6 +32,7 @@ from torch.fx import GraphModule as GraphModule  # what Dynamo passes to a backe
 
 from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.captured_graph import CapturedGraph
 from manyhands.backends.torch.capture.fast_match import AddressedTensors, tensor_guards
 from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.capture.trace import has_effects
@@ -351,9 +352,9 @@ def _part(
             new[node] = graph.node_copy(node, new.__getitem__)
     for group in together:
         lists: Any = [[new[cast(Node, node.args[part])] for node in group] for part in range(2)]
-        graph.call_function(_aten._foreach_copy_.default, tuple(lists))
+        graph.call_function(_aten._foreach_copy_.default, tuple(lists)).meta["val"] = None
     graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
-    return GraphModule(module, graph, name)
+    return CapturedGraph(module, graph, name)
 
 
 def _copies_together(module: GraphModule) -> list[dict[Node, None]]:

@@ -1,0 +1,57 @@
+"""Graphs that ``aot_autograd`` has captured: they are described as they are, because tracing again takes seconds.
+
+Each node of such a graph knows the form and the memory of its result (``meta["val"]``), as a trace does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.trace import Trace, trace_of_graph
+from manyhands.backends.torch.compat import FakeTensor, tree_flatten
+
+_SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
+
+
+class CapturedGraph(GraphModule):
+    """A graph of ATen operations that returns a tuple, and whose nodes know their results."""
+
+
+def trace_captured(function: object, tensors: Sequence[torch.Tensor], others: Sequence[object]) -> Trace | None:
+    """The trace of a captured graph for these arguments; None for other functions, and if it must be traced again.
+
+    That is so if the graph was captured for arguments of other forms, or for any form.
+    """
+    if not isinstance(function, CapturedGraph) or others:
+        return None
+    nodes = function.graph.nodes
+    arguments = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    if len(arguments) != len(tensors) or not all(map(_is_known, nodes)):
+        return None
+    if any(_form(argument) != _form(tensor) for argument, tensor in zip(arguments, tensors, strict=True)):
+        return None
+    graph = Graph()
+    results = cast(tuple[Any, ...], graph.graph_copy(function.graph, {}))
+    graph.output(list(results))
+    structure = tree_flatten(results)[1]
+    return trace_of_graph(compat.graph_module(function, graph), structure)
+
+
+def _form(value: Any) -> tuple[object, ...]:
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
+
+
+def _is_known(node: Node) -> bool:
+    """Whether the results of a node are known, and none of their sizes is symbolic."""
+    if node.op in ("output", "get_attr"):
+        return True
+    if "val" not in node.meta or (node.op == "placeholder" and not isinstance(node.meta["val"], FakeTensor)):
+        return False
+    values, _ = tree_flatten(node.meta["val"])
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in (*value.shape, *value.stride())]
+    return not any(isinstance(value, _SYMBOLIC) for value in (*values, *sizes))

@@ -1,0 +1,124 @@
+"""Graphs that aot_autograd has captured are described as they are: the same tasks as tracing them again gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture import captured_graph, trace
+from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
+from manyhands.backends.torch.dynamo import backend as dynamo
+from manyhands.schedule.task import needs
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def captured(model: Callable[..., Any], *batches: torch.Tensor, **options: Any) -> list[tuple[Any, list[torch.Tensor]]]:
+    """The graphs that PyTorch makes of a model and its backward pass, with arguments of a call; two calls per batch."""
+    graphs: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def make(function: Any, _: bool) -> Any:
+        def plan(arguments: tuple[Any, ...]) -> None:
+            graphs.append((function, list(arguments)))
+
+        return plan
+
+    def backend(module: Any, inputs: Any) -> Any:
+        return dynamo.compile_with(module, inputs, make, writes_in_graph=True)
+
+    compiled = torch.compile(model, backend=backend, **options)
+    for x in batches:
+        for _ in range(2):
+            result = compiled(x)
+            if result.requires_grad:
+                result.sum().backward()
+    return graphs
+
+
+def described(found: Any) -> list[Any]:
+    """What scheduling needs to know of a trace: memories have other numbers in each."""
+    tasks = found.tasks
+    return [
+        (task.name, task.device, task.kind, task.token, task.detail, task.is_view, earlier)
+        for task, earlier in zip(tasks, needs(tasks), strict=True)
+    ]
+
+
+NETS = {
+    "convolutions, statistics": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+    ),
+    "attention": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "random numbers": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)),
+}
+BATCHES = {"convolutions, statistics": (2, 3, 8, 8), "attention": (2, 4, 8), "random numbers": (4, 8)}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_forward_and_backward_have_the_tasks_of_a_new_trace(net: str) -> None:
+    graphs = captured(NETS[net]().train(), torch.rand(BATCHES[net]))
+    assert len(graphs) == 2
+    for function, tensors in graphs:
+        tensors = [tensor.detach() for tensor in tensors]
+        direct = trace_captured(function, tensors, [])
+        assert direct is not None
+        again = trace.trace(function, tensors)
+        assert described(direct) == described(again)
+        assert direct.structure == again.structure
+        assert len(direct.outputs) == len(again.outputs)
+
+
+def test_planning_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (function, tensors), *_ = captured(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.rand(2, 4)
+    )
+    monkeypatch.setattr(trace, "make_fx", lambda *_, **__: pytest.fail("it is traced again"))
+    found = planning.trace(function, planning.call(tuple(tensors), {}))
+    assert [task.name for task in found.tasks if not task.is_view] == ["addmm", "relu"]
+
+
+def test_arguments_of_another_form_are_traced() -> None:
+    """The forms that PyTorch predicts are not always those that it computes."""
+    (function, tensors), *_ = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4))
+    assert trace_captured(function, tensors, []) is not None
+    for number, tensor in enumerate(tensors):
+        for other in (tensor.double(), torch.cat([tensor, tensor]), tensor.flatten()[:1]):
+            assert trace_captured(function, [*tensors[:number], other, *tensors[number + 1 :]], []) is None
+    assert trace_captured(function, tensors[:-1], []) is None
+    assert trace_captured(function, tensors, [3]) is None
+
+
+def test_graphs_for_any_size_are_traced() -> None:
+    graphs = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4), torch.rand(3, 4), dynamic=True)
+    for function, arguments in graphs:
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        others = [value for value in arguments if not isinstance(value, torch.Tensor)]
+        assert isinstance(function, CapturedGraph)
+        assert trace_captured(function, tensors, others) is None
+        assert trace_captured(function, tensors, []) is None
+
+
+def test_other_graph_modules_are_traced() -> None:
+    """Their nodes may describe other arguments, or nothing."""
+    module = torch.fx.symbolic_trace(nn.Linear(4, 4))
+    assert trace_captured(module, [torch.rand(2, 4)], []) is None
+    assert not captured_graph._is_known(next(iter(module.graph.nodes)))
