@@ -102,6 +102,25 @@ def test_the_faster_of_both_in_turns_is_taken() -> None:
     assert result.notes == ["1 compiled regions: 1 tasks instead of 2"]
 
 
+@pytest.mark.parametrize(
+    ("before", "beside", "races"),
+    [(4.0, 5.0, 0), (4.0, 2.0, 6), (2.0, 4.0, 6)],
+    ids=["clear at two moments", "not when compiled code was timed", "not when it was timed alone"],
+)
+def test_a_clear_lead_over_plain_execution_needs_no_race(before: float, beside: float, races: int) -> None:
+    plain = _planned(AS_WRITTEN, None, {AS_WRITTEN: before})
+    compiled = _planned(ONE, close(1e-7), {AS_WRITTEN: beside, ONE: 1.0})
+    timed: list[Any] = []
+
+    def seconds_of(plan: Any) -> float:
+        timed.append(plan)
+        return 2.0 if plan is plain else 1.0
+
+    trials: Any = Trials(Backend(), Found("sin", "cos"), lambda _: compiled, seconds_of)
+    assert choose_compiled.better(plain, trials) is compiled
+    assert len(timed) == races
+
+
 def test_operations_as_they_are_stay_where_they_are_faster() -> None:
     lanes = _planned(TWO, TO_THE_BIT, {AS_WRITTEN: 1.0, TWO: 0.8})
     for compiled in (
