@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from manyhands.backends.torch.compat.decompositions import decomposed
+
 
 def custom_graph_pass() -> Any:
     """The class of passes that Inductor runs over a graph, and whose identity is part of its cache's key."""
@@ -45,7 +47,7 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx
 
     with config.patch(settings):
-        graph = _decomposed(module, inputs) if _is_pure(module.graph) else None
+        graph = decomposed(module, inputs) if inputs and _is_pure(module.graph) else None
         if graph is not None and _is_pure(graph.graph):
             return _compile_pure(graph, inputs)
         return cast(Callable[..., Any], compile_fx(module, inputs))
@@ -67,17 +69,6 @@ def _is_pure(graph: torch.fx.Graph) -> bool:
         elif node.op == "get_attr" or (node.op == "output" and not isinstance(node.args[0], (tuple, list))):
             return False
     return True
-
-
-def _decomposed(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-    """The graph in the operations that Inductor knows."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    mode = cast(FakeTensor, inputs[0]).fake_mode
-    with mode:
-        decompose = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
-        return decompose(*inputs)
 
 
 def _compile_pure(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
