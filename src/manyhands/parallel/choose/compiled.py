@@ -29,7 +29,7 @@ from manyhands.schedule.timing import in_turns
 _WHOLE = "whole graph"
 _LIBRARY_GAIN = 0.1  # of compiled code's time: what a graph of uncompiled operations may save
 _TRYING = 5.0  # seconds: measuring operations, capturing and comparing a graph of them
-_CLEARLY = 3  # times as fast as plain execution, at two moments: no third measurement is needed
+_CLEARLY = 2  # times as fast as plain execution, at two moments: no third measurement is needed
 _SIDE_BY_SIDE = 1.1  # ratio of a function's work to its longest chain from which lanes are worth compiling for
 
 
