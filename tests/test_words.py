@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from manyhands import Device, shares, tree
+from manyhands import Device, amounts, shares, tree
 from manyhands.device import check_distinct
 from manyhands.errors import BadDevice, BadShares, DuplicateDevices
 
@@ -60,8 +60,11 @@ def test_lists_of_devices() -> None:
         check_distinct([])
 
 
-def test_the_examples_of_shares_hold() -> None:
-    assert doctest.testmod(shares).failed == 0
+@pytest.mark.parametrize("module", [amounts, shares])
+def test_the_examples_hold(module: Any) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted
+    assert results.failed == 0
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40))

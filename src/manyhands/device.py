@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from manyhands.amounts import counted
 from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice, VirtualDevicesError
 
 Kind = Literal["cpu", "gpu", "virtual"]
@@ -97,8 +98,9 @@ def no_such_device(framework: str, device: Device, gpus: Iterable[Device]) -> No
 
 def too_late_for_virtual_devices(framework: str, starter: str, count: int) -> VirtualDevicesError:
     return VirtualDevicesError(
-        f"it is too late to make {count} virtual devices: {framework}'s runtime has started ({starter} starts it). Set "
-        f"MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call mh.virtual_devices({count}) before {starter}"
+        f"it is too late to make {counted(count, 'virtual device')}: {framework}'s runtime has started ({starter} "
+        f"starts it). Set MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call mh.virtual_devices({count}) "
+        f"before {starter}"
     )
 
 

@@ -13,6 +13,7 @@ import numbers
 from collections.abc import Sequence
 from fractions import Fraction
 
+from manyhands.amounts import counted
 from manyhands.errors import BadShares
 
 
@@ -23,9 +24,7 @@ def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
     except TypeError:
         raise BadShares(f"shares={shares!r}: give a list with one number per device, as [0.7, 0.3]") from None
     if count is not None and len(values) != count:
-        raise BadShares(
-            f"{len(values)} share{'' if len(values) == 1 else 's'} for {count} devices: give one share per device"
-        )
+        raise BadShares(f"{counted(len(values), 'share')} for {counted(count, 'device')}: give one share per device")
     exact = [_exact(share) for share in values]
     whole = sum(exact)
     if whole == 0:

@@ -59,7 +59,7 @@ PLACEMENT: list[tuple[Callable[[Any, Any], object], str]] = [
         "BadDevice: the list of devices is empty: give at least one, for example try_all_gpus()",
     ),
     (lambda mh, x: mh.split(x, ["cpu", "cpu"]), TWICE),
-    (lambda mh, x: mh.split(x, ["cpu"], shares=[1, 2]), "BadShares: 2 shares for 1 devices: give one share per device"),
+    (lambda mh, x: mh.split(x, ["cpu"], shares=[1, 2]), "BadShares: 2 shares for 1 device: give one share per device"),
     (
         lambda mh, x: mh.split((x, x[:1]), ["cpu"]),
         "BadBatch: the parts of the batch do not have the same number of samples: batch[0] has 2, batch[1] has 1",

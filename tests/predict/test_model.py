@@ -150,10 +150,10 @@ def test_memory_is_on_a_line_and_fits_or_not() -> None:
     assert one.memory.peak == 740
     assert (one.fits, two.fits, four.fits) == (False, True, True)
     assert two.memory.as_dict()["buckets"] == 1
-    assert made.headline.startswith("the batch does not fit on 1 device: 64 samples on one device take 0.0 MB")
+    assert made.headline.startswith("the batch does not fit on 1 device: 64 samples on one device would take 0.0 MB")
     assert largest_shard(made.profile, PLAIN, 1) == 60
     none = predict(profile(memory=lines, capacity=99), PLAIN, [2])
-    assert "32 samples on each of 2 devices take" in none.headline
+    assert "32 samples on each of 2 devices would take" in none.headline
     assert "and not even one sample would fit" in none.headline
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from manyhands.amounts import counted
 from manyhands.audit import watch
 from manyhands.audit.sites import name_callers_in_warnings
 from manyhands.audit.stall import Stall
@@ -91,7 +92,7 @@ def assert_no_stalls() -> Iterator[Seen]:
     with guard("count") as seen:
         yield seen
     if seen:
-        raise HiddenWait(f"the host waited {len(seen)} times:\n{seen}")
+        raise HiddenWait(f"the host waited {counted(len(seen), 'time')}:\n{seen}")
 
 
 def install_hooks() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from manyhands.amounts import counted
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_stalls: fail if the host waits for a device in this test (manyhands)")
@@ -25,5 +27,5 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     with guard("count") as seen:
         result = yield
     if len(seen):
-        pytest.fail(f"no_stalls: the host waited {len(seen)} times:\n{seen}", pytrace=False)
+        pytest.fail(f"no_stalls: the host waited {counted(len(seen), 'time')}:\n{seen}", pytrace=False)
     return result

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from manyhands.amounts import counted
 from manyhands.device import FRAMEWORKS
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
             console.print(f"{answer['framework']}: does not start: {answer['error']}")
         elif answer["virtual"]:
             console.print(
-                f"{answer['framework']}: {answer['virtual']} virtual CPU devices stand in for GPUs "
+                f"{answer['framework']}: {counted(answer['virtual'], 'virtual CPU device')} to stand in for GPUs "
                 "(MANYHANDS_VIRTUAL_DEVICES)"
             )
     if not facts["frameworks"]:

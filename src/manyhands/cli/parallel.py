@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.cli import flags, script
 from manyhands.errors import BadSettings
 
@@ -87,9 +88,9 @@ def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[
         return (), result
     arguments = result if isinstance(result, (tuple, list)) else (result,)
     if not _accepts(takes, arguments):
-        values = "1 value" if len(arguments) == 1 else f"{len(arguments)} values"
         raise BadSettings(
-            f"{name} takes {takes}, but inputs() gives {values}: give a tuple with one for each, or a dict by name"
+            f"{name} takes {takes}, but inputs() gives {counted(len(arguments), 'value')}: give a tuple with one for "
+            "each, or a dict by name"
         )
     return arguments, {}
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.device import FRAMEWORKS
 from manyhands.placement import measure, moves
 
@@ -75,7 +76,7 @@ def ask(
         if report:
             return report
         if late.is_set():
-            return {"framework": framework, "error": f"did not answer within {_SECONDS} seconds"}
+            return {"framework": framework, "error": f"did not answer within {counted(_SECONDS, 'second')}"}
         noise.seek(0)
         last = [line for line in noise if line.strip()] or [f"exit status {child.returncode}"]
     return {"framework": framework, "error": re.sub(r"^manyhands\.errors\.\w+: ", "", last[-1].strip())}

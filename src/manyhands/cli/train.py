@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.amounts import counted
 from manyhands.cli import flags
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import (
@@ -305,8 +306,8 @@ def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Name
     count, before = len(data.train.labels), begun.get("samples")
     if before not in (None, count):
         raise WrongCheckpoint(
-            f"{options.resume} was started with {before:,} samples to train on, and {data.directory} has {count:,}. "
-            "Name the folder of its data with --data"
+            f"{options.resume} was started with {counted(before, 'sample')} to train on, and {data.directory} has "
+            f"{count:,}. Name the folder of its data with --data"
         )
     return data
 
@@ -381,8 +382,6 @@ def _say_nothing(*_: object) -> None:
 
 def _how_long(chosen: dict[str, Any]) -> str:
     """When the training ends, in words."""
-    from manyhands.audit.reports.seconds import counted
-
     epochs = [counted(chosen["epochs"], "epoch")] if chosen["epochs"] else []
     steps = [counted(chosen["max_steps"], "step")] if chosen["max_steps"] else []
     return " or ".join([*epochs, *steps, *([str(chosen["max_time"])] if chosen["max_time"] else [])])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
 from manyhands import tree
+from manyhands.amounts import counted
 from manyhands.device import Device
 from manyhands.errors import NotHere, ResultsDiffer
 from manyhands.lab.finding import Times, Trial
@@ -119,7 +120,7 @@ class Bench:
 
         mine, theirs = tree.flatten(results)[0], tree.flatten(expected)[0]
         if len(mine) != len(theirs):
-            raise ResultsDiffer(f"{what}: {len(mine)} results instead of {len(theirs)}")
+            raise ResultsDiffer(f"{what}: {counted(len(mine), 'result')} instead of {len(theirs)}")
         for position, (result, other) in enumerate(zip(mine, theirs, strict=True)):
             a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (result, other))
             if a.shape != b.shape:

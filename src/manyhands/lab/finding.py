@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from manyhands.audit.reports.seconds import seconds as seconds
+from manyhands.amounts import seconds as seconds
 from manyhands.schedule.pictures.timeline import Span
 
 Kind = Literal["bar", "line", "timeline", "drawing"]

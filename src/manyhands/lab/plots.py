@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from manyhands.audit.reports.seconds import seconds
+from manyhands.amounts import seconds
 from manyhands.lab.finding import Plot
 
 # Colours that can be told apart without red and green (after Okabe and Ito), on white and on black.

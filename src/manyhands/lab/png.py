@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.audit.reports.seconds import seconds
+from manyhands.amounts import seconds
 from manyhands.lab.finding import Plot
 from manyhands.lab.plots import COLOURS
 

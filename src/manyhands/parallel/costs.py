@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
+from manyhands.amounts import counted
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.cache import CacheFile
 from manyhands.schedule.task import Task
@@ -40,10 +41,8 @@ class Costed:
 
     def summary(self) -> str:
         """How many costs were measured, remembered and estimated."""
-        return (
-            f"costs: {self.measured} kinds of operations measured, {self.remembered} from the cache, "
-            f"{self.estimated} estimated"
-        )
+        measured = counted(self.measured, "kind of operation", "kinds of operations")
+        return f"costs: {measured} measured, {self.remembered} from the cache, {self.estimated} estimated"
 
 
 def costs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from manyhands.amounts import counted
 from manyhands.parallel.plan import Planned
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule
@@ -59,10 +60,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}{'s' if number != 1 else ''}"
-
-
 def _about(schedule: Schedule) -> list[str]:
     limit = bounds(schedule)
     lanes = schedule.per_lane()
@@ -70,10 +67,10 @@ def _about(schedule: Schedule) -> list[str]:
     waits = [sum(len(schedule.waits.get(task, ())) for task in numbers) for numbers in lanes]
     used = sum(map(bool, lanes))
     return [
-        f"  {_counted(len(schedule.graph), 'task')}, {_counted(used, 'lane')}, "
-        f"{_counted(schedule.wait_count(), 'wait')} between them",
+        f"  {counted(len(schedule.graph), 'task')}, {counted(used, 'lane')}, "
+        f"{counted(schedule.wait_count(), 'wait')} between them",
         *(
-            f"    {lane}: {_counted(len(numbers), 'task')}, {_ms(seconds)} of work, {_counted(count, 'wait')}"
+            f"    {lane}: {counted(len(numbers), 'task')}, {_ms(seconds)} of work, {counted(count, 'wait')}"
             for lane, numbers, seconds, count in zip(schedule.names(), lanes, work, waits, strict=True)
             if numbers
         ),

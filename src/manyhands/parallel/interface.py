@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
+from manyhands.amounts import counted
 from manyhands.errors import EngineError, type_in_words
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Planned
@@ -123,5 +124,5 @@ def _must_be_function(function: object) -> None:
         return
     advice = "write parallel(fn)(x), not parallel(fn(x)), which calls fn first"
     if type(function) is int and function > 0:
-        advice = f"write parallel(threads={function}) for a scope with {function} threads"
+        advice = f"write parallel(threads={function}) for a scope with {counted(function, 'thread')}"
     raise EngineError(f"parallel(fn) takes a function, not {type_in_words(function)}: {advice}")

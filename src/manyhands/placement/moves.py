@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeGuard, TypeVar
 
 from manyhands import tree
+from manyhands.amounts import counted
 from manyhands.backends.protocol import Arrival, Backend, D, M, T
 from manyhands.device import Device, check_distinct, no_such_device
 from manyhands.errors import (
@@ -62,8 +63,8 @@ class Placement(Generic[T, D, M]):
 
     def _more_virtual(self, index: int) -> str:
         have = self.backend.virtual_count()
-        devices = "device" if have == 1 else "devices"
-        return f"This process has {have or 'no'} virtual {devices}: {VIRTUAL_DEVICES}={index + 1} makes {index + 1}"
+        virtual = counted(have, "virtual device") if have else "no virtual devices"
+        return f"This process has {virtual}: {VIRTUAL_DEVICES}={index + 1} makes {index + 1}"
 
     def existing(self, device: D | Device | str) -> D:
         """The framework's device; raises if it does not exist."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+from manyhands.amounts import counted
 from manyhands.backends.protocol import D, Devices
 from manyhands.errors import VirtualDevicesError
 
@@ -56,7 +57,8 @@ class VirtualDeviceHolders(Generic[D]):
             have = self._backend.virtual_count()
             if have not in (0, count):
                 raise VirtualDevicesError(
-                    f"this process has {have} virtual devices already, their number cannot change to {count}: "
+                    f"this process has {counted(have, 'virtual device')} already, their number cannot change to "
+                    f"{count}: "
                     f"{'leave the with block first' if self._blocks and not self._stays else 'start a new process'}"
                 )
             if not have:

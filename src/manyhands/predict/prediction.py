@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.predict import scaling
 from manyhands.predict.files import SCHEMA
 from manyhands.predict.link import Link
@@ -50,8 +51,9 @@ class Prediction:
         most = scaling.largest_shard(self.profile, self.link, first.devices)
         where = "one device" if first.devices == 1 else f"each of {first.devices} devices"
         return (
-            f"the batch does not fit on {counts} device{'s' if counts != '1' else ''}: {first.shard:,} samples on "
-            f"{where} take {megabytes(first.memory.peak)} of {megabytes(self.profile.capacity / shared)}, "
+            f"the batch does not fit on {counts} device{'s' if counts != '1' else ''}: "
+            f"{counted(first.shard, 'sample')} on {where} would take {megabytes(first.memory.peak)} of "
+            f"{megabytes(self.profile.capacity / shared)}, "
             + (f"{most:,} would fit" if most else "and not even one sample would fit")
         )
 
@@ -99,8 +101,8 @@ class Prediction:
             self.headline,
             "",
             f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(step.total)} a step{parts}",
-            f"gradients: {megabytes(profile.gradient_bytes)} in {len(profile.buckets)} "
-            f"bucket{'s' if len(profile.buckets) != 1 else ''}; link {self.link}",
+            f"gradients: {megabytes(profile.gradient_bytes)} in {counted(len(profile.buckets), 'bucket')}; "
+            f"link {self.link}",
             "",
             *_table(_time_columns(self.rows)),
         ]
@@ -155,7 +157,7 @@ def _losing(first: Row, losing: Sequence[Row]) -> str:
 
 
 def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
+    return counted(count, "device")
 
 
 def _times(row: Row) -> str:

@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from manyhands.amounts import counted
 from manyhands.errors import EngineError
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
@@ -82,12 +83,13 @@ class Forecast:
     def __str__(self) -> str:
         machine, limit = self.machine, bounds(self.schedule)
         reason = "critical path" if limit.critical_path >= limit.busiest_device else "busiest device"
+        copies = counted(len(self.placed.copies), "copy", "copies")
         return (
-            f"{machine.devices} devices of {machine.lanes} lanes, {machine.bandwidth / 1e9:g} GB/s between them: "
-            f"{self.seconds * 1e3:.3f} ms, one device {self.alone * 1e3:.3f} ms: {self.speed_up:.2f} times "
-            f"(simulated); {len(self.placed.copies)} copies of {megabytes(self.moved)}; no schedule beats "
-            f"{limit.seconds * 1e3:.3f} ms ({reason})"
-        ).replace("1 lanes", "1 lane")
+            f"{counted(machine.devices, 'device')} of {counted(machine.lanes, 'lane')}, {machine.bandwidth / 1e9:g} "
+            f"GB/s between them: {self.seconds * 1e3:.3f} ms, one device {self.alone * 1e3:.3f} ms: "
+            f"{self.speed_up:.2f} times (simulated); {copies} of {megabytes(self.moved)}; no "
+            f"schedule beats {limit.seconds * 1e3:.3f} ms ({reason})"
+        )
 
 
 def forecast(program: Graph, footprint: Footprint, machine: Machine) -> Forecast:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Set
 
 from manyhands.addresses import share
+from manyhands.amounts import counted
 from manyhands.errors import EngineError, TaskCancelled
 from manyhands.tasks.dependencies import Dependencies
 from manyhands.tasks.node import TAKES, Job, cancel_because_of, note_wait
@@ -262,7 +263,8 @@ class WorkerPool:
                         bells.remove(bell)
                 self._enter_done()
                 if not late:
-                    raise TimeoutError(f"{job.name} is not over after {timeout} seconds")
+                    assert timeout is not None
+                    raise TimeoutError(f"{job.name} is not over after {counted(timeout, 'second')}")
 
     def _can_be_done_for(self, job: Job) -> Job | None:
         """A ready job that this one needs, or this one itself."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.training import schedules
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.callbacks.reporter import Reporter
@@ -177,7 +178,9 @@ class Loop:
             return "max_epochs" if self.cursor.epoch >= self.settings.max_epochs else self.ending.reached
         endless = self.settings.max_epochs == ENDLESS
         if self.cursor.epoch and endless and loader_batches.is_used_up(self._loader):
-            self.learner.notes.append(f"the data ended after {self.cursor.step} steps, before a limit was reached")
+            self.learner.notes.append(
+                f"the data ended after {counted(self.cursor.step, 'step')}, before a limit was reached"
+            )
             return "end of the data"
         return None
 
@@ -328,8 +331,8 @@ class Loop:
         says = loader_batches.length(self.learner.data)
         if self.batches_before is None and says not in (None, self.cursor.batch):
             self.learner.notes.append(
-                f"the loader's len is {says}, and it gave {self.cursor.batch} batches: progress and schedule go by the "
-                "batches of the epoch before"
+                f"the loader's len is {says}, and it gave {counted(self.cursor.batch, 'batch', 'batches')}: progress "
+                "and schedule go by the batches of the epoch before"
             )
         self.batches_before = self.cursor.batch
 

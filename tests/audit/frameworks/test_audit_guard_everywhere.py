@@ -41,7 +41,7 @@ try:
     with mh.assert_no_stalls():
         str(x)
 except HiddenWait as error:
-    assert "waited 1 times" in str(error), error
+    assert "waited 1 time:" in str(error), error
 else:
     raise AssertionError("not asserted")
 print("good")

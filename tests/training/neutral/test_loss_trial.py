@@ -159,7 +159,7 @@ def test_every_label_is_tried(dtype: Any) -> None:
 def test_what_is_large_is_looked_at_in_part() -> None:
     wide = np.zeros((5000, 4096), np.uint8)
     assert choose(Arrays((wide, np.zeros(5000, int)))).seen is None  # all of one label
-    assert choose(Arrays((wide,))).seen == "1024 of 5000 samples"
+    assert choose(Arrays((wide,))).seen == "1,024 of 5,000 samples"
 
 
 def test_a_rare_label_that_weighs_more_is_found() -> None:

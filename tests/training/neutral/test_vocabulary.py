@@ -118,7 +118,7 @@ def test_accumulator() -> None:
     sums.add(1, 2.5)
     sums.add(True, 1)
     assert (sums[0], sums[1], sums[-1], list(sums), len(sums)) == (2.0, 3.5, 3.5, [2.0, 3.5], 2)
-    with pytest.raises(ValueError, match="1 values for an Accumulator of 2"):
+    with pytest.raises(ValueError, match="1 value for an Accumulator of 2"):
         sums.add(1)
     sums.reset()
     assert list(sums) == [0.0, 0.0]

@@ -191,7 +191,7 @@ def wrong_data() -> dict[str, tuple[nn.Module, Any, str]]:
         "other channels": (
             net,
             (pictures.expand(-1, 3, -1, -1), y),
-            r"layer '0', Conv2d\(.*\), takes 1 channels, and the samples have 3 .*: make it Conv2d\(3, 2, \.\.\.\)",
+            r"layer '0', Conv2d\(.*\), takes 1 channel, and the samples have 3 .*: make it Conv2d\(3, 2, \.\.\.\)",
         ),
         "words as numbers": (of_words(), (torch.ones(16, 3), y), r"an embedding takes whole numbers: give X\.long\(\)"),
         "words that are not there": (

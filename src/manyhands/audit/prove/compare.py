@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.audit.critical_path import Wait, Work, simulate
 from manyhands.audit.prove import plan
 from manyhands.audit.prove.plan import Choice, Way
 from manyhands.audit.prove.rewrite import Change
 from manyhands.audit.reports.proof import Proof, ProvenLine
 from manyhands.audit.reports.report import Finding, Report
-from manyhands.audit.reports.seconds import counted
 
 MOST_STEPS = 50
 _PLAIN, _CURED = "plain", "cured"
@@ -179,7 +179,7 @@ class _Passes:
         self._ticks, self._culprits = data["ticks"], data.get("culprits", [])
         if data["seconds"] is None:
             steps = self._length.warmup + self._length.steps
-            return f"{name} ended before its {steps} steps were made: {said or data['ended']}"
+            return f"{name} ended before its {counted(steps, 'step')}: {said or data['ended']}"
         self.results[mode].append(data)
         return None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import linecache
 from html import escape
 
+from manyhands.amounts import seconds
 from manyhands.audit.reports.proof import Proof, words
 from manyhands.audit.reports.report import Finding, Report, Span
-from manyhands.audit.reports.seconds import seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --wait: #d33; --work: #48a; --mark: #d333; --line: #8884; }

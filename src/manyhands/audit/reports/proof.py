@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.audit.reports.seconds import counted, seconds
+from manyhands.amounts import counted, seconds
 
 
 @dataclass

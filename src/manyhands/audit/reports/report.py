@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.amounts import counted, seconds
 from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Recorder
 from manyhands.audit.reports.proof import Proof
-from manyhands.audit.reports.seconds import counted, seconds
 from manyhands.audit.sites import shown_path
 from manyhands.audit.stall import Stall
 
@@ -290,10 +290,8 @@ def _finding(key: Stall, count: int, waited: float, gained: float | None, report
 
 def _summarise(report: Report, recorder: Recorder) -> None:
     if recorder.forks:
-        processes = "process" if recorder.forks == 1 else "processes"
-        report.notes.append(
-            f"the program forked {recorder.forks} {processes} (data loader workers, for example): they are not audited"
-        )
+        forks = counted(recorder.forks, "process", "processes")
+        report.notes.append(f"the program forked {forks} (data loader workers, for example): they are not audited")
     report.notes += recorder.remarks
     _note_idle(report)
     if recorder.incomplete:
@@ -332,10 +330,10 @@ def verdict(report: Report, *, used_device: bool = True) -> str:
     if not lines:
         summary = f"no {new}hidden waits were found"
     elif report.cost is None or report.gain is None:
-        summary = f"{lines} {new}line{'s' * (lines > 1)} made the host wait"
+        summary = f"{counted(lines, f'{new}line')} made the host wait"
     else:
         summary = (
-            f"{lines} {new}line{'s' * (lines > 1)} cost{'s' * (lines == 1)} {report.cost:.0%}; "
+            f"{counted(lines, f'{new}line')} cost{'s' * (lines == 1)} {report.cost:.0%}; "
             f"removing {'them' if lines > 1 else 'it'} gains about {report.gain:.0%}"
         )
     busy = "" if report.busy is None else f"the GPU is busy {report.busy:.0%} of a step; "

@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import quote
 
 from manyhands import __version__
+from manyhands.amounts import seconds
 from manyhands.audit.kinds import Kind
 from manyhands.audit.reports.report import Finding, Report
-from manyhands.audit.reports.seconds import seconds
 
 _ROOT = "%SRCROOT%"
 _KINDS = list(Kind)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.torch import as_if_gpu
 from manyhands.audit.torch.busy import BusyTime
@@ -28,6 +29,6 @@ def end(recorder: Recorder) -> None:
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if retries:
         recorder.remarks.append(
-            f"the allocator ran out of memory and retried {retries} times, which frees cached memory and waits for the "
-            "device: use a smaller batch, or PYTORCH_ALLOC_CONF=expandable_segments:True"
+            f"the allocator ran out of memory and retried {counted(retries, 'time')}, which frees cached memory and "
+            "waits for the device: use a smaller batch, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Finding, Plot, Series, Table, Times, seconds
@@ -55,13 +56,13 @@ def run(bench: Bench) -> Finding:
         times = bench.trials(ways, {"direction": verb, "parameters": count})
         each[verb] = {way: times.median(way) / (single_numbers if way == _ONE_BY_ONE else count) for way in ways}
         rows += _rows(verb, times, each[verb])
-    title = f"{count:,} parameters in {len(shapes)} tensors"
+    title = f"{counted(count, 'parameter')} in {counted(len(shapes), 'tensor')}"
     table = Table(("way", "time", "per number"), rows, title)
     plots = [
         Plot("bar", f"Time to {verb} one number", [_bars(seconds_each)], y_label="time", unit="s", log_y=True)
         for verb, seconds_each in each.items()
     ]
-    note = f"Number by number: the first {single_numbers} numbers of the first tensor."
+    note = f"Number by number: the first {counted(single_numbers, 'number')} of the first tensor."
     return Finding(_conclusion(each, count), [table], plots, [note])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 
+from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Bound, Comparison, Finding
@@ -62,7 +63,7 @@ def run(bench: Bench) -> Finding:
     }
     expected = train(0)
     for in_flight in (1, 2, steps):
-        bench.equal(train(in_flight), expected, what=f"losses with {in_flight} steps in flight")
+        bench.equal(train(in_flight), expected, what=f"losses with {counted(in_flight, 'step')} in flight")
     times = bench.trials({**ways, "the host's work alone": host_alone}, {"steps": steps, "width": width})
     host = times.median("the host's work alone")
     del times["the host's work alone"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Finding, Plot, Series, Table, Trial, seconds
@@ -53,7 +54,7 @@ def run(bench: Bench) -> Finding:
         # Only the first epoch's loss: rounding and each device's BatchNorm statistics diverge later.
         close = 0.01 if job.model == "lenet" else 0.2
         losses = outcomes[job].first_loss, outcomes[alone].first_loss
-        bench.equal(*losses, tolerance=close, what=f"{job.model} on 1 and {job.devices} devices")
+        bench.equal(*losses, tolerance=close, what=f"{job.model} on 1 and {_devices(job)}")
     notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
     return Finding(conclusion(outcomes), [_table(outcomes)], [_speed_plot(outcomes), _accuracy_plot(outcomes)], notes)
 
@@ -120,7 +121,7 @@ def _table(outcomes: dict[Job, Outcome]) -> Table:
 
 
 def _devices(job: Job) -> str:
-    return f"{job.devices} device{'s' * (job.devices > 1)}"
+    return counted(job.devices, "device")
 
 
 def _speed_plot(outcomes: dict[Job, Outcome]) -> Plot:

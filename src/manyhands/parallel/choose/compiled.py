@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic
 
+from manyhands.amounts import counted
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
@@ -109,7 +110,7 @@ def _wait_for_calls(planned: Planned, measured: Graph, seconds: float) -> None:
     gain = planned.seconds[planned.way] * share
     planned.regions_after = math.ceil(seconds / gain)
     planned.notes.append(
-        f"{' and '.join(names)} are tried after {planned.regions_after} calls: that takes about "
+        f"{' and '.join(names)} are tried after {counted(planned.regions_after, 'call')}: that takes about "
         f"{seconds:.1f} s, and would save at most {gain * 1e6:.0f} us a call"
     )
 
@@ -140,7 +141,10 @@ def _better_of(
     better = _reported(planned, other, taken, seconds, predicted)
     if not lanes:
         before = len(trials.trace.tasks)
-        better.notes.append(f"{fused.compiled_regions} compiled regions: {len(fused.tasks)} tasks instead of {before}")
+        better.notes.append(
+            f"{counted(fused.compiled_regions, 'compiled region')}: {counted(len(fused.tasks), 'task')} instead of "
+            f"{before}"
+        )
         better.notes += fused.passes
     return True, better
 

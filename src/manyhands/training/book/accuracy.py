@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Generic
 
 from manyhands import shares, tree
+from manyhands.amounts import counted
 from manyhands.backends.protocol import Backend, D
 from manyhands.device import Device
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor, type_in_words
@@ -166,11 +167,14 @@ def _split(place: Placement[Any, Any, Any], X: Any, y: Any, devices: Sequence[An
 def _check_whole(X_shards: Sequence[Any], y_shards: Sequence[Any], y: Any, devices: Sequence[Any]) -> None:
     """Check that ``split_f`` returned one shard per device, and together the whole batch."""
     if not len(X_shards) == len(y_shards) == len(devices):
-        raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
+        raise BadBatch(
+            f"split_f gave {len(X_shards)} and {counted(len(y_shards), 'shard')} for {counted(len(devices), 'device')}"
+        )
     total = sum(labels(shard) for shard in y_shards)
     if total != labels(y):
         raise BadBatch(
-            f"split_f made shards with {total} labels of a batch with {labels(y)}: every sample has to be counted once"
+            f"split_f made shards with {counted(total, 'label')} of a batch with {labels(y)}: every sample has to be "
+            "counted once"
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
+from manyhands.amounts import counted
 from manyhands.errors import PackageMissing, type_in_words
 
 Member = TypeVar("Member")
@@ -104,7 +105,10 @@ class Accumulator:
     def add(self, *values: Any) -> None:
         """Add one value to each sum."""
         if len(values) != len(self.data):
-            raise ValueError(f"{len(values)} values for an Accumulator of {len(self.data)} sums: give one for each")
+            raise ValueError(
+                f"{counted(len(values), 'value')} for an Accumulator of {counted(len(self.data), 'sum')}: give one "
+                "for each"
+            )
         self.data = [total + _number(value) for total, value in zip(self.data, values, strict=True)]
 
     def reset(self) -> None:
@@ -231,7 +235,9 @@ class Animator:
         if len(xs) == 1:
             xs *= len(ys)
         if len(xs) != len(ys):
-            raise ValueError(f"{len(xs)} values of x for {len(ys)} of y: give one x for all curves, or one for each")
+            raise ValueError(
+                f"{counted(len(xs), 'value')} of x for {len(ys)} of y: give one x for all curves, or one for each"
+            )
         while len(self.Y) < len(ys):
             self.X.append([])
             self.Y.append([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 from manyhands.training.callbacks.monitor import Mode, Monitor
@@ -59,9 +60,8 @@ class EarlyStopping(Callback):
 
     def _stop(self, training: Training) -> None:
         best = "it was NaN" if self.best is None else f"the best was {self.best:.6g} in epoch {self.best_epoch}"
-        times = "evaluation" if self._monitor.is_of_evaluations else "epoch"
-        times += "" if self.waited == 1 else "s"
-        training.stop(f"{self._monitor.name} has not improved for {self.waited} {times}; {best}", by="early stopping")
+        waited = counted(self.waited, "evaluation" if self._monitor.is_of_evaluations else "epoch")
+        training.stop(f"{self._monitor.name} has not improved for {waited}; {best}", by="early stopping")
 
     def state_dict(self) -> dict[str, Any]:
         watched = {"monitor": self._monitor.name, "mode": self._monitor.mode}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 from manyhands.training.display.progress_bar import ProgressBar
 
@@ -117,5 +118,5 @@ def _duration(seconds: float) -> str:
         return f"{max(5, 5 * round(seconds / 5))} seconds"
     if seconds < 5400:
         minutes = round(seconds / 60)
-        return f"{minutes} minute{'' if minutes == 1 else 's'}"
+        return counted(minutes, "minute")
     return f"{seconds / 3600:.1f} hours"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.amounts import counted
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
 from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
@@ -212,7 +213,8 @@ def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -
             )
     if saved["samples"] != learner.data.count:
         raise WrongCheckpoint(
-            f"the checkpoint is of a data set of {saved['samples']} samples, this one has {learner.data.count}"
+            f"the checkpoint is of a data set of {counted(saved['samples'], 'sample')}, this one has "
+            f"{learner.data.count:,}"
         )
     if saved["shuffle"] != learner.data.shuffle:
         raise WrongCheckpoint("the checkpoint is of data in another order: one is shuffled, the other is not")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.errors import (
     BadCheckpoint,
     CheckpointDamaged,
@@ -196,7 +197,9 @@ def _read(path: Path) -> Checkpoint:
         file = path / _file_of(name)
         data = _read_file(file, entry["size"])
         if len(data) != entry["size"]:
-            raise CheckpointDamaged(f"{file} has {len(data)} bytes; {entry['size']} were written: it is truncated.")
+            raise CheckpointDamaged(
+                f"{file} has {counted(len(data), 'byte')} instead of {entry['size']:,}: it is truncated."
+            )
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise CheckpointDamaged(f"{file} has changed since it was written: its SHA-256 differs.")
         blobs[name] = data
@@ -249,7 +252,9 @@ def _read_file(file: Path, size: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointDamaged(f"{file} is not a file.")
         if status.st_size > size:
-            raise CheckpointDamaged(f"{file} has {status.st_size} bytes, more than the {size} it may have.")
+            raise CheckpointDamaged(
+                f"{file} has {counted(status.st_size, 'byte')}, more than the {size:,} it may have."
+            )
         return file.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing.") from error

@@ -24,6 +24,7 @@ from numbers import Integral
 from typing import Any
 
 from manyhands import machine
+from manyhands.amounts import counted
 from manyhands.backends.protocol import Backend
 from manyhands.device import Device
 from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
@@ -106,8 +107,9 @@ def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_
     if not gpus:
         return _of_cpu(count, virtual_cpus)
     if count > gpus:
-        here = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        raise BadDevice(f"devices={devices!r}: {here} here. Give fewer, or 'cpu:{count}' for virtual CPU devices")
+        raise BadDevice(
+            f"devices={devices!r}: {counted(gpus, 'GPU')} here. Give fewer, or 'cpu:{count}' for virtual CPU devices"
+        )
     return Choice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
 
 

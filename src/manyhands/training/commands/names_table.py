@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings, WrongCheckpoint
 
 Tensors = dict[str, NDArray[Any]]
@@ -126,12 +127,14 @@ def _changed(tensor: NDArray[Any], step: Any, where: str) -> NDArray[Any]:
     if kind == "permute":
         if sorted(numbers) != list(range(tensor.ndim)):
             raise WrongCheckpoint(
-                f"{where}: permute {numbers} does not fit the shape {shape}, which has {tensor.ndim} axes"
+                f"{where}: permute {numbers} does not fit the shape {shape}, which has "
+                f"{counted(tensor.ndim, 'axis', 'axes')}"
             )
         return tensor.transpose(numbers)
     if math.prod(numbers) != tensor.size:
         raise WrongCheckpoint(
-            f"{where}: reshape {numbers} has {math.prod(numbers)} numbers, and the shape {shape} has {tensor.size}"
+            f"{where}: reshape {numbers} has {counted(math.prod(numbers), 'number')}, and the shape {shape} has "
+            f"{tensor.size:,}"
         )
     return tensor.reshape(numbers)
 

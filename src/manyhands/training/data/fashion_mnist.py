@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadDataFile, DataNotFound
 
 LABELS = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -171,9 +172,9 @@ def _read_body(path: Path, stream: BufferedIOBase, shape: tuple[int, ...]) -> by
     while piece := stream.read(min(_CHUNK, promised + 1 - len(body))):
         body += piece
     if len(body) < promised:
-        raise _bad(path, f"it is cut short: {len(body):,} bytes of the {promised:,} that its header promises")
+        raise _bad(path, f"it is cut short: {counted(len(body), 'byte')} of the {promised:,} that its header promises")
     if len(body) > promised:
-        raise _bad(path, f"it continues after the {promised:,} bytes that its header promises")
+        raise _bad(path, f"it continues after the {counted(promised, 'byte')} that its header promises")
     return body
 
 
@@ -189,7 +190,10 @@ def _read_part(directory: Path, part: str) -> Images:
         if array.ndim != wanted:
             raise _bad(path, f"it holds {other} where {word} should be: the two files may be swapped")
     if len(images) != len(labels):
-        raise _bad(labels_path, f"it has {len(labels):,} labels for the {len(images):,} images of {images_path.name}")
+        raise _bad(
+            labels_path,
+            f"it has {counted(len(labels), 'label')} for the {counted(len(images), 'image')} of {images_path.name}",
+        )
     if labels.max() >= len(LABELS):
         where = int(np.argmax(labels >= len(LABELS)))
         raise _bad(labels_path, f"label {where} is {labels[where]}, but the labels are 0 to {len(LABELS) - 1}")

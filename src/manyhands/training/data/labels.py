@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadLabels
 
 
@@ -20,7 +21,8 @@ def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
     """The error for labels that a model has no output for."""
     cure = ". If they begin at 1, subtract 1: y - 1" if low > 0 and high == classes else ""
     return BadLabels(
-        f"labels go from {low} to {high}, but the model has {classes} outputs: they must be 0 to {classes - 1}{cure}"
+        f"labels go from {low} to {high}, but the model has {counted(classes, 'output')}: they must be 0 to "
+        f"{classes - 1}{cure}"
     )
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint, type_in_words
 from manyhands.training.data.order import Cursor, Window
 
@@ -204,8 +205,9 @@ def _no_batch(loader: Any, epoch: int) -> BadBatch:
 
 def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
     return WrongCheckpoint(
-        f"the checkpoint is from after batch {cursor.batch} ({cursor.sample} samples) of epoch {cursor.epoch + 1}, and "
-        "the loader does not repeat the batches before it: some samples would be trained on twice and others never. "
+        f"the checkpoint is from after batch {cursor.batch} ({counted(cursor.sample, 'sample')}) of epoch "
+        f"{cursor.epoch + 1}, and the loader does not repeat the batches before it: some samples would be trained on "
+        "twice and others never. "
         f"{_advice(loader)}. This run can continue from a checkpoint at the end of an epoch"
     )
 

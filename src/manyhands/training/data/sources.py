@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
@@ -53,8 +54,8 @@ def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> 
             amount = "1 number that is" if count == 1 else f"{count} numbers that are"
             where = "" if samples is None else " of the batch"
             problems.append(
-                f"{name} has {amount} NaN or infinite, in {len(rows)} of {len(bad)} samples{where} (the first is "
-                f"sample {rows[0] if samples is None else samples[rows[0]]})"
+                f"{name} has {amount} NaN or infinite, in {len(rows)} of {counted(len(bad), 'sample')}{where} (the "
+                f"first is sample {rows[0] if samples is None else samples[rows[0]]})"
             )
     return (
         f"The data are the cause: {'; '.join(problems)}. Leave these samples out, or fill them in" if problems else None

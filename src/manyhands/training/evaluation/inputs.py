@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 
 LABELS = ("labels", "label", "targets", "target")
@@ -44,13 +45,16 @@ class Inputs:
             return parts
         if parts <= self.arrays < math.inf:
             raise BadBatch(
-                f"the data have {parts} parts, and {self.name} takes {self.needed} to {self.arrays:g} inputs: the last "
-                "part may be an input or a target. Write predict(model, data, targets=True) if it is a target (it is "
+                f"the data have {counted(parts, 'part')}, and {self.name} takes {self.needed} to {self.arrays:g} "
+                "inputs: the last part may be an input or a target. Write predict(model, data, targets=True) if it "
+                "is a target (it is "
                 "not used), or targets=False if it is an input"
             )
         if parts - 1 > self.most:
-            takes = f"{self.most:g} input{'' if self.most == 1 else 's'}"
-            raise BadBatch(f"the data have {parts} parts, and {self.name} takes {takes}: give (inputs..., target)")
+            takes = counted(self.most, "input")
+            raise BadBatch(
+                f"the data have {counted(parts, 'part')}, and {self.name} takes {takes}: give (inputs..., target)"
+            )
         return parts - 1
 
     def of(self, batch: Sequence[Any]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands import tree
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, type_in_words
 
 _AT_ONCE = 512  # samples: evaluation keeps nothing for gradients
@@ -93,6 +94,6 @@ def check_rows(outputs: Any, samples: int) -> None:
         if shape is None or not len(shape) or int(shape[0]) != samples:
             shown = f"{type_in_words(leaf)}" if shape is None else f"an array of shape {tuple(shape)}"
             raise BadBatch(
-                f"the model answers {samples} samples with {shown} ({path}): predictions and metrics need arrays with "
-                "one row per sample. Let the model return only those in evaluation mode"
+                f"the model answers {counted(samples, 'sample')} with {shown} ({path}): predictions and metrics need "
+                "arrays with one row per sample. Let the model return only those in evaluation mode"
             )

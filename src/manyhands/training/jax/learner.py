@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from manyhands.amounts import counted
 from manyhands.training import python_attributes
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
@@ -102,7 +103,7 @@ class JaxLearner:
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])
             trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
-            self.notes.append(f"wrt: {trained} numbers are trained, {frozen} others are frozen")
+            self.notes.append(f"wrt: {counted(trained, 'number')} trained, {frozen:,} frozen")
 
     @property
     def data(self) -> Source:

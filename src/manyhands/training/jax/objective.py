@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
@@ -162,8 +163,9 @@ def _only(samples: Rows, answer: Any) -> Any:
     def only(leaf: jax.Array) -> jax.Array:
         if leaf.shape[:1] != samples.shape:
             raise BadSettings(
-                f"uneven shares pad every device's part of the batch, and the model answers {len(samples)} rows with "
-                f"an array of shape {leaf.shape}: to remove the padding it needs one row per sample. Leave out shares"
+                "uneven shares pad every device's part of the batch, and the model answers "
+                f"{counted(len(samples), 'row')} with an array of shape {leaf.shape}: to remove the padding it needs "
+                "one row per sample. Leave out shares"
             )
         return leaf[np.flatnonzero(samples)]
 

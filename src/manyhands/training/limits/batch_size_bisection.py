@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from manyhands import shares as _shares
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def find(
         return largest(lambda size: fits(whole, size), min(maximum or shard, shard), 1)
     most = min(maximum or data.count, data.count)
     if most < devices:
-        raise BadSettings(f"{most} samples are fewer than the devices, {devices}: give a larger maximum")
+        raise BadSettings(
+            f"{counted(most, 'sample')} for {counted(devices, 'device')}: each needs at least one, so give a larger "
+            "maximum"
+        )
     return largest(lambda size: fits(size, None), most, devices)
 
 

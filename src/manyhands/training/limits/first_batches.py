@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.data import loader_batches
 
@@ -27,7 +28,8 @@ def as_number(limit: float | None, source: Any, batch_size: int, option: str) ->
     number = math.floor(batches * limit + 1e-9)  # 0.29 * 100 is a little less than 29
     if not number:
         raise BadSettings(
-            f"{option}={limit:g} of {batches} batches is none: give a number of batches, or at least {1 / batches:.3g}"
+            f"{option}={limit:g} of {counted(batches, 'batch', 'batches')} is none: give a number of batches, or at "
+            f"least {1 / batches:.3g}"
         )
     return number
 

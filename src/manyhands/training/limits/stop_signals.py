@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+from manyhands.amounts import counted
 from manyhands.training import launcher
 from manyhands.training.result import Result
 
@@ -106,7 +107,7 @@ class Stopped(BaseException):
             _end_with_code_of_signal()
         error.result = result
         error.add_note(
-            f"{name}: stopped. The model has the weights that it had after {result.steps} steps of training."
+            f"{name}: stopped. The model has the weights that it had after {counted(result.steps, 'step')} of training."
         )
         if result.run is not None:
             error.add_note(f"The checkpoint of that step is in {result.run}: resume='auto' continues from it.")

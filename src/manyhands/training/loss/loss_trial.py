@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.data import loader_randomness
 from manyhands.training.data.order import spread
@@ -222,7 +223,7 @@ def chosen_from(looks: Sequence[Look], count: int) -> Chosen:
     first, seen = _unlike(looks, count), None
     looked = min((len(look.samples) for look in looks), default=count)
     if looked < count:
-        seen = f"{looked} of {count} samples"
+        seen = f"{looked:,} of {counted(count, 'sample')}"
     others: list[int] = []
     for look in looks:
         if (labels := look.labels) is None:

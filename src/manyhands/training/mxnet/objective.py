@@ -12,6 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
@@ -172,7 +173,8 @@ def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
         return Loss(value.reshape((1,)).sum() * size, None, right)
     if value.shape[0] != size:
         raise BadBatch(
-            f"the loss of {size} samples has the shape {tuple(value.shape)}: give one number per sample, or their mean"
+            f"the loss of {counted(size, 'sample')} has the shape {tuple(value.shape)}: give one number per sample, "
+            "or their mean"
         )
     return Loss(value.sum(), None, right)
 

@@ -10,6 +10,7 @@ import mxnet as mx
 from mxnet import gluon
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import WrongCheckpoint
 from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet.book.models import set_values
@@ -68,7 +69,7 @@ def restore_optimizer(
     counts = {int(index): count for index, count in numbers["counts"].items()}
     if counts and max(counts) >= len(trainer._params):
         raise WrongCheckpoint(
-            f"the optimizer's state is of {max(counts) + 1} parameters, the model has {len(trainer._params)}"
+            f"the optimizer's state is of {counted(max(counts) + 1, 'parameter')}, the model has {len(trainer._params)}"
         )
     for name, value in numbers["numbers"].items():
         if name in vars(optimizer) and not is_kept(name):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import devices as backend
 from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
@@ -173,7 +174,9 @@ class Trainer(BaseTrainer):
             else:
                 _restore_final_state(job, interrupted.final_state)
                 step = interrupted.final_state["step"]
-                interrupted.add_note(f"The model has the weights that it had after {step} steps of training.")
+                interrupted.add_note(
+                    f"The model has the weights that it had after {counted(step, 'step')} of training."
+                )
             raise
         _restore_final_state(job, final_state)
         result: Result = final_state["result"]
@@ -208,7 +211,7 @@ class Trainer(BaseTrainer):
             if "timed out" not in str(error).lower():
                 raise
             raise WorkerFailed(
-                f"rank {place.rank} waited {seconds:g} seconds for another rank, which hangs or died "
+                f"rank {place.rank} waited {counted(seconds, 'second')} for another rank, which hangs or died "
                 f"({world.PATIENCE_UNDER_LAUNCHER} times Workers(hang_seconds={settings.workers.hang_seconds:g}))"
             ) from error
         finally:
@@ -240,8 +243,9 @@ class Trainer(BaseTrainer):
         """A list of tuples is a data set of samples in PyTorch: refuse one whose entries look like batches."""
         if all(part.ndim and len(part) == len(batch[0]) for batch in batches for part in batch if batch[0].ndim):
             raise BadBatch(
-                f"a list of {len(batches)} tuples of arrays may be batches, or a data set whose entries are samples. "
-                "For batches give the loader that made them, or a function, lambda: iter(batches); for samples "
+                f"a list of {counted(len(batches), 'tuple')} of arrays may be batches, or a data set whose entries "
+                "are samples. For batches give the loader that made them, or a function, lambda: iter(batches); for "
+                "samples "
                 "DataLoader(samples, batch_size=256)"
             )
         return batches
@@ -283,7 +287,7 @@ def _warn(event: dict[str, Any]) -> None:
 
 def _too_few(gpus: int, processes: int) -> str:
     return (
-        f"{processes} processes on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: each would need its own, so all "
+        f"{processes} processes on a machine with {counted(gpus, 'GPU')}: each would need its own, so all "
         f"compute on the CPU. Start {gpus} per machine (torchrun --nproc-per-node={gpus}), or say devices=['cpu']"
     )
 

@@ -99,7 +99,7 @@ def test_the_faster_of_both_in_turns_is_taken() -> None:
     assert result.how == f"fused, one lane, {words}"
     assert result.seconds == {AS_WRITTEN: 2.0, TWO: 0.9, FUSED: 0.7}
     assert result.seconds[result.way] == 0.7
-    assert result.notes == ["1 compiled regions: 1 tasks instead of 2"]
+    assert result.notes == ["1 compiled region: 1 task instead of 2"]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_what_the_passes_do() -> None:
     done = compared(Net(lambda net, x: net.second(residual(net, x))).double(), cross_entropy)
     assert "redundant biases: 1 left out" in done
     norms = next(line for line in done if line.startswith("fused norms"))
-    for words in ("2 backward past the ReLU", "1 normalisations with ReLU", "1 normalisations with addition and ReLU"):
+    for words in ("2 backward past the ReLU", "1 forward with ReLU", "1 forward with addition and ReLU"):
         assert words in norms
 
 

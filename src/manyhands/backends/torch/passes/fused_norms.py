@@ -172,7 +172,7 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
     """Write one kernel that computes the result of the last fused operation."""
     if norm.y is None:
         rewriting.graph.erase_node(norm.node)
-        return Counter(normalisations=1)
+        return Counter(forward=1)
     x, weight, bias = norm.inputs
     last = norm.last
     # The node that takes the result out may come after operations that follow the normalisation.
@@ -189,7 +189,7 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
             rewriting.graph.erase_node(node)
     rewriting.graph.erase_node(norm.node)
     kind = "with addition and ReLU" if norm.addition and norm.relu else "with ReLU" if norm.relu else "alone"
-    return Counter({f"normalisations {kind}": 1})
+    return Counter({f"forward {kind}": 1})
 
 
 # Backward

@@ -39,6 +39,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
@@ -344,7 +345,7 @@ class _Writer:
         if key not in self._regions:
             steps = [self._trace.steps[number] for number in unit.steps]
             names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
-            words = f"fused {len(steps)} operations" if unit.is_whole else " ".join(["fused", *names])
+            words = f"fused {counted(len(steps), 'operation')}" if unit.is_whole else " ".join(["fused", *names])
             digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
             compiled = unit.compiler(module, metas)
             if unit.is_whole:

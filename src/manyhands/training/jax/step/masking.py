@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.jax import linen
 
@@ -38,8 +39,9 @@ def _masked(kind: Any, weights: jax.Array) -> Any:
     def call(self: Any, x: jax.Array, *arguments: Any, mask: jax.Array | None = None, **others: Any) -> jax.Array:
         if len(x) != len(weights):
             raise BadSettings(
-                f"uneven shares pad every device's part of the batch, and a {kind.__name__} sees {len(x)} rows of "
-                f"{len(weights)} samples: it cannot know which are padding. Leave out shares"
+                f"uneven shares pad every device's part of the batch, and a {kind.__name__} sees "
+                f"{counted(len(x), 'row')} of {counted(len(weights), 'sample')}: it cannot know which are padding. "
+                "Leave out shares"
             )
         rows = weights.reshape(-1, *[1] * (x.ndim - 1))
         answer: jax.Array = kind.__call__(

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, ManyhandsError
 from manyhands.training import refusals
 from manyhands.training.data.structure import is_nested
@@ -55,10 +56,10 @@ def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
         if fewest <= inputs <= most:
             rows, target = tuple(batch), batch[inputs] if targets == 1 else list(batch[inputs : inputs + targets])
             return Parts(rows[:inputs], target, rows[-1] if weighted else None)
-    takes = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    takes = ("" if fewest == most else f"{fewest} to ") + counted(most, "input")
     raise BadBatch(
-        f"a batch has {count} parts, but {type(model).__name__} takes {takes} input{'' if most == 1 else 's'} and "
-        f"gives {outputs} output{'' if outputs == 1 else 's'}: give (inputs..., targets...), or (inputs..., "
+        f"a batch has {counted(count, 'part')}, but {type(model).__name__} takes {takes} and "
+        f"gives {counted(outputs, 'output')}: give (inputs..., targets...), or (inputs..., "
         "targets..., sample_weight)"
     )
 

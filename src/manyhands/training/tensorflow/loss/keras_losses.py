@@ -27,6 +27,7 @@ from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training import refusals
 from manyhands.training.data.structure import is_nested
@@ -143,7 +144,9 @@ class KerasLoss:
             )
         if not is_nested(y_pred):
             if len(parts) != 1:
-                raise BadSettings(f"{name} has {len(parts)} parts, and the model has one output: give one array")
+                raise BadSettings(
+                    f"{name} has {counted(len(parts), 'part')}, and the model has one output: give one array"
+                )
             return next(iter(parts.values() if isinstance(parts, dict) else parts))
         if isinstance(y_pred, dict):
             return parts if isinstance(parts, dict) else dict(zip(self.output_names or y_pred, parts, strict=True))

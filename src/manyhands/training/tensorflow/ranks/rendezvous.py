@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
 
@@ -78,7 +79,7 @@ def _collect(place: launcher.Place, seconds: float) -> list[str]:
                 missing = sorted(set(range(place.size)) - set(addresses_by_rank))
                 raise WorkerFailed(
                     f"of {place.size} processes {missing} did not come to {place.address}:{place.port + 1} within "
-                    f"{seconds:g} seconds: did they start, and can they reach this machine?"
+                    f"{counted(seconds, 'second')}: did they start, and can they reach this machine?"
                 ) from None
             open_ones.enter_context(guest)
             guest.settimeout(5)
@@ -106,7 +107,7 @@ def _report(place: launcher.Place, seconds: float) -> list[str]:
             if time.monotonic() > end:
                 raise WorkerFailed(
                     f"process {place.rank} did not reach the first one at {place.address}:{place.port + 1} within "
-                    f"{seconds:g} seconds ({error})"
+                    f"{counted(seconds, 'second')} ({error})"
                 ) from None
             time.sleep(0.1)
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from manyhands import tree
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 
 Batch = Any
@@ -70,8 +71,8 @@ def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
 def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
     if part.ndim and part.shape[0] != size:
         raise BadBatch(
-            f"the batch has {size} samples, and one of its tensors has the shape {tuple(part.shape)}: to be cut into "
-            "shards, every tensor must be batch-first, with one row per sample"
+            f"the batch has {counted(size, 'sample')}, and one of its tensors has the shape {tuple(part.shape)}: to "
+            "be cut into shards, every tensor must be batch-first, with one row per sample"
         )
     return part[where] if part.ndim else part
 

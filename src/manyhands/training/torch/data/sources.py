@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data.loader_randomness import drawn_within
@@ -144,9 +145,10 @@ class Samples:
         batch = _plain_dict(batch)
         if (count := rows(batch)) != asked:
             raise BadBatch(
-                f"{asked} samples were asked for, and the first tensor of the batch that the collate function made has "
-                f"{count} rows: a batch must be batch-first, with one row per sample. Put the samples on the first "
-                "axis, and leave samples out in the dataset, not in the collate function"
+                f"the trainer asked for {counted(asked, 'sample')}, and the first tensor of the batch that the "
+                f"collate function made has {counted(count, 'row')}: a batch must be batch-first, with one row per "
+                "sample. Put the samples on the first axis, and leave samples out in the dataset, not in "
+                "the collate function"
             )
         if self.look is not None:
             self.look(batch)

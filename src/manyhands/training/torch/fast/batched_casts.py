@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.training.torch.fast.capture_stream import current_stream
@@ -28,6 +29,8 @@ from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
 
 _aten = torch.ops.aten
+
+_SINGULAR = {"casts of weights": "cast of weights", "counts of batches": "count of batches"}
 
 
 class BatchedCasts(TorchDispatchMode):
@@ -135,7 +138,7 @@ class BatchedCasts(TorchDispatchMode):
 
     def explain(self) -> str:
         """What was batched, in words."""
-        batched = "batched: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        batched = "batched: " + ", ".join(counted(count, _SINGULAR[kind], kind) for kind, count in self.counts.items())
         return batched + "; the casts on a side lane, from the step's beginning" * self._is_early
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from manyhands.amounts import counted
 from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
 from manyhands.training.torch.fast.operation_memory import has_memory, is_view, memories_of
 
@@ -51,7 +52,8 @@ class CompileGain:
         >>> CompileGain(saved_per_step=3e-3, compiling=66).explain(10_000)
         'compiling would take about 66 s and save about 3.00 ms a step, 30 s in 10,000 steps: it does not pay off'
         """
-        saved = f"{self.saved_per_step * 1e3:.2f} ms a step, {self.saved_per_step * steps:.0f} s in {steps:,} steps"
+        total = f"{self.saved_per_step * steps:.0f} s in {counted(steps, 'step')}"
+        saved = f"{self.saved_per_step * 1e3:.2f} ms a step, {total}"
         outcome = "it pays off" if self.pays_off(steps) else "it does not pay off"
         return f"compiling would take about {self.compiling:.0f} s and save about {saved}: {outcome}"
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.planning import Replay
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.facts import written_values
@@ -102,7 +103,10 @@ class TracedStep:
         """Lanes and waits, and what each pass did."""
         assert self._schedule is not None
         schedule = self._schedule
-        counts = f"{len(schedule.graph)} operations on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
+        counts = (
+            f"{counted(len(schedule.graph), 'operation')} on {counted(len(schedule.lanes), 'lane')}, "
+            f"{counted(schedule.wait_count(), 'wait')}"
+        )
         return "\n".join([f"{counts}, all checked", *self._passes])
 
     def _observed(self, step: Callable[[], object], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:

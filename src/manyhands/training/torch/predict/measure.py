@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from manyhands import machine
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings, ManyhandsError, first_line
 from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
@@ -89,7 +90,10 @@ def _profile(
                 try:
                     runs[shard] = _run(subject, shard_of(subject.model, batch, shard), shard, threads, base)
                 except torch.cuda.OutOfMemoryError:  # what fits is enough: the rest is on lines
-                    notes.append(f"{shard} samples do not fit into the memory of one device: figures are extrapolated.")
+                    notes.append(
+                        f"a shard of {counted(shard, 'sample')} does not fit into the memory of one device: figures "
+                        "are extrapolated."
+                    )
                     torch.cuda.empty_cache()
                     continue
             times.setdefault((shard, threads), runs[shard].time)
@@ -97,7 +101,7 @@ def _profile(
         memory += _memory(subject, several, [runs[shard] for shard in sorted(runs)])
     if not times or not buckets:
         raise BadSettings(
-            f"a part of the batch, {-(-size // 16)} samples, does not fit into memory: give a smaller one"
+            f"a part of the batch, {counted(-(-size // 16), 'sample')}, does not fit into memory: give a smaller one"
         )
     capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else machine.host_memory().total
     measured = Profile(

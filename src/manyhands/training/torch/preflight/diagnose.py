@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.errors import type_in_words
 from manyhands.training import refusals
@@ -102,8 +103,8 @@ def _of_batches(job: Job) -> str | None:
     if not _works(job, tuple(entries[0])) or _works(job, few_samples(job.train, 1)):
         return None
     return (
-        f"the data are a list of {len(entries)} batches, and each entry of a list is taken for one sample: give the "
-        "loader itself, or the arrays (X, y)"
+        f"the data are a list of {counted(len(entries), 'batch', 'batches')}, and each entry of a list is taken for "
+        "one sample: give the loader itself, or the arrays (X, y)"
     )
 
 
@@ -121,8 +122,8 @@ def _of_parts(job: Job) -> str | None:
     else:
         return None
     return (
-        f"a batch has {len(inputs) + 1} parts, and the model's forward takes {takes} "
-        f"input{'' if takes == 1 else 's'}: the last part is the target, all others are inputs. To weigh samples, give "
+        f"a batch has {len(inputs) + 1} parts, and the model's forward takes "
+        f"{counted(takes, 'input')}: the last part is the target, all others are inputs. To weigh samples, give "
         "the model a training_step(batch) that returns mh.LossSum((weight * losses).sum(), weight.sum())"
     )
 
@@ -274,7 +275,7 @@ def _part(answer: Any) -> tuple[str, str, Any]:
         return f"{type_in_words(answer)} with {', '.join(map(repr, answer))}", f"[{key!r}]", answer[key]
     if isinstance(answer, (tuple, list)):
         shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
-        return f"{type_in_words(answer)} of {len(answer)} parts ({shapes})", "[0]", answer[0]
+        return f"{type_in_words(answer)} of {counted(len(answer), 'part')} ({shapes})", "[0]", answer[0]
     return type_in_words(answer), ".logits", getattr(answer, "logits", None)
 
 
@@ -315,12 +316,12 @@ def _misfit(layer_name: str, layer: Any, input_: torch.Tensor, direct: bool, err
     shape, gets = tuple(input_.shape), "the samples have" if direct else "it gets"
     kind = type(layer).__name__
     if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
-        says = f"{layer_name} takes {layer.in_features} numbers per sample, and {gets} {shape[-1]}"
+        says = f"{layer_name} takes {counted(layer.in_features, 'number')} per sample, and {gets} {shape[-1]:,}"
         if input_[0].numel() == layer.in_features:
             return f"{says} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
         return f"{says} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
     if isinstance(layer, compat.Convolution) and input_.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
-        says = f"{layer_name} takes {layer.in_channels} channels, and {gets} {shape[1]} (shape {shape})"
+        says = f"{layer_name} takes {counted(layer.in_channels, 'channel')}, and {gets} {shape[1]} (shape {shape})"
         return f"{says}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
     if isinstance(layer, torch.nn.Embedding) and not input_.is_floating_point():
         entries = layer.num_embeddings

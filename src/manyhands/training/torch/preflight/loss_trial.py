@@ -95,7 +95,7 @@ def _batches(job: Job) -> tuple[list[Batch], str | None]:
         pools = list(itertools.islice(samples.first_batches(job), _STREAMED))
         return [batch for pool in pools for batch in _unlike(pool)], f"the first {_STREAMED} batches of the loader"
     size = _pool_size(data)
-    seen = f"{size} of {data.count} samples" if size < data.count else None
+    seen = f"{size:,} of {data.count:,} samples" if size < data.count else None
     return list(_unlike(samples.take(data, spread(data.count, size)))), seen
 
 

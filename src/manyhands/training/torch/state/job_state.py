@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 
+from manyhands.amounts import counted
 from manyhands.errors import WrongCheckpoint, type_in_words
 from manyhands.training.checkpoints.tensors import refuse_others
 
@@ -172,7 +173,9 @@ def restore_optimizer(
         state.setdefault(now.get(int(index), int(index)), {})[key] = value
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
-        raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
+        raise WrongCheckpoint(
+            f"the optimizer's state is of {counted(max(state) + 1, 'parameter')}, the model has {known}"
+        )
     own_groups = optimizer.state_dict()["param_groups"]
     for prefix, group, saved in zip(_prefixes(optimizer), own_groups, groups, strict=False):
         for name, value in saved.items():

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings
 
@@ -96,7 +97,7 @@ class LossScale:
     def note(self) -> str:
         """The scale and the skipped steps, in words; waits for the device."""
         state = self.saved()
-        steps = f"{state['skipped']} step{'' if state['skipped'] == 1 else 's'}"
+        steps = counted(state["skipped"], "step")
         return f"fp16: the loss scale is {state['scale']:g}; {steps} skipped because gradients were too large for it"
 
 

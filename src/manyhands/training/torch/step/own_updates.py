@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
@@ -144,8 +145,8 @@ class OwnUpdates(SeveralSteps):
         shard = batch if size else self._sample
         if shard is None:
             raise BadSettings(
-                f"the first batch has {whole} samples, and a rank has none of them: training_step(batch, optimizers) "
-                "needs a sample on every device. Give larger batches, or fewer devices"
+                f"the first batch has {counted(whole, 'sample')}, and a rank has none of them: training_step(batch, "
+                "optimizers) needs a sample on every device. Give larger batches, or fewer devices"
             )
         if self.clock is not None:
             self.clock.start()

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.convolutions.operations import convolution_backward
 from manyhands.errors import UnsafeSchedule
@@ -117,8 +118,8 @@ class CompiledLanes:
             raise UnsafeSchedule(_UNREAD)
         if lost:
             raise UnsafeSchedule(
-                f"the compiler gave {len(lost)} of {len(read)} inputs of side lanes as copies that it may use again "
-                "while they are read"
+                f"the compiler gave {len(lost)} of {counted(len(read), 'input')} of side lanes as copies that it may "
+                "use again while they are read"
             )
 
     def _join(self, joined: Sequence[_Call]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.training.torch.fast.lanes.eager import Lanes, SideLanes, StreamLanes
 from manyhands.training.torch.fast.lanes.forked import ForkedWork
 
@@ -102,11 +103,14 @@ class StepLanes:
         if not lanes.moved:
             return ["  nothing runs on side lanes: no gradient goes straight to a parameter"]
         schedule = lanes.schedule
-        counts = f"{len(schedule.graph)} tasks on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
+        counts = (
+            f"{counted(len(schedule.graph), 'task')} on {counted(len(schedule.lanes), 'lane')}, "
+            f"{counted(schedule.wait_count(), 'wait')}"
+        )
         lines = [f"  backward: {counts}, all checked"]
         for number, (lane, tasks) in enumerate(zip(schedule.lanes, schedule.per_lane(), strict=True)):
             names = Counter(schedule.graph.tasks[task].name for task in tasks)
             most = ", ".join(f"{count} {name}" for name, count in names.most_common(4))
-            lines.append(f"    {lane} ({'side' if number else 'main'}): {len(tasks)} tasks ({most})")
+            lines.append(f"    {lane} ({'side' if number else 'main'}): {counted(len(tasks), 'task')} ({most})")
         lines.append("  in parallel with the backward pass:")
         return lines + [f"    {count} x {kind}" for kind, count in Counter(lanes.moved).items()]

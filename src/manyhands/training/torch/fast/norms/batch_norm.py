@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from manyhands.amounts import counted
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.norms.pending import DeferringMode, Gradient, Norm, Note, Rectified, Statistics, Sum
@@ -270,7 +271,9 @@ class FusedBatchNorms(DeferringMode):
 
     def explain(self) -> str:
         """Which operations were fused, in words."""
-        return "fused: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        rest = dict(self.counts)
+        norms = counted(rest.pop("batch normalisations", 0), "batch normalisation")
+        return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

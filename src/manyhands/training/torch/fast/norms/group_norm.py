@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
 from manyhands.training.torch.fast.lanes.weight_gradients import is_cast_of_weight_gradient
@@ -249,7 +250,9 @@ class FusedGroupNorms(DeferringMode):
 
     def explain(self) -> str:
         """Which operations were fused, in words."""
-        return "fused: " + ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        rest = dict(self.counts)
+        norms = counted(rest.pop("group normalisations", 0), "group normalisation")
+        return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 
 _ACTIVATIONS = {
