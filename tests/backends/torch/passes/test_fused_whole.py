@@ -55,6 +55,48 @@ def test_a_training_step_writes_what_it_wrote() -> None:
     assert backend.equal(backend.observed(found, call, backend.thread_run(found, in_order(found), 1)), as_written)[0]
 
 
+def apart(module: Any, metas: Any) -> Callable[..., Any]:
+    """As Inductor does it: each input is memory of its own, and new values are written at the end."""
+
+    def run(*tensors: torch.Tensor) -> Any:
+        copies = [tensor.clone() for tensor in tensors]
+        results = module(*copies)
+        for tensor, new in zip(tensors, copies, strict=True):
+            tensor.copy_(new)
+        return results
+
+    return run
+
+
+def test_a_tensor_that_is_read_and_written_several_times_is_one_input() -> None:
+    """An optimizer without ``foreach`` scales its momentum, adds to it, and adds it to the weight."""
+    call = backend.call(BATCH, {})
+    found = backend.trace(training_step(), call)
+    assert len(found.constants) == len({id(found.constant(node)) for node in found.constants})
+    as_written, compiled = (
+        backend.observed(trace, call, backend.thread_run(trace, in_order(trace), 1))
+        for trace in (found, fuse_whole(found, apart))
+    )
+    assert backend.equal(compiled, as_written) == (True, 0.0)
+
+
+def test_tensors_that_share_memory_are_not_compiled_as_one_task() -> None:
+    memory = torch.zeros(12)
+    first, second, third = memory[:8].view(2, 4), memory[4:8], memory[8:]
+
+    def overlapping(x: torch.Tensor) -> torch.Tensor:
+        first.add_(x)
+        return second * 2
+
+    def side_by_side(x: torch.Tensor) -> torch.Tensor:
+        first.add_(x)
+        return third * 2
+
+    with pytest.raises(CannotFuse, match="memory that two of its tensors share"):
+        fuse_whole(traced(overlapping, torch.ones(2, 4)), uncompiled)
+    assert fuse_whole(traced(side_by_side, torch.ones(2, 4)), uncompiled).compiled_regions == 1
+
+
 def test_copies_are_compiled_one_by_one() -> None:
     """As one operation they would be one large kernel; the compiler writes each value where it computes it."""
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))

@@ -181,6 +181,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
 def trace_of_graph(module: GraphModule, structure: Any) -> Trace:
     """The trace of a graph of ATen operations that returns a list of this structure; its dead code is removed."""
     _drop_profiling(module)
+    _join_constants(module)
     _must_be_static(module)  # also unused nodes: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
     return described(module, structure)
@@ -198,6 +199,17 @@ def _drop_profiling(module: GraphModule) -> None:
     for node in reversed(list(module.graph.nodes)):
         if node.op == "call_function" and str(node.target).startswith("profiler."):
             module.graph.erase_node(node)
+
+
+def _join_constants(module: GraphModule) -> None:
+    """Make one constant of all that stand for the same tensor: to a compiler each would be a tensor of its own."""
+    first: dict[int, Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr":
+            constant = first.setdefault(id(getattr(module, str(node.target))), node)
+            if constant is not node:
+                node.replace_all_uses_with(constant)
+                module.graph.erase_node(node)
 
 
 def has_effects(node: Node) -> bool:

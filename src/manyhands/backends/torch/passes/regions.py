@@ -39,8 +39,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from manyhands.addresses import Span, joined
 from manyhands.amounts import counted
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.addresses import reach
 from manyhands.backends.torch.capture.trace import Step, Trace, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.backends.torch.passes.batch_norm import make_pure
@@ -160,6 +162,25 @@ def _must_be_compilable(trace: Trace) -> None:
         raise CannotFuse("the whole function is not compiled: it checks values on the way")
     if sum(not step.task.is_view for step in trace.steps) < _LEAST:
         raise CannotFuse("the whole function is not compiled: it is a single operation")
+    if _writes_shared_memory(trace):
+        raise CannotFuse("the whole function is not compiled: it writes to memory that two of its tensors share")
+
+
+def _writes_shared_memory(trace: Trace) -> bool:
+    """Whether tensors from outside overlap where the trace writes: compiled code takes each for memory of its own.
+
+    Tensors may lie in one storage side by side, as the weights of an LSTM on a GPU do.
+    """
+    written, spans = trace.written_memories(), dict[int, list[Span]]()
+    for node in [*trace.inputs, *trace.constants]:
+        tensor = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            start = tensor.data_ptr() if node.op == "get_attr" else offset
+            span = Span(start, start + reach(tensor) * tensor.element_size())
+            for memory in trace.storages[node] & written:
+                spans.setdefault(memory, []).append(span)
+    return any(len(joined(beside)) < len(beside) for beside in spans.values())
 
 
 # Which operations become a region
