@@ -182,9 +182,6 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def unsplit(self, trace: TraceT) -> TraceT | None:
         """The trace with operations whole that were taken apart for lanes; None where none were."""
 
-    def prepare_to_fuse(self, tensors: Sequence[Value]) -> None:
-        """Start what compiling for the devices of these tensors needs: it gets ready while the function is traced."""
-
     def fuse(self, trace: TraceT) -> TraceT:
         """The trace with runs of small operations compiled; :class:`~manyhands.errors.CannotFuse` says why not."""
 

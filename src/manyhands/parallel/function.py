@@ -260,8 +260,6 @@ class Parallel(ParallelFunction[P, R]):
     def _plan(self, call: Call, progress: Progress, *, first: bool) -> Planned:
         """``first``: the signature's first call, which may create outside values that exist at the next."""
         progress.enters("capture")
-        if self.compile and not self.synchronous:
-            self.backend.prepare_to_fuse(call.tensors)
         try:
             with _tracing, Effects(refuse=True) as effects, scope.inline_tasks():
                 trace = self.backend.trace(self.function, call, to_compile=self.compile)

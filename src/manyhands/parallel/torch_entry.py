@@ -121,15 +121,13 @@ def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **sett
     ``logging.getLogger("manyhands").setLevel(logging.DEBUG)``, before the model is called.
     """
     fuse = dynamo.options_from(settings).get("fuse", True)
-    if fuse:
-        planning.prepare_to_fuse(inputs)
 
     def make(function: Callable[..., object], reuse: bool) -> Planner:
         graph = Parallel(function, planning, compile=fuse, reuse_outputs=reuse)
         graph.compiles_regions_later = True  # the first step must not wait for what pays off only by the last
         return graph.planner()
 
-    return dynamo.compile_with(module, inputs, make, writes_in_graph=True)
+    return dynamo.compile_with(module, inputs, make, writes_in_graph=True, to_compile=fuse)
 
 
 dynamo.register(compile_backend, only_if_loaded=True)

@@ -34,7 +34,7 @@ from manyhands.backends.torch.capture.trace import Trace, is_check, meaningless_
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.dynamo.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.guards.by_dynamo import guards
-from manyhands.backends.torch.passes.regions import fuse, fuse_whole, prepare_to_fuse
+from manyhands.backends.torch.passes.regions import fuse, fuse_whole
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points

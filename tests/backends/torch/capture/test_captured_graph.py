@@ -122,3 +122,15 @@ def test_other_graph_modules_are_traced() -> None:
     module = torch.fx.symbolic_trace(nn.Linear(4, 4))
     assert trace_captured(module, [torch.rand(2, 4)], []) is None
     assert not captured_graph._is_known(next(iter(module.graph.nodes)))
+
+
+def test_operations_that_call_functions_are_traced() -> None:
+    """What a branch reads, writes or draws is not in the graph."""
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + torch.rand_like(x), lambda x: x.cos(), (x,))
+
+    graphs = captured(branch, torch.rand(4))
+    assert graphs
+    for function, tensors in graphs:
+        assert trace_captured(function, tensors, []) is None

@@ -11,7 +11,7 @@ from region_cases import needs_compiler
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from manyhands.backends.torch.compat import FakeTensorMode, decompositions, inductor, inductor_compile
+from manyhands.backends.torch.compat import FakeTensorMode, decompositions, inductor, inductor_compile, prepare_inductor
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
@@ -90,7 +90,17 @@ def step(x: torch.Tensor, w: torch.Tensor) -> Any:
     return torch.var_mean(x, 0)[0], torch.nn.functional.gelu(x, approximate="tanh"), len(unused)
 
 
-@pytest.mark.parametrize("function", [*PURE, step])
+def the_same_and_others(x: torch.Tensor, w: torch.Tensor) -> Any:
+    """The same operations, first on one tensor twice, then on two."""
+    y = x.cos()
+    return [
+        operation(*pair)
+        for operation in (torch.logaddexp, torch.rsub, torch.nn.functional.mse_loss, lambda a, b: torch.stack([a, b]))
+        for pair in ((x, x), (x, y), (y, x))
+    ]
+
+
+@pytest.mark.parametrize("function", [*PURE, step, the_same_and_others])
 def test_decompositions_are_those_of_a_whole_trace(function: Callable[..., Any]) -> None:
     from torch._inductor.decomposition import select_decomp_table
 
@@ -134,3 +144,24 @@ def test_results_and_writes_are_the_function_s(function: Callable[..., Any], mon
     torch.testing.assert_close(tuple(results) if isinstance(expected, tuple) else results, expected)
     torch.testing.assert_close(mine, plain)
     assert bool(asked) is (function not in PURE)
+
+
+@needs_compiler
+def test_a_graph_without_arguments_is_compiled() -> None:
+    module = make_fx(lambda: (torch.arange(8.0).sin() * 2,))()
+    with torch.no_grad():
+        (result,) = inductor_compile(module, [], {})()
+    torch.testing.assert_close(result, torch.arange(8.0).sin() * 2)
+
+
+def test_processes_are_started_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    started: list[str] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append("pool"))
+    monkeypatch.setattr(async_compile.AsyncCompile, "wakeup", lambda: started.append("woken"))
+    prepare_inductor([torch.rand(2), 3, None])
+    assert not started
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        prepare_inductor([torch.rand(2), torch.empty(2, device="cuda")])
+    assert started == ["pool", "woken"]

@@ -169,3 +169,23 @@ def test_the_whole_is_compiled_and_raced() -> None:
     assert "whole graph" in fast.explain()
     assert "lanes cannot help" in fast.explain()  # so that nothing else is compiled
     torch.testing.assert_close(fast(x + 1), function(x + 1))
+
+
+@needs_compiler
+def test_the_callers_autocast_does_not_count() -> None:
+    """Casts are operations of the graph; the compiler must not cast again where the function has switched them off."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            y = (x @ w).sin()
+        return y + 1, x @ w
+
+    arguments = torch.rand(8, 8), torch.rand(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        call = backend.call(arguments, {})
+        found = backend.trace(function, call)
+        whole = fuse_whole(found)
+        compiled = backend.thread_run(whole, in_order(whole), 1).replay(call.tensors)
+        plain = function(*arguments)
+    assert [value.dtype for value in compiled] == [value.dtype for value in plain] == [torch.float32, torch.bfloat16]
+    torch.testing.assert_close(tuple(compiled), plain)

@@ -207,7 +207,11 @@ def with_varied_numbers(call: Call) -> Call:
     With zeros, nearly all results are equal. Random numbers lie between zero and the number itself, so that a
     probability stays one.
     """
-    tensors = [_random_like(tensor) if _is_constant(tensor) else tensor for tensor in call.tensors]
+    first = _first_of_each(call.tensors)
+    tensors = [
+        _random_like(tensor, seed=number) if _is_constant(tensor) else tensor
+        for number, tensor in zip(first, call.tensors, strict=True)
+    ]
     if all(drawn is tensor for drawn, tensor in zip(tensors, call.tensors, strict=True)):
         return call
     arguments, keywords = call.rebuild(tensors)
@@ -223,9 +227,9 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     return bool((numbers == numbers.flatten()[0]).all()) and not (tensor.is_leaf and tensor.grad is not None)
 
 
-def _random_like(tensor: torch.Tensor) -> torch.Tensor:
+def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """A tensor of the same form with random numbers, which leaves all generators untouched."""
-    generator = torch.Generator(tensor.device).manual_seed(0)
+    generator = torch.Generator(tensor.device).manual_seed(seed)
     numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=generator)
     with torch.no_grad():
         whole = tensor.flatten()[0].float()
@@ -243,10 +247,12 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
 
     ``guarded``: watch what the function reaches, so that a later call notices a change. (The trainer's step is our own
     code, and the trainer watches it.) ``to_compile``: trace attention layers as the small operations that they use for
-    compilers, not as the one operation that plain execution uses in eval mode.
+    compilers, not as the one operation that plain execution uses in eval mode; the compiler gets ready meanwhile.
     """
     if (reason := _why_plain()) is not None:
         raise MustRunAsWritten(reason)
+    if to_compile:
+        compat.prepare_inductor(call.tensors)
     refuse_uncomparable_arguments(call.tensors, call.others)
     outside = Outside(function if guarded else None, call.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)

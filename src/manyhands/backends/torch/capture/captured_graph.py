@@ -5,6 +5,7 @@ Each node of such a graph knows the form and the memory of its result (``meta["v
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -33,7 +34,10 @@ def trace_captured(function: object, tensors: Sequence[torch.Tensor], others: Se
     arguments = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
     if len(arguments) != len(tensors) or not all(map(_is_known, nodes)):
         return None
-    if any(_form(argument) != _form(tensor) for argument, tensor in zip(arguments, tensors, strict=True)):
+    if any(
+        compat.tensor_form(argument) != compat.tensor_form(tensor)
+        for argument, tensor in zip(arguments, tensors, strict=True)
+    ):
         return None
     graph = Graph()
     results = cast(tuple[Any, ...], graph.graph_copy(function.graph, {}))
@@ -42,16 +46,22 @@ def trace_captured(function: object, tensors: Sequence[torch.Tensor], others: Se
     return trace_of_graph(compat.graph_module(function, graph), structure)
 
 
-def _form(value: Any) -> tuple[object, ...]:
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
-
-
 def _is_known(node: Node) -> bool:
-    """Whether the results of a node are known, and none of their sizes is symbolic."""
-    if node.op in ("output", "get_attr"):
+    """Whether the results of a node are known, and none of their sizes is symbolic.
+
+    Not those of operations that call functions, such as a branch: what these read and write is not in the graph.
+    """
+    if node.op == "output":
         return True
+    if node.op == "get_attr":
+        return isinstance(getattr(node.graph.owning_module, str(node.target), None), torch.Tensor)
+    if node.op == "call_function" and compat.schema(node.target) is None and node.target is not operator.getitem:
+        return False
     if "val" not in node.meta or (node.op == "placeholder" and not isinstance(node.meta["val"], FakeTensor)):
         return False
     values, _ = tree_flatten(node.meta["val"])
-    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in (*value.shape, *value.stride())]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return False
+    sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
     return not any(isinstance(value, _SYMBOLIC) for value in (*values, *sizes))

@@ -91,6 +91,7 @@ from manyhands.backends.torch.compat.fake_tensors import (
     graph_module,
     lazy_graph_modules,
     quick_constants,
+    tensor_form,
 )
 from manyhands.backends.torch.compat.guards_by_dynamo import compile_whole, dynamo_check, dynamo_enabled
 from manyhands.backends.torch.compat.inductor import custom_graph_pass, inductor_compile, prepare_inductor

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_COPY = torch.ops.aten.copy_.default
+from manyhands.backends.torch.compat.fake_tensors import tensor_form
 
 
 def decomposed(module: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
@@ -28,15 +28,30 @@ def decomposed(module: GraphModule, inputs: Sequence[Any]) -> GraphModule | None
             graph = _Decomposing(inputs).graph_of(module)
     except _HasConstants:
         return None
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target is _COPY)
+    graph.eliminate_dead_code(_has_effect)
     return GraphModule({}, graph)
 
 
+def _has_effect(node: Node) -> bool:
+    """Whether a node must stay although nobody uses its result: it writes, or has no result, as a check."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("placeholder", "output") or (schema is not None and (schema.is_mutable or not schema.returns))
+
+
+def _is_composite(target: Any) -> bool:
+    """Whether PyTorch defines an operation by others, for all devices and for gradients."""
+    kernel = "CompositeImplicitAutograd"
+    named = isinstance(target, torch._ops.OpOverload)
+    return named and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), kernel)
+
+
 class _HasConstants(Exception):
-    pass
+    """A decomposition uses a tensor that is not an argument."""
 
 
 class _Decomposing:
+    """Writes a new graph, and remembers how operations were decomposed."""
+
     def __init__(self, inputs: Sequence[Any]) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
@@ -57,8 +72,8 @@ class _Decomposing:
                 new[node] = new[node.args[0]][node.args[1]]
             else:
                 arguments: Any = map_arg((node.args, node.kwargs), new.__getitem__)
-                decompose = node.target in self._table or getattr(node.target, "_can_decompose", bool)()
-                new[node] = (self._decompose if decompose else self._call)(node.target, *arguments)
+                write = self._decompose if node.target in self._table or _is_composite(node.target) else self._call
+                new[node] = write(node.target, *arguments)
         return self._graph
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -71,7 +86,8 @@ class _Decomposing:
         """Add the operations that a call consists of; return the nodes of its results in their structure."""
         leaves, structure = tree_flatten((args, kwargs))
         nodes = [leaf for leaf in leaves if isinstance(leaf, Node)]
-        key = target, str(structure), *map(_form, leaves)
+        first = [nodes.index(node) for node in nodes]  # a decomposition may be another if two arguments are one tensor
+        key = target, str(structure), *first, *map(_form, leaves)
         if key not in self._parts:
             self._parts[key] = self._traced(target, leaves, structure, nodes)
         new: dict[Node, Any] = {}
@@ -96,15 +112,13 @@ class _Decomposing:
             )
             return target(*args, **kwargs)
 
-        graph = make_fx(call, decomposition_table=self._table)(*(node.meta["val"] for node in nodes)).graph
+        tensors = {node: node.meta["val"].detach() for node in nodes}  # make_fx knows arguments by the object
+        graph = make_fx(call, decomposition_table=self._table)(*(tensors[node] for node in nodes)).graph
         if any(node.op == "get_attr" for node in graph.nodes):
             raise _HasConstants
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(_has_effect)
         return graph
 
 
 def _form(leaf: Any) -> tuple[Any, ...]:
-    if not isinstance(leaf, Node):
-        return type(leaf), repr(leaf)
-    value = leaf.meta["val"]
-    return tuple(value.shape), value.stride(), value.dtype, value.device
+    return tensor_form(leaf.meta["val"]) if isinstance(leaf, Node) else (type(leaf), repr(leaf))

@@ -176,3 +176,8 @@ def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
+
+
+def tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the results of operations on a tensor have their forms from; conjugation and negation may be lazy."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()

@@ -5,14 +5,19 @@ Importing it takes seconds, so each function imports it when it is called.
 
 from __future__ import annotations
 
+import inspect
 import operator
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from manyhands.backends.torch.compat.decompositions import decomposed
+
+_starting = threading.Lock()  # two threads at the same time would each start processes
 
 
 def custom_graph_pass() -> Any:
@@ -22,17 +27,21 @@ def custom_graph_pass() -> Any:
     return CustomGraphPass
 
 
-def prepare_inductor() -> None:
-    """Import Inductor, and start the processes in which it compiles kernels: they need seconds until they are ready.
+def prepare_inductor(arguments: Sequence[Any]) -> None:
+    """If there are tensors on a GPU, import Inductor, and start the processes in which it compiles kernels.
 
-    Kernels that are generated before that are compiled one after the other, in this process. Called again, it wakes
-    processes that have ended because nothing was compiled for a while.
+    They need seconds until they are ready; kernels that are generated before are compiled one after the other, in this
+    process. Called again, it wakes processes that have ended because nothing was compiled for a while. Errors are
+    left to the compilation that follows.
     """
-    from torch._inductor import compile_fx  # noqa: F401
-    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments):
+        return
+    with _starting, suppress(Exception):
+        from torch._inductor import compile_fx  # noqa: F401
+        from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 
-    maybe_warm_pool()
-    AsyncCompile.wakeup()
+        maybe_warm_pool()
+        AsyncCompile.wakeup()
 
 
 def inductor_compile(
@@ -54,7 +63,7 @@ def inductor_compile(
 
 
 def _is_pure(graph: torch.fx.Graph) -> bool:
-    """Whether a graph has several results, no constants, and writes nothing but copies to its arguments at the end."""
+    """Whether a graph returns a tuple, has no constants, and writes nothing but copies to its arguments at the end."""
     copied: set[torch.fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.copy_.default and not node.users:
@@ -63,8 +72,8 @@ def _is_pure(graph: torch.fx.Graph) -> bool:
                 return False
             copied.add(target)
         elif node.op == "call_function" and node.target is not operator.getitem:
-            found = getattr(node.target, "_schema", None)
-            if copied or found is None or found.is_mutable:
+            schema = getattr(node.target, "_schema", None)
+            if copied or schema is None or schema.is_mutable:
                 return False
         elif node.op == "get_attr" or (node.op == "output" and not isinstance(node.args[0], (tuple, list))):
             return False
@@ -78,11 +87,12 @@ def _compile_pure(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> C
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    if any(value.is_cuda for value in inputs):
-        prepare_inductor()
+    prepare_inductor(inputs)
     mode = cast(FakeTensor, inputs[0]).fake_mode
     with V.set_fake_mode(mode), tracing(TracingContext(mode)):
-        joint_graph_passes(module)
+        # Newer releases prepare patterns for one kind of device.
+        takes_device = "input_device" in inspect.signature(joint_graph_passes).parameters
+        module = joint_graph_passes(module, **({"input_device": inputs[0].device} if takes_device else {}))
         output = next(node for node in module.graph.nodes if node.op == "output")
         results = cast(Sequence[Any], output.args[0])
         visible = [number for number, value in enumerate(results) if isinstance(value, torch.fx.Node)]

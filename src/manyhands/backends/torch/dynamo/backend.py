@@ -56,13 +56,17 @@ def compile_with(
     report: Callable[[compat.ForwardGraph | None], None] = lambda _: None,
     *,
     writes_in_graph: bool = False,
+    to_compile: bool = False,
 ) -> Function:
     """The function that Dynamo calls instead of a module; ``make`` plans a function of tensors.
 
     ``make_backward`` plans the graph of the backward pass, if it differs from ``make``; ``report`` receives PyTorch's
     metadata of the forward graph. ``writes_in_graph``: the module's writes to its buffers are part of the graph, and
     planned. Otherwise they follow the graph, one copy after the other, and a graph that fails has written nothing.
+    ``to_compile``: graphs will be compiled, so what compiles them gets ready while PyTorch splits the module.
     """
+    if to_compile:
+        compat.prepare_inductor(inputs)
     places = _Places()
     name = lines_of(module, "a graph")
 

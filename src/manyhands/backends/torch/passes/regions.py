@@ -31,7 +31,6 @@ import heapq
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,13 +93,6 @@ class _Unit:
     compiler: Compiler | None = None
     needs: set[int] = field(default_factory=set)
     is_whole: bool = False
-
-
-def prepare_to_fuse(tensors: Sequence[Any]) -> None:
-    """Start Inductor's processes early, if tensors are on a GPU: they get ready while the function is traced."""
-    if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
-        with suppress(Exception):  # why it cannot be used is reported when something is compiled
-            compat.prepare_inductor()
 
 
 def fuse(trace: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
@@ -400,7 +392,10 @@ def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Cal
 
 
 def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Inductor's code for a graph without gradients and without writes to its arguments."""
+    """Inductor's code for a graph without gradients.
+
+    The caller's autocast does not count: casts are operations of the graph.
+    """
     with FakeTensorMode():
         inputs = [
             torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device) for meta in metas
@@ -409,7 +404,7 @@ def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[...
         # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And
         # folding turns x + 0 into x itself: a region would return its argument as if it were a new result.
         how = {"cpp.dynamic_threads": True, "joint_graph_constant_folding": False}
-        with torch.no_grad():
+        with torch.no_grad(), compat.no_autocast():
             return compat.inductor_compile(module, inputs, how)
     except Exception as error:
         text = str(error).strip().splitlines()
