@@ -61,6 +61,21 @@ def test_a_name_that_is_none_is_refused(mh: Any, native: Any, name: str) -> None
         mh.to(native.tensor([1.0]), name)
 
 
+def test_a_gpu_that_is_not_there_has_a_name_but_no_use(mh: Any, native: Any, framework: str) -> None:
+    """As in the book: ``gpu(i)`` names a device, ``try_gpu(i)`` falls back. Every ``jax.Device`` exists."""
+    message = rf"there is no (gpu|virtual):99: {framework} sees cpu.*mh\.try_gpu\(99\) falls back to the CPU"
+    if framework == "jax":
+        with pytest.raises(NoSuchDevice, match=message):
+            mh.gpu(99)
+    else:
+        missing = mh.gpu(99)
+        assert native.backend.is_device(missing)
+        for use in (lambda: mh.to(native.tensor([1.0]), missing), lambda: mh.memory(missing)):
+            with pytest.raises(NoSuchDevice, match=message):
+                use()
+    assert mh.try_gpu(99) == mh.cpu()
+
+
 def test_a_device_that_is_not_there_is_refused_when_used(mh: Any, native: Any) -> None:
     x = native.tensor([1.0])
     with pytest.raises(NoSuchDevice, match=r"gpu:99|virtual:99"):

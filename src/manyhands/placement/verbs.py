@@ -58,8 +58,10 @@ class Verbs(Generic[T, D, M]):
         return self._backend.cpu()
 
     def gpu(self, i: int = 0) -> D:
-        """GPU number ``i``. One that does not exist is an error when it is used (in JAX already here, because it has
-        no object for it); :func:`try_gpu` falls back to the CPU."""
+        """GPU number ``i``, whether or not it exists; :func:`try_gpu` falls back to the CPU.
+
+        Using a GPU that does not exist raises ``NoSuchDevice``. JAX has no object for one: there this call raises it.
+        """
         return self._backend.gpu(check_index(i))
 
     def num_gpus(self) -> int:
