@@ -39,8 +39,8 @@ def _whole_float32() -> Iterator[None]:
 def step_of(net: Any, cast: bool) -> Callable[..., Any]:
     def step(x: Any, y: Any) -> Any:
         with torch.autocast("cuda", torch.bfloat16, enabled=cast):
-            answer = net(x)
-        loss = nn.functional.cross_entropy(answer.float() if cast else answer, y)
+            output = net(x)
+        loss = nn.functional.cross_entropy(output.float() if cast else output, y)
         return loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))
 
     return step

@@ -129,8 +129,8 @@ def fills(graph: Any) -> int:
     """How many kernels of a graph fill memory."""
     kernels, settings, count = compiled("fill.cu", GPU), graph_nodes.KernelNode(), 0
     for node in graph_nodes.nodes_of(kernels.driver, graph.raw_cuda_graph(), graph_nodes.KERNEL):
-        answer = kernels.driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
-        count += answer == 0 and settings.function == kernels.function("fill").value
+        status = kernels.driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
+        count += status == 0 and settings.function == kernels.function("fill").value
     return count
 
 

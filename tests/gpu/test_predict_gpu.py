@@ -27,8 +27,8 @@ class Text(nn.Module):
         self.embedding, self.body, self.head = nn.Embedding(1000, width), body, nn.Linear(width, 10)
 
     def forward(self, tokens: Any) -> Any:
-        answer = self.body(self.embedding(tokens))
-        return self.head((answer[0] if isinstance(answer, tuple) else answer).mean(1))
+        output = self.body(self.embedding(tokens))
+        return self.head((output[0] if isinstance(output, tuple) else output).mean(1))
 
 
 def vgg() -> nn.Module:

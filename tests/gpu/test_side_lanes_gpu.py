@@ -80,8 +80,8 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
 
     def loss() -> Any:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            answer = net(x)
-        return torch.nn.functional.cross_entropy(answer.float(), y)
+            output = net(x)
+        return torch.nn.functional.cross_entropy(output.float(), y)
 
     def gradients(model: Any) -> list[torch.Tensor]:
         torch.cuda.synchronize()

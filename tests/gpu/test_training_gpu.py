@@ -230,8 +230,8 @@ def test_random_numbers_are_drawn_after_a_fallback() -> None:
             self.inner, self.dropout = net(), torch.nn.Dropout(0.2)
 
         def forward(self, x: Any) -> Any:
-            answer = self.inner(self.dropout(x))
-            return answer * (1.0 if float(answer.detach().sum()) > 0 else 2.0)
+            output = self.inner(self.dropout(x))
+            return output * (1.0 if float(output.detach().sum()) > 0 else 2.0)
 
     before = torch.cuda.get_sync_debug_mode()
     result = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(Reads(), (IMAGES, LABELS))

@@ -19,7 +19,7 @@ from manyhands.predict.profile import (
     BUCKET,
     FIRST_BUCKET,
     Bucket,
-    Crowd,
+    Contention,
     Memory,
     MemoryLine,
     Profile,
@@ -108,7 +108,7 @@ def test_ranks_that_share_the_cores_of_a_cpu_take_turns() -> None:
 
 def test_what_several_ranks_cost_each_other_is_what_was_measured(tmp_path: Path) -> None:
     times = (StepTime(64, 0.1, 0.2, 0.0, 4), StepTime(32, 0.1, 0.2, 0.0, 2), StepTime(16, 0.05, 0.1, 0.0, 1))
-    cpu = profile(times=times, kind="cpu", cores=4, crowds=(Crowd(2, 1.5, 0.1), Crowd(4, 2.0, 0.2)))
+    cpu = profile(times=times, kind="cpu", cores=4, contentions=(Contention(2, 1.5, 0.1), Contention(4, 2.0, 0.2)))
     assert Profile.load(cpu.save(tmp_path / "profile.json")) == cpu
     still = Assumptions(jitter=0.0, hidden=1.0)
     here = Link("fast", "measured", ((1 << 30, 1e15),), 1 << 30, None, 0.0)
@@ -205,8 +205,16 @@ def test_links_by_name_and_from_files(tmp_path: Path) -> None:
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     line = MemoryLine(True, Memory(weights=1), Memory(activations=2.5))
-    one = profile(memory=(line,), capacity=10, notes=("a note",))
-    assert Profile.load(one.save(tmp_path / "p.json")) == one
+    saved = profile(memory=(line,), capacity=10, notes=("a note",))
+    assert Profile.load(saved.save(tmp_path / "p.json")) == saved
+
+
+def test_a_profile_saved_by_an_earlier_version_keeps_its_contention(tmp_path: Path) -> None:
+    saved = profile(kind="cpu", cores=4, contentions=(Contention(2, 1.5, 0.1),))
+    path = saved.save(tmp_path / "p.json")
+    path.write_text(path.read_text().replace('"contentions"', '"crowds"'))
+    assert '"crowds"' in path.read_text()
+    assert Profile.load(path) == saved
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def _read(facts: dict[str, Any], name: str) -> Profile:
 def _measured_gpu(facts: dict[str, Any]) -> dict[str, Any] | None:
     rows = [
         row
-        for answer in facts.get("frameworks") or []
-        if isinstance(answer, dict)
-        for row in answer.get("devices") or []
+        for framework in facts.get("frameworks") or []
+        if isinstance(framework, dict)
+        for row in framework.get("devices") or []
         if isinstance(row, dict) and row.get("kind") == "gpu" and isinstance(row.get("speed"), dict)
     ]
     return rows[0] if rows else None

@@ -247,15 +247,19 @@ class Comparison(NamedTuple):
 def compared(runtime: Runtime, results: Sequence[object], expected: Sequence[object]) -> Comparison:
     same, worst, close = True, 0.0, True
     for result, plain in zip(results, expected, strict=False):
-        mine, theirs = runtime.numbers(result), runtime.numbers(plain)
-        if mine is None or theirs is None:
-            if mine is not theirs or type(result) is not type(plain) or not (result is plain or result == plain):
+        numbers, plain_numbers = runtime.numbers(result), runtime.numbers(plain)
+        if numbers is None or plain_numbers is None:
+            if (
+                numbers is not plain_numbers
+                or type(result) is not type(plain)
+                or not (result is plain or result == plain)
+            ):
                 return _UNLIKE
         elif runtime.kind(result) != runtime.kind(plain):
             return _UNLIKE
         else:
-            equal, far = difference(mine, theirs)
-            tolerance = _CLOSE_HALF if mine.dtype.itemsize == 2 else _CLOSE
+            equal, far = difference(numbers, plain_numbers)
+            tolerance = _CLOSE_HALF if numbers.dtype.itemsize == 2 else _CLOSE
             same, worst, close = same and equal, max(worst, far), close and far <= tolerance
     return Comparison(same, worst, close) if len(results) == len(expected) else _UNLIKE
 

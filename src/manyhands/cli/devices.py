@@ -62,10 +62,10 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
 
     wanted = frameworks or probe.installed()
     host, gpus = machine.host(), machine.gpus()
-    answers = _ask_all(wanted, measured=measured, quiet=quiet)
+    replies = _ask_all(wanted, measured=measured, quiet=quiet)
     load = {gpu.uuid: gpu.load_percent for gpu in gpus}
-    for answer in answers:
-        for row in answer.get("devices", []):
+    for reply in replies:
+        for row in reply.get("devices", []):
             row["load_percent"] = load.get(row["uuid"]) if row["kind"] == "gpu" else host.load_percent
     return {
         "schema": SCHEMA,
@@ -73,7 +73,7 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
         "host": asdict(host),
         "gpus": [asdict(gpu) for gpu in gpus],
         "why_no_gpus": machine.why_no_gpus(),
-        "frameworks": answers,
+        "frameworks": replies,
     }
 
 
@@ -99,9 +99,9 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
             bar.update(task, advance=1, description=f"measuring {text}")
 
         def ask(framework: str) -> dict[str, Any]:
-            answer = probe.ask(framework, measured=measured, expect=expect, progress=progress)
+            reply = probe.ask(framework, measured=measured, expect=expect, progress=progress)
             bar.update(task, advance=1)
-            return answer
+            return reply
 
         with ThreadPoolExecutor(max_workers=1 if measured else max(1, len(frameworks))) as pool:
             return list(pool.map(ask, frameworks))
@@ -130,36 +130,36 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
         )
     if facts["why_no_gpus"]:
         console.print(f"gpus: none; {facts['why_no_gpus']}")
-    answered = [answer for answer in facts["frameworks"] if "error" not in answer]
+    answered = [reply for reply in facts["frameworks"] if "error" not in reply]
     if answered:
         console.print(_table(answered), soft_wrap=False)
     if answered and measured:
         console.print(_speed_table(answered), soft_wrap=False)
-    for answer in facts["frameworks"]:
-        if "error" in answer:
-            console.print(f"{answer['framework']}: does not start: {answer['error']}")
-        elif answer["virtual"]:
+    for reply in facts["frameworks"]:
+        if "error" in reply:
+            console.print(f"{reply['framework']}: does not start: {reply['error']}")
+        elif reply["virtual"]:
             console.print(
-                f"{answer['framework']}: {counted(answer['virtual'], 'virtual CPU device')} to stand in for GPUs "
+                f"{reply['framework']}: {counted(reply['virtual'], 'virtual CPU device')} to stand in for GPUs "
                 "(MANYHANDS_VIRTUAL_DEVICES)"
             )
     if not facts["frameworks"]:
         console.print("no framework is installed: pip install 'manyhands[torch]' (or jax, tensorflow, mxnet)")
 
 
-def _table(answers: list[dict[str, Any]]) -> Table:
+def _table(replies: list[dict[str, Any]]) -> Table:
     table = _empty_table(("name", "left"), ("GiB", "right"), ("free", "right"), ("load", "right"), ("cap.", "left"))
     table.columns[2].no_wrap = False  # a name may take two lines, a figure never
-    for label, row in _rows(answers):
+    for label, row in _rows(replies):
         figures = _gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"])
         table.add_row(label, row["device"], row["name"], *figures, row["capability"] or "-")
     return table
 
 
-def _speed_table(answers: list[dict[str, Any]]) -> Table:
+def _speed_table(replies: list[dict[str, Any]]) -> Table:
     table = _empty_table(*((title, "right") for title in _COLUMNS.values()))
     table.caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
-    for label, row in _rows(answers):
+    for label, row in _rows(replies):
         framework = label.partition(" ")[0]  # the table above has its version, and the figures need the space
         table.add_row(framework, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
     return table
@@ -177,11 +177,11 @@ def _empty_table(*columns: tuple[str, Any]) -> Table:
     return table
 
 
-def _rows(answers: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(replies: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for every device; the first row of a framework has its name."""
-    for answer in answers:
-        label = f"{answer['framework']} {answer['version']}"
-        for row in answer["devices"]:
+    for reply in replies:
+        label = f"{reply['framework']} {reply['version']}"
+        for row in reply["devices"]:
             yield label, row
             label = ""
 

@@ -159,13 +159,13 @@ def _begin(frameworks: list[str], quick: bool) -> Report:
     from manyhands.cli import probe
     from manyhands.lab.result import Report
 
-    answers = [
+    replies = [
         probe.ask(name, measured=False, expect=lambda n: None, progress=lambda text: None) for name in frameworks
     ]
-    for answer in answers:
-        if "error" in answer:
-            raise FrameworkMissing(f"{answer['framework']} does not start here: {answer['error']}")
-    return Report(quick, asdict(machine.host()), answers, manyhands=__version__)
+    for reply in replies:
+        if "error" in reply:
+            raise FrameworkMissing(f"{reply['framework']} does not start here: {reply['error']}")
+    return Report(quick, asdict(machine.host()), replies, manyhands=__version__)
 
 
 def _say(status: Status, head: str, text: str) -> None:
@@ -177,8 +177,8 @@ def _say(status: Status, head: str, text: str) -> None:
 def _run_one(report: Report, experiment: Experiment, framework: str, say: Callable[[str], None]) -> Report:
     from manyhands.lab import process
 
-    (answer,) = (answer for answer in report.frameworks if answer["framework"] == framework)
-    gpus = sum(row["kind"] == "gpu" for row in answer["devices"])
+    (reply,) = (reply for reply in report.frameworks if reply["framework"] == framework)
+    gpus = sum(row["kind"] == "gpu" for row in reply["devices"])
     return report.with_result(process.run(experiment, framework, quick=report.quick, gpus=gpus, say=say))
 
 

@@ -118,10 +118,10 @@ class Bench:
         """
         import numpy
 
-        mine, theirs = tree.flatten(results)[0], tree.flatten(expected)[0]
-        if len(mine) != len(theirs):
-            raise ResultsDiffer(f"{what}: {counted(len(mine), 'result')} instead of {len(theirs)}")
-        for position, (result, other) in enumerate(zip(mine, theirs, strict=True)):
+        result_leaves, expected_leaves = tree.flatten(results)[0], tree.flatten(expected)[0]
+        if len(result_leaves) != len(expected_leaves):
+            raise ResultsDiffer(f"{what}: {counted(len(result_leaves), 'result')} instead of {len(expected_leaves)}")
+        for position, (result, other) in enumerate(zip(result_leaves, expected_leaves, strict=True)):
             a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (result, other))
             if a.shape != b.shape:
                 raise ResultsDiffer(f"{what}: result {position} has the shape {a.shape} instead of {b.shape}")

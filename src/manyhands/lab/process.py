@@ -48,7 +48,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
     """Run the experiment and return its result; an interrupt (Ctrl-C) ends the child and reaches the caller."""
     reading, writing = os.pipe()
     settings = {"experiment": experiment.name, "framework": framework, "quick": quick, "gpus": gpus, "pipe": writing}
-    begin, answer = time.perf_counter(), None
+    begin, result_data = time.perf_counter(), None
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, json.dumps(settings)],
@@ -66,7 +66,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
                     message = json.loads(line)
                     if "say" in message:
                         say(message["say"])
-                    answer = message.get("result", answer)
+                    result_data = message.get("result", result_data)
             child.wait()
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)  # including the processes that the experiment has started
@@ -75,8 +75,8 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
         finally:
             assert child.stdin is not None
             child.stdin.close()
-        if answer is not None:
-            return Result.from_data(answer)
+        if result_data is not None:
+            return Result.from_data(result_data)
         noise.seek(0)
         last = [line.strip() for line in noise if line.strip()][-3:]
     why = f"its process ended with status {child.returncode}: {' / '.join(last) or 'it said nothing'}"

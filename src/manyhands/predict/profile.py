@@ -48,7 +48,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class Contention:
     """How much devices made of one CPU slow each other down, measured with this many of them at once.
 
     ``slowdown``: the mean time of a step while the others run, divided by that of a step alone. ``straggling``: how
@@ -124,7 +124,7 @@ class Profile:
     input_bytes: float = 0.0  # of one sample
     memory: tuple[MemoryLine, ...] = ()
     capacity: int | None = None  # bytes of the device
-    crowds: tuple[Crowd, ...] = ()  # of devices made of one CPU
+    contentions: tuple[Contention, ...] = ()  # of devices made of one CPU
     notes: tuple[str, ...] = field(default=())
 
     @classmethod
@@ -158,16 +158,20 @@ class Profile:
 
     def slowdown(self, devices: int) -> float:
         """Of a step with this many devices made of one CPU: as measured, and more if threads take turns."""
-        crowd = self.crowd(devices)
-        if crowd is None:
+        contention = self.contention(devices)
+        if contention is None:
             return self._turns(devices)
-        return crowd.slowdown * self._turns(devices) / self._turns(crowd.devices)
+        return contention.slowdown * self._turns(devices) / self._turns(contention.devices)
 
-    def crowd(self, devices: int) -> Crowd | None:
+    def contention(self, devices: int) -> Contention | None:
         """The measurement with the number of devices nearest to this one; None if there is none, or for one device."""
         if devices == 1:
             return None
-        return min(self.crowds, key=lambda crowd: (abs(crowd.devices - devices), crowd.devices), default=None)
+        return min(
+            self.contentions,
+            key=lambda contention: (abs(contention.devices - devices), contention.devices),
+            default=None,
+        )
 
     def _turns(self, devices: int) -> float:
         """How many times as many threads as cores there are; at least 1."""
@@ -207,7 +211,8 @@ class Profile:
             chosen: dict[str, Any] = {known.name: values[known.name] for known in fields(cls) if known.name in values}
             chosen["times"] = tuple(StepTime(**point) for point in chosen["times"])
             chosen["buckets"] = tuple(Bucket(**bucket) for bucket in chosen["buckets"])
-            chosen["crowds"] = tuple(Crowd(**crowd) for crowd in chosen.get("crowds", ()))
+            contentions = chosen.get("contentions", values.get("crowds", ()))  # "crowds" in older files
+            chosen["contentions"] = tuple(Contention(**contention) for contention in contentions)
             chosen["memory"] = tuple(
                 MemoryLine(line["several"], Memory(**line["fixed"]), Memory(**line["per_sample"]))
                 for line in chosen.get("memory", ())
@@ -224,7 +229,10 @@ class Profile:
             raise ValueError("batch sizes, buckets and times are above 0")
         if not all(point.total > 0 for point in self.times):
             raise ValueError("a step takes time")
-        if not all(crowd.devices > 1 and crowd.slowdown > 0 and crowd.straggling >= 0 for crowd in self.crowds):
+        if not all(
+            contention.devices > 1 and contention.slowdown > 0 and contention.straggling >= 0
+            for contention in self.contentions
+        ):
             raise ValueError("several devices slow each other down by a factor above 0")
 
 

@@ -190,10 +190,10 @@ def _exchange(
 
 def _straggling(profile: Profile, devices: int, together: int, assumptions: Assumptions) -> float:
     """How much later than the average the slowest device finishes, as a fraction of a step."""
-    crowd = profile.crowd(together)
-    if crowd is None:
+    contention = profile.contention(together)
+    if contention is None:
         return assumptions.jitter * _slowest(devices)
-    return crowd.straggling * _slowest(devices) / _slowest(crowd.devices)
+    return contention.straggling * _slowest(devices) / _slowest(contention.devices)
 
 
 def _slowest(devices: int) -> float:

@@ -41,17 +41,17 @@ def not_taken(model: object, shapes: Sequence[Sequence[int]], error: Exception) 
     return BadBatch(f"a sample of the data has shape {shown}, and {type(model).__name__} does not take it ({reason})")
 
 
-def unlike_target(answer: Sequence[int], target: Sequence[int]) -> BadBatch:
-    """The error for a loss that compares number with number, of a batch's answers and targets of these shapes."""
-    mine, theirs = tuple(answer[1:]), tuple(target[1:])
-    cure = "give targets of the answer's shape"
-    if mine == (1,) and theirs == ():
+def unlike_target(output: Sequence[int], target: Sequence[int]) -> BadBatch:
+    """The error for a loss that compares number with number, of a batch's outputs and targets of these shapes."""
+    output_shape, target_shape = tuple(output[1:]), tuple(target[1:])
+    cure = "give targets of the output's shape"
+    if output_shape == (1,) and target_shape == ():
         cure = "give y.reshape(-1, 1)"
-    elif mine == () and theirs == (1,):
+    elif output_shape == () and target_shape == (1,):
         cure = "give y.reshape(-1)"
     return BadBatch(
-        f"the model's answer to a sample has shape {mine}, and its target {theirs}: the loss compares each number of "
-        f"the answer with one target; {cure}"
+        f"the model's output for a sample has shape {output_shape}, and its target {target_shape}: the loss compares "
+        f"each number of the output with one target; {cure}"
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over samples; the first step whose loss was NaN or infinite; whether right answers are counted at all."""
+    """Sums over samples; the first step whose loss was NaN or infinite; whether correct predictions are counted."""
 
     loss_sum: float = 0.0
-    right: float = 0.0
+    correct: float = 0.0
     count: float = 0.0
     bad_step: int | None = None
     counted: bool = False
@@ -25,7 +25,7 @@ class Figures:
 
     @property
     def accuracy(self) -> float:
-        return self.right / self.count if self.count and self.counted else math.nan
+        return self.correct / self.count if self.count and self.counted else math.nan
 
     def weighed(self, weight: float) -> Figures:
         """These figures, where the sum of losses is to be divided by a weight and not by the number of samples."""
@@ -33,12 +33,12 @@ class Figures:
 
     def as_json(self) -> list[float | bool | None]:
         """For a checkpoint, which is only written while every loss was a number."""
-        return [or_none(self.loss_sum), self.right, self.count, self.counted]
+        return [or_none(self.loss_sum), self.correct, self.count, self.counted]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Figures:
-        loss, right, count, counted = values
-        return cls(math.nan if loss is None else loss, right, count, None, counted)
+        loss, correct, count, counted = values
+        return cls(math.nan if loss is None else loss, correct, count, None, counted)
 
 
 def together(parts: Sequence[Figures]) -> Figures:
@@ -46,7 +46,7 @@ def together(parts: Sequence[Figures]) -> Figures:
     bad = [part.bad_step for part in parts if part.bad_step is not None]
     return Figures(
         sum(part.loss_sum for part in parts),
-        sum(part.right for part in parts),
+        sum(part.correct for part in parts),
         sum(part.count for part in parts),
         min(bad, default=None),
         any(part.counted for part in parts),

@@ -129,32 +129,32 @@ models = {
 }  # fmt: skip
 
 
-def cross_entropy(answer: Any, target: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(answer, target)
+def cross_entropy(output: Any, target: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(output, target)
 
 
-def weighed(answer: Any, target: Any) -> LossSum:
+def weighed(output: Any, target: Any) -> LossSum:
     weights = jnp.array([1.0, 5.0, 0.3])[target]
-    return LossSum((cross_entropy(answer, target) * weights).sum(), weights.sum())
+    return LossSum((cross_entropy(output, target) * weights).sum(), weights.sum())
 
 
-def of_words(answer: Any, target: Any) -> LossSum:
+def of_words(output: Any, target: Any) -> LossSum:
     there = target != PADDING
-    each = jnp.where(there, cross_entropy(answer, jnp.maximum(target, 0)), 0)
+    each = jnp.where(there, cross_entropy(output, jnp.maximum(target, 0)), 0)
     return LossSum(each.sum(), there.sum())
 
 
 losses = {
     "default": LossKind(None),
-    "cross-entropy, mean": LossKind(lambda answer, target: cross_entropy(answer, target).mean()),
+    "cross-entropy, mean": LossKind(lambda output, target: cross_entropy(output, target).mean()),
     "weighed classes": LossKind(weighed),
-    "hinge": LossKind(lambda answer, target: jnp.maximum(0, 1 - answer).mean(1) + answer[:, 0] ** 2),
-    "squares": LossKind(lambda answer, target: optax.squared_error(answer, target).mean(1), targets="numbers"),
-    "squares, mean": LossKind(lambda answer, target: ((answer - target) ** 2).mean(), targets="numbers"),
-    "Huber": LossKind(lambda answer, target: optax.huber_loss(answer, target, delta=0.5), targets="numbers"),
+    "hinge": LossKind(lambda output, target: jnp.maximum(0, 1 - output).mean(1) + output[:, 0] ** 2),
+    "squares": LossKind(lambda output, target: optax.squared_error(output, target).mean(1), targets="numbers"),
+    "squares, mean": LossKind(lambda output, target: ((output - target) ** 2).mean(), targets="numbers"),
+    "Huber": LossKind(lambda output, target: optax.huber_loss(output, target, delta=0.5), targets="numbers"),
     "words": LossKind(of_words, targets="words", takes="scores of words"),
     "every word": LossKind(
-        lambda answer, target: -jax.nn.log_softmax(answer).mean((1, 2)), targets="words", takes="scores of words"
+        lambda output, target: -jax.nn.log_softmax(output).mean((1, 2)), targets="words", takes="scores of words"
     ),
 }
 

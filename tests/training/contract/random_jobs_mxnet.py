@@ -134,29 +134,29 @@ models = {
 softmax = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
-def weighed(answer: Any, target: Any) -> LossSum:
+def weighed(output: Any, target: Any) -> LossSum:
     weights = mx.nd.array([1.0, 5.0, 0.3], dtype="float64", ctx=target.ctx).take(target.astype("int32"))
-    return LossSum((softmax(answer, target) * weights).sum(), weights.sum())
+    return LossSum((softmax(output, target) * weights).sum(), weights.sum())
 
 
-def of_words(answer: Any, target: Any) -> LossSum:
+def of_words(output: Any, target: Any) -> LossSum:
     there = (target != PADDING).astype("float64")
-    each = -mx.nd.pick(mx.nd.log_softmax(answer), mx.nd.maximum(target.astype("float64"), 0)) * there
+    each = -mx.nd.pick(mx.nd.log_softmax(output), mx.nd.maximum(target.astype("float64"), 0)) * there
     return LossSum(each.sum(), there.sum())
 
 
 losses = {
     "default": LossKind(None),
-    "cross-entropy, mean": LossKind(lambda answer, target: softmax(answer, target).mean()),
+    "cross-entropy, mean": LossKind(lambda output, target: softmax(output, target).mean()),
     "weighed classes": LossKind(weighed),
-    "hinge": LossKind(lambda answer, target: mx.nd.relu(1 - answer).mean(axis=1) + answer[:, 0] ** 2),
+    "hinge": LossKind(lambda output, target: mx.nd.relu(1 - output).mean(axis=1) + output[:, 0] ** 2),
     "L2": LossKind(gluon.loss.L2Loss(), targets="numbers"),
     "L1": LossKind(gluon.loss.L1Loss(), targets="numbers"),
     "Huber": LossKind(gluon.loss.HuberLoss(rho=0.5), targets="numbers"),
-    "squares, mean": LossKind(lambda answer, target: ((answer - target) ** 2).mean(), targets="numbers"),
+    "squares, mean": LossKind(lambda output, target: ((output - target) ** 2).mean(), targets="numbers"),
     "words": LossKind(of_words, targets="words", takes="scores of words"),
     "every word": LossKind(
-        lambda answer, target: mx.nd.log_softmax(answer).mean(axis=(1, 2)), targets="words", takes="scores of words"
+        lambda output, target: mx.nd.log_softmax(output).mean(axis=(1, 2)), targets="words", takes="scores of words"
     ),
 }
 

@@ -115,19 +115,19 @@ models = {
 }
 
 
-def cross_entropy(target: Any, answer: Any) -> Any:
+def cross_entropy(target: Any, output: Any) -> Any:
     # Keras gives a loss its targets in the dtype of the answers.
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(target, tf.int64), answer)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(target, tf.int64), output)
 
 
-def weighed(target: Any, answer: Any) -> LossSum:
+def weighed(target: Any, output: Any) -> LossSum:
     weights = tf.gather(tf.constant([1.0, 5.0, 0.3], tf.float64), tf.cast(target, tf.int64))
-    return LossSum(tf.reduce_sum(cross_entropy(target, answer) * weights), tf.reduce_sum(weights))
+    return LossSum(tf.reduce_sum(cross_entropy(target, output) * weights), tf.reduce_sum(weights))
 
 
-def of_words(target: Any, answer: Any) -> LossSum:
+def of_words(target: Any, output: Any) -> LossSum:
     there = tf.cast(target != PADDING, tf.float64)
-    each = cross_entropy(tf.maximum(target, 0), answer) * there
+    each = cross_entropy(tf.maximum(target, 0), output) * there
     return LossSum(tf.reduce_sum(each), tf.reduce_sum(there))
 
 
@@ -135,13 +135,13 @@ def of_words(target: Any, answer: Any) -> LossSum:
 losses = {
     "default": LossKind(None),
     "cross-entropy, an object": LossKind(keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")),
-    "cross-entropy, mean": LossKind(lambda target, answer: tf.reduce_mean(cross_entropy(target, answer))),
+    "cross-entropy, mean": LossKind(lambda target, output: tf.reduce_mean(cross_entropy(target, output))),
     "weighed classes": LossKind(weighed),
     "MSE, an object": LossKind(keras.losses.MeanSquaredError(dtype="float64"), targets="numbers"),
     "MSE, a name": LossKind("mse", targets="numbers"),
     "MAE, a function": LossKind(keras.losses.mean_absolute_error, targets="numbers"),
     "Huber": LossKind(keras.losses.Huber(0.5, dtype="float64"), targets="numbers"),
-    "lopsided": LossKind(lambda target, answer: tf.reduce_mean((target - 2 * answer) ** 2, axis=1), targets="numbers"),
+    "lopsided": LossKind(lambda target, output: tf.reduce_mean((target - 2 * output) ** 2, axis=1), targets="numbers"),
     "words": LossKind(of_words, targets="words", takes="scores of words"),
     "padding left out by Keras": LossKind(
         keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=PADDING, dtype="float64"),

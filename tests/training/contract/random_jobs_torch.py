@@ -131,30 +131,30 @@ models = {
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64)
 
 
-def of_words(answer: Any, target: Any) -> LossSum:
-    total = F.cross_entropy(answer.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=PADDING)
+def of_words(output: Any, target: Any) -> LossSum:
+    total = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=PADDING)
     return LossSum(total, (target != PADDING).sum())
 
 
-def of_words_by_pytorch(answer: Any, target: Any) -> Any:
-    return F.cross_entropy(answer.flatten(0, 1), target.flatten(), ignore_index=PADDING)
+def of_words_by_pytorch(output: Any, target: Any) -> Any:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=PADDING)
 
 
-def weighed(answer: Any, target: Any) -> Any:
-    return F.cross_entropy(answer, target, weight=CLASS_WEIGHTS)
+def weighed(output: Any, target: Any) -> Any:
+    return F.cross_entropy(output, target, weight=CLASS_WEIGHTS)
 
 
-def weighed_sum(answer: Any, target: Any) -> LossSum:
+def weighed_sum(output: Any, target: Any) -> LossSum:
     weights = CLASS_WEIGHTS[target]
-    return LossSum((F.cross_entropy(answer, target, reduction="none") * weights).sum(), weights.sum())
+    return LossSum((F.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
-def margins(answer: Any, target: Any) -> Any:
-    return F.multi_margin_loss(answer, target)
+def margins(output: Any, target: Any) -> Any:
+    return F.multi_margin_loss(output, target)
 
 
-def squares(answer: Any, target: Any) -> Any:
-    return ((answer - target) ** 2).mean()
+def squares(output: Any, target: Any) -> Any:
+    return ((output - target) ** 2).mean()
 
 
 losses = {

@@ -275,7 +275,7 @@ def test_what_a_schedule_gives(bench: Bench, schedule: Any, said: str) -> None:
 
 def test_a_loss_that_is_a_class_is_made(bench: Bench) -> None:
     class Loss:
-        def __call__(self, answer: Any, target: Any) -> Any:
+        def __call__(self, output: Any, target: Any) -> Any:
             raise NotImplementedError
 
     assert isinstance(bench.mh.Trainer(1, loss=Loss).loss, Loss)
@@ -288,7 +288,7 @@ def test_a_loss_beside_a_training_step(bench: Bench) -> None:
         def training_step(self, batch: Any) -> Any:
             return super().training_step(batch)
 
-    trainer, model = bench.mh.Trainer(1, loss=lambda answer, target: answer), with_net(bench, Stepping())
+    trainer, model = bench.mh.Trainer(1, loss=lambda output, target: output), with_net(bench, Stepping())
     with pytest.raises(BadSettings, match="loss= and training_step of Stepping, which computes its loss itself"):
         trainer.fit(model, bench.data())
 

@@ -96,8 +96,8 @@ def test_statistics_and_dropout_in_micro_batches_are_the_same_on_any_number_of_d
     assert any("over each micro-batch" in note for note in result.notes)
 
 
-def of_whole_batch(answer: Any, target: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(answer, target).mean() + answer.std()
+def of_whole_batch(output: Any, target: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(output, target).mean() + output.std()
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_refused_in_micro_batches() -> None:
@@ -137,9 +137,9 @@ def test_a_linen_module_is_trained_as_it_is() -> None:
     assert jax.tree.structure(learned) == jax.tree.structure(variables)
     assert np.abs(learned["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-3
     assert not np.array_equal(learned["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["kernel"])
-    answer = trainer.model(jnp.asarray(X), train=False)
-    np.testing.assert_array_equal(answer, module.apply(learned, jnp.asarray(X), train=False))
-    np.testing.assert_allclose(trainer.predict(trainer.model, X), answer, rtol=1e-5, atol=1e-6)
+    output = trainer.model(jnp.asarray(X), train=False)
+    np.testing.assert_array_equal(output, module.apply(learned, jnp.asarray(X), train=False))
+    np.testing.assert_allclose(trainer.predict(trainer.model, X), output, rtol=1e-5, atol=1e-6)
     with pytest.raises(BadSettings, match="holds no weights"):
         trainer.predict(module, X)
     fresh = mh.Trainer(1, lr=0.1, quiet=True)

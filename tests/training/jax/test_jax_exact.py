@@ -49,9 +49,9 @@ def test_dropout_draws_the_same_numbers_on_any_number_of_devices() -> None:
     assert alone["dropout.rngs.count"] == 8
 
 
-def loss_of_all(answer: Any, target: Any) -> Any:
+def loss_of_all(output: Any, target: Any) -> Any:
     """No mean over samples: every sample matters for every other."""
-    return optax.losses.softmax_cross_entropy_with_integer_labels(answer, target).max() + answer.std()
+    return optax.losses.softmax_cross_entropy_with_integer_labels(output, target).max() + output.std()
 
 
 @pytest.mark.long
@@ -61,12 +61,12 @@ def test_a_loss_may_be_any_function_of_the_batch() -> None:
     assert difference(three, alone) <= CLOSE
 
 
-def squares(answer: Any, target: Any) -> Any:
-    return (answer - jnp.eye(CLASSES)[target]) ** 2
+def squares(output: Any, target: Any) -> Any:
+    return (output - jnp.eye(CLASSES)[target]) ** 2
 
 
-def summed(answer: Any, target: Any) -> Any:
-    return squares(answer, target).sum()
+def summed(output: Any, target: Any) -> Any:
+    return squares(output, target).sum()
 
 
 @pytest.mark.parametrize("loss", [squares, loss_of_all, pytest.param(summed, marks=pytest.mark.long)])
@@ -81,9 +81,9 @@ def test_any_loss_with_uneven_shares(loss: Any) -> None:
 WEIGHT = np.array([0.2, 1.0, 5.0])
 
 
-def weighted(answer: Any, target: Any) -> LossSum:
+def weighted(output: Any, target: Any) -> LossSum:
     """A mean that is divided by what the labels weigh."""
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(answer, target)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(output, target)
     weights = jnp.asarray(WEIGHT)[target]
     return LossSum((losses * weights).sum(), weights.sum())
 
@@ -99,8 +99,8 @@ def test_a_sum_and_its_count() -> None:
     net = Net()
     alone, result = fit(net, (vectors(48), (X, y)), 1, precision="fp64", loss=weighted)
 
-    def mean(answer: Any, target: Any) -> Any:
-        both = weighted(answer, target)
+    def mean(output: Any, target: Any) -> Any:
+        both = weighted(output, target)
         return both.total / both.count
 
     as_mean, plain = fit(Net(), (vectors(48), (X, y)), 1, precision="fp64", loss=mean)
@@ -166,7 +166,7 @@ class SumsUp(nnx.Module):
 def test_every_sample_once(options: dict[str, Any]) -> None:
     """With SGD of rate 1 each step adds the rows of its samples by their number: 16, 16 and 5 of 37."""
     data = np.eye(37, dtype=np.float32), np.zeros(37, np.float32)
-    found, result = fit(SumsUp(37), data, 3, max_epochs=1, lr=1.0, loss=lambda answer, _: answer.mean(), **options)
+    found, result = fit(SumsUp(37), data, 3, max_epochs=1, lr=1.0, loss=lambda output, _: output.mean(), **options)
     assert np.allclose(np.sort(found["seen"]), [1 / 16] * 32 + [1 / 5] * 5, rtol=1e-6)
     assert result.rows[0]["samples"] == 37
     assert result.rows[0]["train_acc"] is None

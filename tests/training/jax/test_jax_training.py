@@ -157,9 +157,9 @@ def test_layers_compute_in_bfloat16_and_keep_their_parameters() -> None:
 
     class Watched(Net):
         def __call__(self, X: Any) -> Any:
-            answer = super().__call__(X)
-            seen.append(answer.dtype)
-            return answer
+            output = super().__call__(X)
+            seen.append(output.dtype)
+            return output
 
     plain, _ = fit(Net(norm=True), vectors(48), 2, max_epochs=1)
     found, result = fit(Watched(norm=True), (vectors(48), vectors(48)), 2, max_epochs=1, precision="bf16")
@@ -177,7 +177,7 @@ def test_the_factor_multiplies_the_update_without_compiling_anew() -> None:
 
 def test_long_sums_do_not_lose_small_numbers() -> None:
     total = jax.tree.map(
-        jnp.asarray, running_sums.from_figures(Figures(loss_sum=2.0**24, right=1, count=2, counted=True))
+        jnp.asarray, running_sums.from_figures(Figures(loss_sum=2.0**24, correct=1, count=2, counted=True))
     )
     for _ in range(3):
         total = running_sums.add(total, jnp.float32(0.25), jnp.int32(1), 1, 5)
@@ -201,7 +201,7 @@ def test_a_batch_that_is_no_number_can_be_left_out() -> None:
 
 def test_a_batch_without_a_count_is_named() -> None:
     with pytest.raises(LossIsNotANumber, match=r"mh\.LossSum.*the count of this batch may be 0: give at least 1"):
-        fit(Net(), vectors(), loss=lambda answer, target: mh.LossSum(answer.sum() * 0, 0))
+        fit(Net(), vectors(), loss=lambda output, target: mh.LossSum(output.sum() * 0, 0))
 
 
 def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_what_is_no_loss(value: Any) -> None:
         BadSettings,
         match=r"the loss returned (None: is a `return`|an? ).*(LossSum\(total, count\)|array of one number)",
     ):
-        fit(Net(), vectors(), loss=lambda answer, target: value)
+        fit(Net(), vectors(), loss=lambda output, target: value)
 
 
 def test_what_is_no_model() -> None:

@@ -128,15 +128,15 @@ def test_targets_that_are_no_labels() -> None:
 def test_a_loss_that_is_no_mean() -> None:
     softmax = gluon.loss.SoftmaxCrossEntropyLoss()
 
-    def summed(answer: Any, target: Any) -> Any:
-        return softmax(answer, target).sum()
+    def summed(output: Any, target: Any) -> Any:
+        return softmax(output, target).sum()
 
     for options in ({"devices": 2}, {"step": Step(accumulate=2)}):
         with pytest.raises(BadSettings, match="one number per sample, or their mean"):
             fit(mlp(), vectors(), loss=summed, **options)
     fit(mlp(), vectors(), 1, loss=summed, lr=0.001)
     with pytest.raises(BadBatch, match="one number per sample"):
-        fit(mlp(), vectors(), 1, loss=lambda answer, target: answer.sum(axis=0))
+        fit(mlp(), vectors(), 1, loss=lambda output, target: output.sum(axis=0))
 
 
 class Twice(gluon.Block):  # type: ignore[misc]
@@ -162,8 +162,8 @@ class Twice(gluon.Block):  # type: ignore[misc]
             {},
             r"has shape \(6,\), and HybridSequential does not take it .*should be 4D",
         ),
-        (mlp, {"loss": gluon.loss.L2Loss()}, r"answer to a sample has shape \(3,\), and its target \(\)"),
-        (mlp, {"loss": lambda answer, target: answer.detach().mean()}, "does not depend on the model's parameters"),
+        (mlp, {"loss": gluon.loss.L2Loss()}, r"output for a sample has shape \(3,\), and its target \(\)"),
+        (mlp, {"loss": lambda output, target: output.detach().mean()}, "does not depend on the model's parameters"),
     ],
 )
 def test_what_mxnet_would_say_in_its_own_words(model: Any, options: dict[str, Any], message: str) -> None:
@@ -173,7 +173,7 @@ def test_what_mxnet_would_say_in_its_own_words(model: Any, options: dict[str, An
 
 def test_weights_of_samples_need_a_loss_of_gluons() -> None:
     with pytest.raises(TypeError) as raised:
-        fit(mlp(), (*vectors(), np.ones(90)), loss=lambda answer, target: answer.mean(1))
+        fit(mlp(), (*vectors(), np.ones(90)), loss=lambda output, target: output.mean(1))
     assert "returns mh.LossSum(total, count)" in raised.value.__notes__[0]
 
 

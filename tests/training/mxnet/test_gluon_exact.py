@@ -124,7 +124,7 @@ def test_a_loss_per_sample_or_their_mean_or_a_step_of_its_own() -> None:
 
     expected, _ = fit(mlp(), vectors(), 1)
     for devices in (1, 3):
-        weights, _ = fit(mlp(), vectors(), devices, loss=lambda answer, target: softmax(answer, target).mean())
+        weights, _ = fit(mlp(), vectors(), devices, loss=lambda output, target: softmax(output, target).mean())
         assert largest_difference(weights, expected) <= CLOSE
         own, result = fit(Stepping(), vectors(), devices)
         assert largest_difference({name.removeprefix("net."): one for name, one in own.items()}, expected) <= CLOSE

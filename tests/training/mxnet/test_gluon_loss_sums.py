@@ -34,14 +34,14 @@ def weights_of(target: Any) -> Any:
     return mx.nd.array(WEIGHTS, dtype="float64", ctx=target.ctx).take(target.astype("int32"))
 
 
-def weighted_mean(answer: Any, target: Any) -> Any:
+def weighted_mean(output: Any, target: Any) -> Any:
     weights = weights_of(target)
-    return (softmax(answer, target) * weights).sum() / weights.sum()
+    return (softmax(output, target) * weights).sum() / weights.sum()
 
 
-def weighted_sum(answer: Any, target: Any) -> LossSum:
+def weighted_sum(output: Any, target: Any) -> LossSum:
     weights = weights_of(target)
-    return LossSum((softmax(answer, target) * weights).sum(), weights.sum())
+    return LossSum((softmax(output, target) * weights).sum(), weights.sum())
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -179,7 +179,7 @@ def test_the_trial_of_a_loss_leaves_the_model_as_it_is() -> None:
     model = Wider()
     model.cast("float64")
     before = state.model_tensors(model)
-    objective = Objective(model, lambda answer, target: softmax(answer, target).mean() * 2)
+    objective = Objective(model, lambda output, target: softmax(output, target).mean() * 2)
     assert checks.check_loss(model, objective, source(vectors()), 2) is None
     assert largest_difference(before, state.model_tensors(model)) == 0
     for parameter in model.collect_params().values():
@@ -189,14 +189,14 @@ def test_the_trial_of_a_loss_leaves_the_model_as_it_is() -> None:
 
 
 def test_what_is_not_checked_is_noted() -> None:
-    def noisy(answer: Any, target: Any) -> Any:
-        return softmax(answer + mx.nd.random.normal(shape=answer.shape, dtype="float64"), target).mean() * 2
+    def noisy(output: Any, target: Any) -> Any:
+        return softmax(output + mx.nd.random.normal(shape=output.shape, dtype="float64"), target).mean() * 2
 
     _, result = fit(mlp(), vectors(), step=Step(accumulate=2), max_epochs=1, loss=noisy)
     assert any("draws random numbers" in note for note in result.notes)
     X, y = vectors(32)
     batches = ((X[start : start + 16], y[start : start + 16]) for start in (0, 16))
-    plain = lambda answer, target: softmax(answer, target).mean()  # noqa: E731
+    plain = lambda output, target: softmax(output, target).mean()  # noqa: E731
     _, result = fit(mlp(), batches, step=Step(accumulate=2), max_epochs=1, batch_size=None, loss=plain)
     assert any("can be read only once" in note for note in result.notes)
 
@@ -207,14 +207,14 @@ def test_a_rare_class_is_found_in_many_samples_and_a_part_that_was_tried_is_note
     y[1777] = 2
     weights = np.array([1.0, 1.0, 9.0])
 
-    def weighted(answer: Any, target: Any) -> Any:
+    def weighted(output: Any, target: Any) -> Any:
         weight = mx.nd.array(weights, dtype="float64", ctx=target.ctx).take(target.astype("int32"))
-        return (softmax(answer, target) * weight).sum() / weight.sum()
+        return (softmax(output, target) * weight).sum() / weight.sum()
 
     with pytest.raises(BadSettings, match="not a mean over the samples"):
         fit(mlp(), (X, y), 2, loss=weighted, max_epochs=1)
     loader = gluon.data.DataLoader(gluon.data.ArrayDataset(*vectors(32)), 16)
-    plain = lambda answer, target: softmax(answer, target).mean()  # noqa: E731
+    plain = lambda output, target: softmax(output, target).mean()  # noqa: E731
     for data, noted in ((loader, True), (vectors(32), False)):
         _, result = fit(mlp(), data, 2, max_epochs=1, loss=plain)
         assert any("was tried on the first batch of the loader" in note for note in result.notes) == noted
@@ -223,9 +223,9 @@ def test_a_rare_class_is_found_in_many_samples_and_a_part_that_was_tried_is_note
 def test_the_trial_draws_no_random_numbers() -> None:
     calls: list[float] = []
 
-    def own(answer: Any, target: Any) -> Any:
+    def own(output: Any, target: Any) -> Any:
         calls.append(np.random.normal())
-        return softmax(answer, target).mean()
+        return softmax(output, target).mean()
 
     before = np.random.get_state()[2]
     with pytest.raises(InterruptedError):
@@ -245,9 +245,9 @@ def test_batch_statistics_over_all_devices() -> None:
 
 
 def test_in_numpys_mode() -> None:
-    def summed(answer: Any, target: Any) -> LossSum:
+    def summed(output: Any, target: Any) -> LossSum:
         weights = target.astype("float64") + 1
-        each = (answer - target.reshape(-1, 1)) ** 2
+        each = (output - target.reshape(-1, 1)) ** 2
         return LossSum((each.mean(axis=1) * weights).sum(), weights.sum())
 
     found = []
@@ -284,14 +284,14 @@ def test_what_is_no_loss(value: Any, message: str) -> None:
     ):
         fit(Stepping(), vectors(), batch_size=8)
     with pytest.raises((BadBatch, BadSettings), match=f"the loss returned .*{message.removeprefix('returned ')}"):
-        fit(mlp(), vectors(), batch_size=8, loss=lambda answer, target: value(softmax(answer, target)))
+        fit(mlp(), vectors(), batch_size=8, loss=lambda output, target: value(softmax(output, target)))
 
 
 def test_two_kinds_in_one_batch() -> None:
-    def either(answer: Any, target: Any) -> Any:
-        if not autograd.is_training() or answer.ctx == mx.cpu(0):
-            return weighted_sum(answer, target)
-        return softmax(answer, target)
+    def either(output: Any, target: Any) -> Any:
+        if not autograd.is_training() or output.ctx == mx.cpu(0):
+            return weighted_sum(output, target)
+        return softmax(output, target)
 
     with pytest.raises(BadSettings, match="return a LossSum for each"):
         fit(mlp(), vectors(), 2, loss=either)

@@ -33,8 +33,8 @@ def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
         net = initialise(MODELS[name](num_classes=10), 0)
         state.restore_model(net, tensors.pack(weight_names.from_common(reference.weights(name), name)))
         images, _ = datasets.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
-        answer = net(images).asnumpy()
-    np.testing.assert_allclose(answer, reference.logits(name), atol=1e-4)
+        output = net(images).asnumpy()
+    np.testing.assert_allclose(output, reference.logits(name), atol=1e-4)
     assert same(weight_names.to_common(state.model_tensors(net), name), reference.weights(name))
 
 

@@ -156,8 +156,8 @@ def test_two_steps_are_issued_while_the_first_is_still_at_work() -> None:
     settings = Settings(max_epochs=1, batch_size=8)
     Gate.opened.clear()
 
-    def gated(answer: Any, target: Any) -> Any:
-        return softmax(mx.nd.Custom(answer, op_type="manyhands_gate"), target)
+    def gated(output: Any, target: Any) -> Any:
+        return softmax(mx.nd.Custom(output, op_type="manyhands_gate"), target)
 
     one = learner(settings, 2, loss=gated)
     issued: list[int] = []

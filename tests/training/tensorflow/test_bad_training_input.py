@@ -80,7 +80,7 @@ def test_labels_of_any_width_and_of_keras_own_losses() -> None:
 def test_targets_of_another_width_than_the_answers(columns: int) -> None:
     """TensorFlow compares one column with all three answers, and Keras lets it."""
     X, _ = vectors()
-    with pytest.raises(BadBatch, match=rf"answer to a sample has shape \(3,\), and its target \({columns},"):
+    with pytest.raises(BadBatch, match=rf"output for a sample has shape \(3,\), and its target \({columns},"):
         fit(mlp(), (X, X[:, :columns]), loss="mse")
 
 

@@ -135,20 +135,20 @@ def test_processes_meet_and_what_is_no_report_is_not_answered() -> None:
         thread.start()
     garbage = [b"GET / HTTP/1.1\r\n", b'{"manyhands": 1, "rank": 7, "address": "a:1"}\n', b"[1, 2]\n", b"x" * 5000]
     for said in garbage:
-        answer = b""
+        received = b""
         for _ in range(100):
             try:
                 with socket.create_connection(("127.0.0.1", port + 1), timeout=10) as guest:
                     guest.sendall(said)
                     guest.shutdown(socket.SHUT_WR)
                     guest.settimeout(0.2)
-                    answer = guest.recv(100)
+                    received = guest.recv(100)
                 break
             except ConnectionRefusedError:
                 threading.Event().wait(0.05)
             except (TimeoutError, ConnectionError):
                 break
-        assert answer == b""
+        assert received == b""
     last = threading.Thread(target=come, args=(2,))
     last.start()
     for thread in [*threads, last]:

@@ -154,7 +154,7 @@ def test_labels_that_are_left_out_and_targets_that_are_no_labels() -> None:
     y[5] = -100
     fit(mlp(), (X, y), max_epochs=1)
     counts = nn.Sequential(nn.Linear(6, 1)).double()
-    fit(counts, (X, y), max_epochs=1, lr=0.001, loss=lambda answer, target: ((answer[:, 0] - target) ** 2).mean())
+    fit(counts, (X, y), max_epochs=1, lr=0.001, loss=lambda output, target: ((output[:, 0] - target) ** 2).mean())
     tokens = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, CLASSES))
     fit(tokens, (torch.randint(9, (30, 3)), torch.randint(CLASSES, (30,))), max_epochs=1)
 

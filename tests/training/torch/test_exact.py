@@ -21,11 +21,11 @@ from training_cases import (
     Rows,
     SumsUp,
     WithOptimizer,
-    answer_itself,
     convnet,
     difference,
     fit,
     images,
+    mean_output,
     mlp,
     one_hot,
     rows,
@@ -185,7 +185,7 @@ def sources() -> dict[str, Any]:
 def test_every_sample_once_per_epoch(name: str, ranks: int) -> None:
     """Each sample of a full batch adds 1/8 to its weight, each of the short last batch 1/3."""
     model = SumsUp(COUNT)
-    trained, result = fit(model, sources()[name], ranks, max_epochs=1, lr=1.0, batch_size=8, loss=answer_itself)
+    trained, result = fit(model, sources()[name], ranks, max_epochs=1, lr=1.0, batch_size=8, loss=mean_output)
     parts = sorted(trained["seen"].tolist())
     assert parts == pytest.approx([1 / 8] * 40 + [1 / 3] * 3)
     assert result.rows[0]["samples"] == COUNT
@@ -194,7 +194,7 @@ def test_every_sample_once_per_epoch(name: str, ranks: int) -> None:
 def test_loader_processes_outlive_the_groups_of_earlier_jobs() -> None:
     """The forks of a loader inherit what is left of the process groups of the jobs before."""
     for _ in range(4):
-        _, result = fit(SumsUp(COUNT), sources()["workers"], 2, max_epochs=1, lr=1.0, loss=answer_itself)
+        _, result = fit(SumsUp(COUNT), sources()["workers"], 2, max_epochs=1, lr=1.0, loss=mean_output)
         assert result.rows[0]["samples"] == COUNT
 
 
@@ -202,7 +202,7 @@ def test_a_loader_that_drops_the_last_batch_and_shuffles() -> None:
     """Every rank must see the loader's batches in the same order, or samples come twice and others never."""
     loader = DataLoader(TensorDataset(*one_hot(COUNT)), batch_size=8, shuffle=True, drop_last=True)
     for ranks in (1, 2):
-        trained, _ = fit(SumsUp(COUNT), loader, ranks, max_epochs=1, lr=1.0, loss=answer_itself)
+        trained, _ = fit(SumsUp(COUNT), loader, ranks, max_epochs=1, lr=1.0, loss=mean_output)
         assert sorted(trained["seen"].tolist()) == pytest.approx([0.0] * 3 + [1 / 8] * 40)
 
 

@@ -55,13 +55,13 @@ class Several(nn.Module):
 def test_a_model_that_gives_several_things(ranks: int) -> None:
     said = (
         r"the model gives a tuple of 2 parts \(\(4, 3\), \?\), and cross_entropy takes one tensor: give "
-        r"loss=lambda answer, y: torch\.nn\.functional\.cross_entropy\("
+        r"loss=lambda output, y: torch\.nn\.functional\.cross_entropy\("
     )
     with pytest.raises(BadBatch, match=said) as raised:
         train(Several(lambda scores: (scores, None)), data(), ranks)
     assert raised.value.__cause__ is not None
     if ranks == 1:
-        with pytest.raises(BadBatch, match=r"a dict with 'logits', and .*answer\['logits'\], y\)"):
+        with pytest.raises(BadBatch, match=r"a dict with 'logits', and .*output\['logits'\], y\)"):
             train(Several(lambda scores: {"logits": scores}), data())
         train(Several(lambda scores: (scores, None)), data(), loss=lambda a, y: nn.functional.cross_entropy(a[0], y))
 
@@ -79,7 +79,7 @@ class Tokens(nn.Module):
 
 def test_a_label_for_each_token() -> None:
     tokens = torch.randint(9, (16, 5))
-    cure = r"loss=lambda answer, y: torch\.nn\.functional\.cross_entropy\(answer%s\.flatten\(0, -2\), y\.flatten\(\)\)"
+    cure = r"loss=lambda output, y: torch\.nn\.functional\.cross_entropy\(output%s\.flatten\(0, -2\), y\.flatten\(\)\)"
     with pytest.raises(BadBatch, match=r"the shape \(5, 9\) for a sample with \(5,\) labels, .*" + cure % ""):
         train(Tokens(lambda scores: scores), (tokens, tokens))
     with pytest.raises(BadBatch, match=r"a tuple of 2 parts .*" + cure % r"\[0\]"):
@@ -126,7 +126,7 @@ def test_a_step_that_gives_nothing_on_two_devices() -> None:
 
 def test_a_loss_that_gives_a_float() -> None:
     with pytest.raises(BadSettings, match=r"the loss returned a float: a plain number has no gradient"):
-        train(mlp().float(), data(), loss=lambda answer, y: nn.functional.cross_entropy(answer, y).item())
+        train(mlp().float(), data(), loss=lambda output, y: nn.functional.cross_entropy(output, y).item())
 
 
 def test_answers_and_targets_of_other_shapes_are_not_compared_all_with_all() -> None:

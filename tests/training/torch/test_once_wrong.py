@@ -190,12 +190,12 @@ def test_shards_of_one_sample_go_to_a_neighbour() -> None:
 # The loss
 
 
-def summed(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(answer, target, reduction="sum")
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="sum")
 
 
-def averaged(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(answer, target)
+def averaged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
 
 
 def job(loss: Any, data: Any, model: nn.Module | None = None, **options: Any) -> Job:
@@ -296,9 +296,9 @@ def test_a_loss_that_refuses_autocast() -> None:
     model = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0))
     seen = []
 
-    def loss(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        seen.append((answer.dtype, torch.is_autocast_enabled("cpu")))
-        return nn.BCELoss()(answer, target)
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen.append((output.dtype, torch.is_autocast_enabled("cpu")))
+        return nn.BCELoss()(output, target)
 
     fit(model, (X.float(), (y > 0).float()), 1, precision="bf16", loss=loss)
     assert set(seen) == {(torch.float32, False)}

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from support import eventually
-from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_hot, rows, same, vectors
+from training_cases import Harm, OneHot, SumsUp, fit, mean_output, mlp, one_hot, rows, same, vectors
 
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
 from manyhands.training.checkpoints import atomic_files, store
@@ -93,7 +93,7 @@ def seen(run: Path, ranks: int, *, harm: Any = None, epochs: int = 1, **options:
         "run": run,
         **options,
     }
-    weights, _ = fit(SumsUp(COUNT), OneHot(COUNT, harm), ranks, loss=answer_itself, **given)
+    weights, _ = fit(SumsUp(COUNT), OneHot(COUNT, harm), ranks, loss=mean_output, **given)
     return weights["seen"]
 
 
@@ -125,9 +125,9 @@ def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
     assert seen(tmp_path / "run", 2, resume="auto", epochs=epochs).tolist() == [float(epochs)] * COUNT
 
 
-def slowly(answer: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def slowly(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     time.sleep(0.05)
-    return answer_itself(answer, y)
+    return mean_output(output, y)
 
 
 def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
@@ -147,12 +147,12 @@ def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
 
 def test_an_error_in_a_worker_shows_rank_and_traceback() -> None:
     with pytest.raises(WorkerFailed, match=r"(?s)rank [01] \(cpu\).*Traceback.*sample 17 is spoilt"):
-        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=answer_itself)
+        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=mean_output)
 
 
-def prints(answer: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def prints(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     print("a word from the first rank")
-    return answer.mean()
+    return output.mean()
 
 
 def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.Capt
     fit(mlp(), vectors(), 2, max_epochs=1)
     before = fork_server._server
     with pytest.raises(WorkerFailed):
-        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=answer_itself)
+        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=mean_output)
     fit(SumsUp(COUNT), OneHot(COUNT), 2, loss=prints, max_epochs=1)
     assert "a word from the first rank" in capfd.readouterr().out
     assert before is not None
@@ -223,7 +223,7 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
         devices=["cpu"],
         workers=Workers(per_device=ranks),
         batch_size=4,
-        loss=answer_itself,
+        loss=mean_output,
         optimizer=optimizer,
         **options,
     )
@@ -291,7 +291,7 @@ def test_a_job_that_is_over_gives_its_weights(tmp_path: Path) -> None:
 def test_one_hot_counts() -> None:
     """The tool of these tests: without a stop each sample counts once."""
     X, y = one_hot(COUNT)
-    weights, _ = fit(SumsUp(COUNT), (X, y), 1, loss=answer_itself, max_epochs=1, batch_size=4, lr=4.0)
+    weights, _ = fit(SumsUp(COUNT), (X, y), 1, loss=mean_output, max_epochs=1, batch_size=4, lr=4.0)
     assert weights["seen"].tolist() == [1.0] * COUNT
 
 

@@ -139,8 +139,8 @@ def one_hot(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.eye(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
 
-def answer_itself(answer: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return answer.mean()
+def mean_output(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return output.mean()
 
 
 class OneHot(Dataset[Any]):

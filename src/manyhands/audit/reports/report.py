@@ -123,18 +123,18 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
         report.timeline = _drawn([entry for entry in entries if entry.step < first + _DRAWN], keys, recorder)
     listed: set[int] = set()
     for key, number in keys.items():
-        mine = [entry for entry in entries if entry.key == key]
-        if not recorder.used_device or not _is_loop(sum(entry.times for entry in mine), recorder):
+        same_line = [entry for entry in entries if entry.key == key]
+        if not recorder.used_device or not _is_loop(sum(entry.times for entry in same_line), recorder):
             continue
-        waited = length.waited.get(number, 0.0) if report.predicted else sum(entry.seconds for entry in mine)
+        waited = length.waited.get(number, 0.0) if report.predicted else sum(entry.seconds for entry in same_line)
         if key.kind is Kind.LOADER:
-            least = _LOADER_SECONDS * len(mine) if report.predicted else 0.0
+            least = _LOADER_SECONDS * len(same_line) if report.predicted else 0.0
             if waited < least or not _is_slow_loader(waited, alone[number], length.total):
                 continue
-        if key.kind is Kind.LAUNCHES and 2 * len({entry.step for entry in mine}) < report.counted_steps:
+        if key.kind is Kind.LAUNCHES and 2 * len({entry.step for entry in same_line}) < report.counted_steps:
             continue  # a loop between some steps, as an evaluation: no fault of the step
         listed.add(number)
-        report.findings.append(_finding(key, sum(entry.times for entry in mine), waited, alone[number], report))
+        report.findings.append(_finding(key, sum(entry.times for entry in same_line), waited, alone[number], report))
     total = _fill_times(report, recorder, first, length, length.total - simulate(timeline, listed).total)
     for key in dict.fromkeys(key for key, _ in others if key.site.allowed is None):
         waits = [seconds for other, seconds in others if other == key]

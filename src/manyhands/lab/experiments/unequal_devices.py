@@ -53,9 +53,9 @@ def run(bench: Bench) -> Finding:
     # A GPU's convolutions round to TF32, the CPU's do not. If both compute, losses drift apart from step to step, so
     # only the first epochs can be compared.
     tolerance, compared = (1e-2, 2) if has_gpu else (1e-3, None)
-    right = losses["the fast one alone"][:compared]
+    expected = losses["the fast one alone"][:compared]
     for name in ways:
-        bench.equal(losses[name][:compared], right, tolerance=tolerance, what=f"the losses of {name}")
+        bench.equal(losses[name][:compared], expected, tolerance=tolerance, what=f"the losses of {name}")
     measured = shares["measured shares"]
     base = times.median("equal shares")
     rows = [

@@ -1,7 +1,7 @@
-"""The number of right predictions, on one device or on all, in every framework.
+"""The number of correct predictions, on one device or on all, in every framework.
 
-Right answers are counted on the device and read once, at the end: the program never waits for a device between two
-batches. Every sample counts once, whatever the batch sizes. Each framework implements how arrays are compared and how a
+They are counted on the device and read once, at the end: the program never waits for a device between two batches.
+Every sample counts once, whatever the batch sizes. Each framework implements how arrays are compared and how a
 net is called on a device (``manyhands.training.<framework>.book.accuracy``).
 """
 
@@ -21,7 +21,7 @@ from manyhands.device import Device
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor, type_in_words
 from manyhands.placement.moves import Placement
 
-Answer = Callable[[Any], Any]
+Predictor = Callable[[Any], Any]
 Split = Callable[[Any, Any, Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
@@ -41,9 +41,9 @@ class Accuracy(abc.ABC, Generic[D]):
         """The number of right predictions, left on the device."""
 
     @abc.abstractmethod
-    def answering(
+    def predicting(
         self, net: Any, devices: Sequence[D | None], *, replicate: bool
-    ) -> AbstractContextManager[Sequence[Answer]]:
+    ) -> AbstractContextManager[Sequence[Predictor]]:
         """The net as a function on each of these devices, in evaluation mode; ``replicate``: with a copy on each."""
 
     @abc.abstractmethod
@@ -89,18 +89,18 @@ class Accuracy(abc.ABC, Generic[D]):
         return float(self.read(self.count(self.native(y_hat), self.native(y))))
 
     def evaluate_accuracy_gpu(
-        self, net: Answer, data_iter: Iterable[tuple[Any, Any]], device: D | Device | str | None = None
+        self, net: Predictor, data_iter: Iterable[tuple[Any, Any]], device: D | Device | str | None = None
     ) -> float:
         """The fraction of all samples that the net gets right, on one device (by default where the net is)."""
         native = self.destination(net, device)
         counted, correct = 0, None
-        with self.answering(net, [native], replicate=False) as (answer,):
+        with self.predicting(net, [native], replicate=False) as (predict,):
             for X, y in data_iter:
                 counted += labels(y)
                 with self.on(native):
                     if native is not None:
                         X, y = self._to(X, native), self._to(y, native)
-                    now = self.count(answer(X), self.native(y))
+                    now = self.count(predict(X), self.native(y))
                     correct = now if correct is None else correct + now
             return _fraction(0 if correct is None else self.read(correct), counted)
 
@@ -121,7 +121,7 @@ class Accuracy(abc.ABC, Generic[D]):
         backend = self.place.backend
         devices = [backend.gpu(i) for i in range(backend.num_gpus())] or [backend.cpu()]
         counted, sums = 0, dict[int, Any]()  # one number on each device
-        with self.answering(net, devices, replicate=True) as answers:
+        with self.predicting(net, devices, replicate=True) as predictors:
             for X, y in data_iter:
                 self.build(net, X)
                 X, y = tree.map_leaves(self.native, X), tree.map_leaves(self.native, y)
@@ -130,7 +130,7 @@ class Accuracy(abc.ABC, Generic[D]):
                 for i, (X_shard, y_shard) in enumerate(zip(X_shards, y_shards, strict=True)):
                     if labels(y_shard):  # more devices than samples leave some without
                         with self.on(devices[i]):
-                            now = self.count(answers[i](X_shard), y_shard)
+                            now = self.count(predictors[i](X_shard), y_shard)
                             sums[i] = sums[i] + now if i in sums else now
                 counted += labels(y)
             return _fraction(sum(map(self.read, sums.values())), counted)

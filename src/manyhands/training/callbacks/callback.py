@@ -117,7 +117,7 @@ class Callback:
     def on_steps(self, training: Training, figures: Values) -> None:
         """Every ``every`` steps, late: means over the steps since the last call; ``training.step`` is the last of them.
 
-        ``train_loss``; ``train_acc`` where answers can be right; ``lr`` where ``LearningRateMonitor`` is a callback.
+        ``train_loss``; ``train_acc`` where classes are predicted; ``lr`` where ``LearningRateMonitor`` is a callback.
         """
 
     def on_evaluation(self, training: Training, figures: Values) -> None:

@@ -39,7 +39,7 @@ class StepMeans:
 
 
 def named(figures: Figures, part: str) -> dict[str, float]:
-    """Loss and, where answers can be right, accuracy by name: train_loss, train_acc."""
+    """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc."""
     means = {f"{part}_loss": figures.loss}
     return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
 
@@ -48,7 +48,7 @@ def _sum(carried: Figures, sums: Figures, reported: Figures) -> Figures:
     loss = carried.loss_sum + sums.loss_sum - reported.loss_sum
     return Figures(
         loss if math.isfinite(loss) else math.nan,
-        carried.right + sums.right - reported.right,
+        carried.correct + sums.correct - reported.correct,
         carried.count + sums.count - reported.count,
         counted=sums.counted or carried.counted,
     )

@@ -45,16 +45,16 @@ class Choice:
     note: str | None = None
 
 
-def missing_gpus(wanted: int, found: int) -> str | None:
+def missing_gpus(wanted: int, available: int) -> str | None:
     """A note for ``num_gpus=`` where there are fewer.
 
     >>> missing_gpus(2, 0), missing_gpus(2, 1), missing_gpus(1, 1)
     ('num_gpus=2: there is no GPU here, so the job is on the CPU', 'num_gpus=2: there is 1 GPU here', None)
     """
-    if found >= wanted:
+    if available >= wanted:
         return None
-    there = "there is 1 GPU here" if found == 1 else f"there are {found} GPUs here"
-    return f"num_gpus={wanted}: {there if found else _NO_GPU}"
+    there = "there is 1 GPU here" if available == 1 else f"there are {available} GPUs here"
+    return f"num_gpus={wanted}: {there if available else _NO_GPU}"
 
 
 def resolved(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:

@@ -104,13 +104,13 @@ class Optimizers:
     def created(self, model: Any, optimizer: Any, lr: float | None) -> Any:
         """The optimizer that a name, a class or a function of the rate makes (None: plain SGD)."""
         make, rate = self.maker(model, optimizer, lr)
-        made = make(**rate)
-        if not isinstance(made, self.finished[0]):
+        result = make(**rate)
+        if not isinstance(result, self.finished[0]):
             raise BadSettings(
-                f"optimizer= gave {type_in_words(made)}: a function of the learning rate has to return an "
+                f"optimizer= gave {type_in_words(result)}: a function of the learning rate has to return an "
                 f"optimizer of {self.where}, as lambda rate: {self.example}(rate)"
             )
-        return made
+        return result
 
     def _named(self, name: str) -> Any:
         known = self.by_name()

@@ -171,8 +171,8 @@ def largest_difference(tensors: Mapping[str, Any], other: Mapping[str, Any]) -> 
     noise have no relative difference).
     """
     worst = 0.0
-    for name, right in other.items():
-        a, b = np.asarray(tensors[name]), np.asarray(right)
+    for name, tensor in other.items():
+        a, b = np.asarray(tensors[name]), np.asarray(tensor)
         if np.issubdtype(b.dtype, np.floating):
             a, b = a.astype(np.float64), b.astype(np.float64)
             floor = 1e-3 * b.size**0.5

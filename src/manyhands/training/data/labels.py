@@ -26,7 +26,7 @@ def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
     )
 
 
-OWN_STEP = "{} computes the loss itself, and the trainer does not see the answers"
+OWN_STEP = "{} computes the loss itself, and the trainer does not see the outputs"
 
 
 def own_step(model: Any, *, training: bool) -> str:
@@ -73,15 +73,15 @@ class ClassLabels:
         else:
             self._check(summary, self.classes)
 
-    def learn(self, answer: Sequence[Any]) -> None:
-        """The shape of the model's first answer: it has a column for each class."""
+    def learn(self, output: Sequence[Any]) -> None:
+        """The shape of the model's first output: it has a column for each class."""
         if self.classes is not None or self._of_no_use:
             return
-        self._of_no_use = len(answer) != 2 or answer[1] is None
+        self._of_no_use = len(output) != 2 or output[1] is None
         if not self._of_no_use:
             for summary in self._waiting:
-                self._check(summary, int(answer[1]))
-            self.classes = int(answer[1])
+                self._check(summary, int(output[1]))
+            self.classes = int(output[1])
         self._waiting.clear()
 
     def _summary(self, labels: NDArray[Any]) -> _Summary:

@@ -28,7 +28,7 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
     """Check that the model has an output for every label: JAX would compute something for any label.
 
     Labels of arrays are checked now; the returned object checks those of a loader, batch by batch. The objective learns
-    the number of outputs from the first answer.
+    the number of outputs from the first output.
     """
     if not isinstance(objective, Supervised) or objective.loss_of(model) is not cross_entropy:
         return None

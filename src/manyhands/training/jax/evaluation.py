@@ -57,9 +57,9 @@ class Evaluation:
     ) -> Figures:
         """Loss and accuracy; ``arrays`` are the data on the devices, if they live there."""
         total, outputs = self.world.put_copy(running_sums.from_figures(Figures())), _outputs(take)
-        prepare, answers = prepared_by(data), take is not None
+        prepare, with_outputs = prepared_by(data), take is not None
         for window, rows, divided in self._batches(data, arrays):
-            total, pair = self.steps.test(state, total, rows, divided, prepare, answers=answers)
+            total, pair = self.steps.test(state, total, rows, divided, prepare, with_outputs=with_outputs)
             self._limit_steps_in_flight(total)
             outputs.add((pair, window.size))
             alive()
@@ -71,9 +71,9 @@ class Evaluation:
         outputs, prepare = _outputs(take), inputs.after(prepared_by(data))
         for window, rows, divided in self._batches(data, None):
             assert not isinstance(rows, Resident)
-            answer = self.steps.predict(state, rows, divided, prepare)
-            self._limit_steps_in_flight(answer)
-            outputs.add(((answer, None), window.size))
+            output = self.steps.predict(state, rows, divided, prepare)
+            self._limit_steps_in_flight(output)
+            outputs.add(((output, None), window.size))
             alive()
         outputs.finish()
 

@@ -1,4 +1,4 @@
-"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes.
+"""What a step minimises: the loss of a model and a batch, and the number of correct predictions if there are classes.
 
 The loss sees the whole batch, on any number of devices, so it may be any function of it. With uneven shares
 (:mod:`.step.division`) the model also computes rows that only fill up a device's part; its outputs for them are removed
@@ -38,8 +38,8 @@ class Value:
 
     loss: jax.Array
     count: jax.Array | None
-    right: jax.Array | None
-    answer: Any = None  # the model's, where the objective knows it
+    correct: jax.Array | None
+    output: Any = None  # the model's, where the objective knows it
 
     @property
     def mean(self) -> jax.Array:
@@ -56,13 +56,13 @@ class Objective(Protocol):
 
 @dataclass
 class Supervised:
-    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``.
+    """A loss of the model's output and the last part of the batch: ``loss(model(*inputs), target)``.
 
     Without a loss it is the model's own, or cross-entropy where it has none.
     """
 
     loss: Loss | None
-    labels: ClassLabels | None = None  # learns from the first answer how many classes there are
+    labels: ClassLabels | None = None  # learns from the first output how many classes there are
 
     def is_mean(self, model: nnx.Module) -> bool:
         return str(getattr(self.loss_of(model), "__module__", "")).startswith("manyhands.")
@@ -75,17 +75,17 @@ class Supervised:
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         if len(batch) < 2:
             raise refusals.no_target(batch)
-        answer, target, loss = _widened(_answer(model, batch[:-1])), batch[-1], self.loss_of(model)
-        if loss is cross_entropy and not isinstance(answer, jax.Array):
+        output, target, loss = _widened(_output(model, batch[:-1])), batch[-1], self.loss_of(model)
+        if loss is cross_entropy and not isinstance(output, jax.Array):
             raise BadSettings(
-                f"{type(model).__name__} answers with {type_in_words(answer)}, and the default loss, cross-entropy, "
-                "takes an array of class scores: give the trainer loss=, a function of this answer and the target"
+                f"{type(model).__name__} answers with {type_in_words(output)}, and the default loss, cross-entropy, "
+                "takes an array of class scores: give the trainer loss=, a function of this output and the target"
             )
         if self.labels is not None:
-            self.labels.learn(answer.shape)
+            self.labels.learn(output.shape)
         if samples is not None:
-            answer, target = _only(samples, answer), target[np.flatnonzero(samples)]
-        return replace(_value(loss(answer, target), "the loss", _right(answer, target)), answer=answer)
+            output, target = _only(samples, output), target[np.flatnonzero(samples)]
+        return replace(_value(loss(output, target), "the loss", _correct(output, target)), output=output)
 
 
 @dataclass(frozen=True)
@@ -116,25 +116,25 @@ def check_shares(objective: Objective) -> None:
         raise BadSettings(
             "uneven shares pad every device's part of the batch, and training_step(batch) does not show which of the "
             "model's outputs belong to padding: leave out shares, or give the trainer a "
-            "loss(answer, target), which may return the mean or mh.LossSum(total, count)"
+            "loss(output, target), which may return the mean or mh.LossSum(total, count)"
         )
 
 
 def predicted(model: nnx.Module, batch: Batch) -> Any:
-    """The model's answer to a batch with a target, in full precision."""
-    return answered(model, batch[: input_count(call_of(model), len(batch))])
+    """The model's output for a batch with a target, in full precision."""
+    return output_of(model, batch[: input_count(call_of(model), len(batch))])
 
 
-def answered(model: nnx.Module, inputs: Batch) -> Any:
-    """The model's answer in full precision."""
-    return _widened(_answer(model, inputs))
+def output_of(model: nnx.Module, inputs: Batch) -> Any:
+    """The model's output in full precision."""
+    return _widened(_output(model, inputs))
 
 
 def call_of(model: nnx.Module) -> Callable[..., Any]:
     return type(model).__call__.__get__(model)  # type: ignore[no-any-return]
 
 
-def _answer(model: nnx.Module, inputs: Batch) -> Any:
+def _output(model: nnx.Module, inputs: Batch) -> Any:
     """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
         return model(*inputs)
@@ -157,8 +157,8 @@ def _not_taken(model: nnx.Module, inputs: Batch, error: Exception) -> str:
     return str(refusals.not_taken(model, [part.shape[1:] for part in inputs], error))
 
 
-def _only(samples: Rows, answer: Any) -> Any:
-    """The answers to the rows that are samples."""
+def _only(samples: Rows, output: Any) -> Any:
+    """The outputs for the rows that are samples."""
 
     def only(leaf: jax.Array) -> jax.Array:
         if leaf.shape[:1] != samples.shape:
@@ -169,10 +169,10 @@ def _only(samples: Rows, answer: Any) -> Any:
             )
         return leaf[np.flatnonzero(samples)]
 
-    return jax.tree.map(only, answer)
+    return jax.tree.map(only, output)
 
 
-def _value(value: Any, name: str, right: jax.Array | None) -> Value:
+def _value(value: Any, name: str, correct: jax.Array | None) -> Value:
     """The value that the user's code returned: a mean, numbers for each sample, or a sum with its count."""
     if isinstance(value, LossSum):
         total, count = _widened(value.total), jnp.asarray(value.count)
@@ -181,10 +181,10 @@ def _value(value: Any, name: str, right: jax.Array | None) -> Value:
                 f"{name} returned a LossSum of {refusals.in_words(value.total)} and {refusals.in_words(value.count)}: "
                 "total has to be an array of one number without dimensions, count too, or a plain number"
             )
-        return Value(total, jax.lax.stop_gradient(count).astype(total.dtype), right)
+        return Value(total, jax.lax.stop_gradient(count).astype(total.dtype), correct)
     if not isinstance(value, jax.Array):
         raise refusals.not_a_loss(name, value)
-    return Value(_mean(_widened(value)), None, right)
+    return Value(_mean(_widened(value)), None, correct)
 
 
 def _mean(value: jax.Array) -> jax.Array:
@@ -192,18 +192,18 @@ def _mean(value: jax.Array) -> jax.Array:
     return value.reshape(len(value), -1).sum(1).mean() if value.ndim else value
 
 
-def _widened(answer: Any) -> Any:
+def _widened(output: Any) -> Any:
     """The loss is computed in full precision, whatever the model computes in."""
 
     def widened(leaf: Any) -> Any:
         narrow = getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
         return leaf.astype(jnp.float32) if narrow else leaf
 
-    return jax.tree.map(widened, answer)
+    return jax.tree.map(widened, output)
 
 
-def _right(answer: Any, target: Any) -> jax.Array | None:
+def _correct(output: Any, target: Any) -> jax.Array | None:
     """How many rows of class scores are largest at the target; None if these are not class scores."""
-    if getattr(answer, "ndim", 0) != 2 or target.ndim != 1 or not jnp.issubdtype(target.dtype, jnp.integer):
+    if getattr(output, "ndim", 0) != 2 or target.ndim != 1 or not jnp.issubdtype(target.dtype, jnp.integer):
         return None
-    return (answer.argmax(1) == target).sum()
+    return (output.argmax(1) == target).sum()

@@ -44,16 +44,16 @@ _WITH_BF16 = 8.0  # a GPU's compute capability
 def _per_sample(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A loss of Optax's that compares numbers one by one, as the mean over each sample's numbers."""
 
-    def loss(answer: Any, target: Any) -> Any:
-        if answer.shape != target.shape:
-            raise refusals.unlike_target(answer.shape, target.shape)
-        return function(answer, target).reshape(len(answer), -1).mean(1)
+    def loss(output: Any, target: Any) -> Any:
+        if output.shape != target.shape:
+            raise refusals.unlike_target(output.shape, target.shape)
+        return function(output, target).reshape(len(output), -1).mean(1)
 
     return loss
 
 
-def _absolute_error(answer: Any, target: Any) -> Any:
-    return jnp.abs(answer - target)
+def _absolute_error(output: Any, target: Any) -> Any:
+    return jnp.abs(output - target)
 
 
 class Trainer(BaseTrainer):

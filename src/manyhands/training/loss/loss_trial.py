@@ -97,10 +97,10 @@ def check(batches: Sequence[tuple[Compute, int]], *, precisions: Iterable[str], 
     of its samples; the first one is tried most thoroughly. ``own_step``: the loss comes from ``training_step``.
     """
     close = max(_CLOSE.get(name, _OTHERWISE_CLOSE) for name in precisions)
-    answers = [
+    outcomes = [
         _check(compute, size, close, own_step, halves=not number) for number, (compute, size) in enumerate(batches)
     ]
-    return None if None in answers else answers[0]
+    return None if None in outcomes else outcomes[0]
 
 
 def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bool, *, halves: bool) -> str | None:

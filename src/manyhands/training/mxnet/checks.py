@@ -23,7 +23,7 @@ from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look
-from manyhands.training.mxnet.objective import Objective, checked_answer, objective_for
+from manyhands.training.mxnet.objective import Objective, checked_output, objective_for
 from manyhands.training.mxnet.step import batch_norm, replicas
 from manyhands.training.settings import Settings
 
@@ -77,7 +77,7 @@ def make_parameters(model: Any, data: Source, seed: int, objective: Objective | 
     if any(parameter._deferred_init for parameter in replicas.distinct(model)) and not data.is_read_once:
         with autograd.pause():
             few = laid_for(model, data.few(_FEW, modes.native))
-            checked_answer(model, (few if objective is None else objective.without_weights(few))[:-1])
+            checked_output(model, (few if objective is None else objective.without_weights(few))[:-1])
     if missing:
         initialise(model, seed, only=missing)
 
@@ -86,7 +86,7 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
     """Check that the model has an output for every label: MXNet would take the nearest class.
 
     Labels of arrays are checked now; the returned function checks those of a loader, batch by batch. The objective
-    learns the number of outputs from the first answer.
+    learns the number of outputs from the first output.
     """
     if not objective.of_classes:
         return None

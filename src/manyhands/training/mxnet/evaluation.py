@@ -15,7 +15,7 @@ from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
-from manyhands.training.mxnet.objective import Objective, checked_answer
+from manyhands.training.mxnet.objective import Objective, checked_output
 from manyhands.training.mxnet.step.running_sums import Metrics
 from manyhands.training.mxnet.step.step import evaluate
 from manyhands.training.python_attributes import Attributes
@@ -38,11 +38,11 @@ def _outputs(take: Take | None) -> PendingOutputs:
     return PendingOutputs(None if take is None else deliver, _AHEAD)
 
 
-def _pieces(model: Any, shards: Sequence[Batch], answers: Sequence[Any]) -> Pieces:
+def _pieces(model: Any, shards: Sequence[Batch], computed: Sequence[Any]) -> Pieces:
     """The outputs and targets of a batch, in the order of the samples; an output that is None is computed."""
     pieces = Pieces(joined)
-    for shard, answer in zip(shards, answers, strict=True):
-        outputs = predicted(model, shard) if answer is None else answer
+    for shard, output in zip(shards, computed, strict=True):
+        outputs = predicted(model, shard) if output is None else output
         check_rows(outputs, len(shard[0]))
         pieces.add(tree.map_leaves(_to_host, (outputs, target_of(model, shard))))
     return pieces
@@ -59,10 +59,10 @@ def figures(
     """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
     sums, outputs = Metrics(feed.devices[0], over_all=True), _outputs(take)
     for shards in _batches(feed, settings, whole=not objective.is_gluons):
-        answers = evaluate(objective, shards, sums, attributes)
+        computed = evaluate(objective, shards, sums, attributes)
         if take is not None:
             present = [objective.without_weights(shard) for shard in shards if shard is not None]
-            outputs.add(_pieces(objective.model, present, answers))
+            outputs.add(_pieces(objective.model, present, computed))
         alive()
     outputs.finish()
     return sums.read()
@@ -73,8 +73,8 @@ def predict(model: Any, inputs: Inputs, feed: Feed, settings: Settings, alive: C
     outputs = _outputs(take)
     for shards in _batches(feed, settings):
         present = [inputs.of(shard) for shard in shards if shard is not None]
-        answers = [checked_answer(model, shard) for shard in present]
-        outputs.add(_pieces(model, [shard[:1] for shard in present], answers))
+        computed = [checked_output(model, shard) for shard in present]
+        outputs.add(_pieces(model, [shard[:1] for shard in present], computed))
         alive()
     outputs.finish()
 
@@ -86,8 +86,8 @@ def _batches(feed: Feed, settings: Settings, *, whole: bool = False) -> Iterator
 
 
 def predicted(model: Any, batch: Batch) -> Any:
-    """The model's answer to a batch with a target."""
-    return checked_answer(model, batch[: input_count(call_of(model), len(batch))])
+    """The model's output for a batch with a target."""
+    return checked_output(model, batch[: input_count(call_of(model), len(batch))])
 
 
 def target_of(model: Any, batch: Batch) -> Any:

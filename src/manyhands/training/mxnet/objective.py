@@ -1,4 +1,4 @@
-"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes."""
+"""What a step minimises: the loss of a model and a batch, and the number of correct predictions of classes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.mxnet.book.accuracy import right_answers
+from manyhands.training.mxnet.book.accuracy import count_correct
 from manyhands.training.mxnet.book.module import Module
 from manyhands.training.mxnet.step import replicas, sample_weights
 
 Batch = Sequence[Any]
-# Losses that compare each number of the answer with one of the target.
+# Losses that compare each number of the output with one of the target.
 _PAIRING = (gluon.loss.L2Loss, gluon.loss.L1Loss, gluon.loss.HuberLoss, gluon.loss.SigmoidBinaryCrossEntropyLoss)
 
 
@@ -31,25 +31,25 @@ class Loss:
     """The loss of a batch or of a part of it, as arrays of one number on its device.
 
     ``total`` is the sum over the samples, or the total of the user's :class:`LossSum`; then ``count`` is its count, and
-    all totals of the batch are divided by all counts. ``right``: the right answers.
+    all totals of the batch are divided by all counts. ``correct``: the correct predictions.
     """
 
     total: Any
     count: Any | None = None
-    right: Any | None = None
-    answer: Any | None = None  # the model's, where the objective knows it
+    correct: Any | None = None
+    output: Any | None = None  # the model's, where the objective knows it
 
 
 @dataclass
 class Objective:
-    """The loss of a model's answer, or the model's own ``training_step``.
+    """The loss of a model's output, or the model's own ``training_step``.
 
-    ``loss(answer, target)`` gives one number per sample, as Gluon's losses do, their mean, or a :class:`LossSum`.
+    ``loss(output, target)`` gives one number per sample, as Gluon's losses do, their mean, or a :class:`LossSum`.
     """
 
     model: Any
     loss: Callable[[Any, Any], Any] | None
-    labels: ClassLabels | None = None  # learns from the first answer how many classes there are
+    labels: ClassLabels | None = None  # learns from the first output how many classes there are
 
     def __call__(self, batch: Batch, *, training: bool) -> Loss:
         size = len(batch[0])
@@ -57,30 +57,30 @@ class Objective:
             name = own_step(self.model, training=training)
             return _loss(getattr(self.model, name)(batch), size, f"{name} of {type(self.model).__name__}")
         inputs, target, weight = sample_weights.parts_of(self.model, self.loss, batch)
-        answer = checked_answer(self.model, inputs)
-        if self.labels is not None and isinstance(answer, mx.nd.NDArray):
-            self.labels.learn(answer.shape)
-        if isinstance(self.loss, gluon.loss.Loss) and not isinstance(answer, mx.nd.NDArray):
+        output = checked_output(self.model, inputs)
+        if self.labels is not None and isinstance(output, mx.nd.NDArray):
+            self.labels.learn(output.shape)
+        if isinstance(self.loss, gluon.loss.Loss) and not isinstance(output, mx.nd.NDArray):
             raise BadBatch(
-                f"the model answers with {type_in_words(answer)}, and {type(self.loss).__name__} takes one array: "
-                "give loss=lambda answer, target: ..., which chooses what is compared with the target"
+                f"the model answers with {type_in_words(output)}, and {type(self.loss).__name__} takes one array: "
+                "give loss=lambda output, target: ..., which chooses what is compared with the target"
             )
         try:
             if weight is None:
-                value = self.loss(answer, target)
+                value = self.loss(output, target)
             else:
-                value = sample_weights.weighted(self.loss, answer, target, weight)
+                value = sample_weights.weighted(self.loss, output, target, weight)
         except mx.MXNetError as error:
             if not (isinstance(self.loss, gluon.loss.Loss) and isinstance(target, mx.nd.NDArray)):
                 raise
-            if isinstance(self.loss, _PAIRING) and math.prod(answer.shape) != math.prod(target.shape):
-                raise refusals.unlike_target(answer.shape, target.shape) from error
+            if isinstance(self.loss, _PAIRING) and math.prod(output.shape) != math.prod(target.shape):
+                raise refusals.unlike_target(output.shape, target.shape) from error
             raise BadBatch(
-                f"{type(self.loss).__name__} cannot compare answers of shape {answer.shape} with targets of shape "
+                f"{type(self.loss).__name__} cannot compare outputs of shape {output.shape} with targets of shape "
                 f"{target.shape}: {_reason(error)}"
             ) from error
-        right = right_answers(answer, target, are_classes=self.of_classes)
-        return replace(_loss(value, size, "the loss", right), answer=answer)
+        correct = count_correct(output, target, are_classes=self.of_classes)
+        return replace(_loss(value, size, "the loss", correct), output=output)
 
     def without_weights(self, parts: Batch) -> tuple[Any, ...]:
         """The parts of a batch, or of all data, that are inputs and targets."""
@@ -100,7 +100,7 @@ class Objective:
         return type(self.loss).__module__ == gluon.loss.__name__ and getattr(self.loss, "_batch_axis", 0) == 0
 
 
-def checked_answer(model: Any, inputs: Batch) -> Any:
+def checked_output(model: Any, inputs: Batch) -> Any:
     """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
         return model(*inputs)
@@ -149,11 +149,11 @@ def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objecti
     if loss is None and hasattr(model, "training_step"):
         if not isinstance(model, Module) or type(model).training_step is not Module.training_step:
             return Objective(model, None)
-        return Objective(model, model.loss)  # the same step, but with the answers at hand
+        return Objective(model, model.loss)  # the same step, but with the outputs at hand
     return Objective(model, loss or gluon.loss.SoftmaxCrossEntropyLoss())
 
 
-def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
+def _loss(value: Any, size: int, name: str, correct: Any | None = None) -> Loss:
     """The value that the user's code returned for ``size`` samples. MXNet's older arrays have length 1, not scalars."""
     if isinstance(value, LossSum):
         total, count = value.total, value.count
@@ -166,17 +166,17 @@ def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
             if not isinstance(count, mx.nd.NDArray):
                 count = mx.nd.full((1,), float(count), ctx=total.ctx, dtype="float64")
             count = count.detach().reshape((1,)).astype("float64")
-        return Loss(total.reshape((1,)), count, right)
+        return Loss(total.reshape((1,)), count, correct)
     if not isinstance(value, mx.nd.NDArray):
         raise refusals.not_a_loss(name, value)
     if _is_scalar(value):
-        return Loss(value.reshape((1,)).sum() * size, None, right)
+        return Loss(value.reshape((1,)).sum() * size, None, correct)
     if value.shape[0] != size:
         raise BadBatch(
             f"the loss of {counted(size, 'sample')} has the shape {tuple(value.shape)}: give one number per sample, "
             "or their mean"
         )
-    return Loss(value.sum(), None, right)
+    return Loss(value.sum(), None, correct)
 
 
 def check_same_kind(losses: Sequence[Loss]) -> bool:

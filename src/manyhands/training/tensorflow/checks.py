@@ -18,7 +18,7 @@ from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.tensorflow.loss import keras_losses
-from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
+from manyhands.training.tensorflow.loss.batch_parts import checked_output, parts_of
 from manyhands.training.tensorflow.loss.loss_trial import try_loss
 from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
 from manyhands.training.tensorflow.step.function import Function
@@ -45,7 +45,7 @@ def materialise(model: Any, data: Source) -> None:
         few = few_samples(data, _FEW)
         if few is not None:
             shapes = keras.tree.map_structure(_shape, few)
-            checked_answer(model, parts_of(model, shapes), training=False)
+            checked_output(model, parts_of(model, shapes), training=False)
     if not model.trainable_variables:
         raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
 
@@ -64,7 +64,7 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
     """Check that the model has an output for every label: on a GPU the loss would become NaN much later.
 
     Labels of arrays are checked now; the returned function checks those of a loader. The objective learns the number of
-    outputs from the first answer.
+    outputs from the first output.
     """
     if not isinstance(objective, (ClassScores, Supervised)) or not _of_classes(objective):
         return None

@@ -32,21 +32,25 @@ class Evaluation:
     def __init__(self, step: Step, world: World) -> None:
         self.step, self.world = step, world
         self.objective, self.batch_size = step.function.objective, step.settings.batch_size
-        self._programs: dict[bool, Any] = {}  # with and without the model's answers
+        self._programs: dict[bool, Any] = {}  # with and without the model's outputs
 
     def figures(
         self, feed: Feed, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False
     ) -> Figures:
         """Loss and accuracy, each sample counted once, whatever the number of devices."""
         self.step.set_sums(self.step.test_sums, Figures())
-        answers = take is not None
-        if answers not in self._programs:
-            options: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.world.size > 1}
-            self._programs[answers] = self.step.tester(prepared_by(feed.source), **options)
+        with_outputs = take is not None
+        if with_outputs not in self._programs:
+            options: Any = {
+                "on_host": feed.on_host,
+                "with_outputs": with_outputs,
+                "gathered": with_outputs and self.world.size > 1,
+            }
+            self._programs[with_outputs] = self.step.tester(prepared_by(feed.source), **options)
         whole, size = not self.objective.is_mean, pieces.batch_size_for(self.batch_size)
         if whole or (isinstance(self.objective, Supervised) and self.objective.is_sum):  # a sum grows with the batch
             size = pieces.whole_size(feed.source, self.batch_size)
-        self._run(self._programs[answers], feed, alive, _outputs(self.world, take), size, whole=whole)
+        self._run(self._programs[with_outputs], feed, alive, _outputs(self.world, take), size, whole=whole)
         return self._tested(counted=counted)
 
     def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:

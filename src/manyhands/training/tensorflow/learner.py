@@ -179,16 +179,16 @@ class KerasLearner:
     def _of_all(self, sums: Any) -> list[Figures]:
         figures = self._figures(self.step_of.on_each(sums))
         bad = math.inf if figures.bad_step is None else figures.bad_step
-        rows = self.world.gather([figures.loss_sum, figures.right, figures.count, figures.counted, min(bad, 2.0**62)])
+        rows = self.world.gather([figures.loss_sum, figures.correct, figures.count, figures.counted, min(bad, 2.0**62)])
         return [Figures(a, b, c, None if bad == 2.0**62 else int(bad), bool(counted)) for a, b, c, counted, bad in rows]
 
     def _figures(self, parts: Sequence[Any]) -> Figures:
         """The sums of this process's replicas together."""
         values = [part.numpy() for part in parts]
-        loss, right, count = (float(total) for total in np.sum(values, axis=0)[:BAD_STEP])
+        loss, correct, count = (float(total) for total in np.sum(values, axis=0)[:BAD_STEP])
         bad = min(float(value[BAD_STEP]) for value in values)
         counted = self.step_of.counts_right or self._counted
-        return Figures(loss, right, count, None if math.isinf(bad) else int(bad), counted)
+        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), counted)
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         """Loss and accuracy on the validation data, each sample counted once, whatever the number of devices."""

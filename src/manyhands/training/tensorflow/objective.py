@@ -1,4 +1,4 @@
-"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes."""
+"""What a step minimises: the loss of a model and a batch, and the number of correct predictions of classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.book.module import Module, before_softmax, cross_entropy
-from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_answer, parts_of
+from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_output, parts_of
 from manyhands.training.tensorflow.loss.keras_losses import (
     KerasLoss,
     Losses,
@@ -29,7 +29,7 @@ Accuracy = Callable[[Any, Any], Any]
 
 class Objective(Protocol):
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
-        """The loss of these samples, and how many were answered rightly (or None)."""
+        """The loss of these samples, and how many were predicted correctly (or None)."""
 
     @property
     def is_mean(self) -> bool:
@@ -38,11 +38,11 @@ class Objective(Protocol):
 
 @dataclass
 class Supervised:
-    """A loss of Keras's kind, ``loss(y_true, y_pred)``, of the batch's targets and the model's answer."""
+    """A loss of Keras's kind, ``loss(y_true, y_pred)``, of the batch's targets and the model's output."""
 
     loss: KerasLoss
     accuracy: Accuracy | None = None
-    labels: ClassLabels | None = None  # learns from the first answer how many classes there are
+    labels: ClassLabels | None = None  # learns from the first output how many classes there are
 
     @property
     def objects(self) -> list[keras.losses.Loss]:
@@ -60,8 +60,8 @@ class Supervised:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        answer = _answer(model, parts, self.labels, training=training)
-        return _with_right(self.loss(parts.target, answer, parts.sample_weight), answer, parts, self.accuracy)
+        output = _output(model, parts, self.labels, training=training)
+        return _with_correct(self.loss(parts.target, output, parts.sample_weight), output, parts, self.accuracy)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ClassScores:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        answer = _answer(model, parts, self.labels, training=training)
+        output = _output(model, parts, self.labels, training=training)
         if parts.sample_weight is not None:
             raise BadBatch(
                 f"a batch has {len(batch)} parts, which {type(model).__name__} can only take for (inputs, target, "
@@ -85,11 +85,11 @@ class ClassScores:
                 "a loss of Keras's, as loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
             )
         if self.has_loss:
-            losses = reduced(model.loss(answer, parts.target), name=f"loss of {type(model).__name__}")
+            losses = reduced(model.loss(output, parts.target), name=f"loss of {type(model).__name__}")
         else:
-            _check_scores(answer, parts)
-            losses = reduced(cross_entropy(answer, parts.target), name="cross_entropy")
-        return _with_right(losses, answer, parts, None)
+            _check_scores(output, parts)
+            losses = reduced(cross_entropy(output, parts.target), name="cross_entropy")
+        return _with_correct(losses, output, parts, None)
 
 
 @dataclass
@@ -112,24 +112,24 @@ class OwnComputeLoss:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        answer = _answer(model, parts, training=training)
+        output = _output(model, parts, training=training)
         x = list(parts.inputs) if len(parts.inputs) > 1 else parts.inputs[0]
-        value = model._compute_loss(x, parts.target, answer, parts.sample_weight, training=training)
+        value = model._compute_loss(x, parts.target, output, parts.sample_weight, training=training)
         losses = as_keras(value, name=f"compute_loss of {type(model).__name__}")
-        return _with_right(replace(losses, complete=True), answer, parts, self.accuracy)
+        return _with_correct(replace(losses, complete=True), output, parts, self.accuracy)
 
 
-def _answer(model: Any, parts: Parts, labels: ClassLabels | None = None, *, training: bool) -> Any:
-    answer = widened(checked_answer(model, parts, training=training))
-    if labels is not None and tf.is_tensor(answer):
-        labels.learn(answer.shape)
-    return answer
+def _output(model: Any, parts: Parts, labels: ClassLabels | None = None, *, training: bool) -> Any:
+    output = widened(checked_output(model, parts, training=training))
+    if labels is not None and tf.is_tensor(output):
+        labels.learn(output.shape)
+    return output
 
 
-def _check_scores(answer: Any, parts: Parts) -> None:
-    if not tf.is_tensor(answer):
+def _check_scores(output: Any, parts: Parts) -> None:
+    if not tf.is_tensor(output):
         raise BadSettings(
-            f"the model gives {type_in_words(answer)} of {len(answer)}, and the default loss is the cross-entropy of "
+            f"the model gives {type_in_words(output)} of {len(output)}, and the default loss is the cross-entropy of "
             "one tensor of class scores: give loss=... (one of Keras's, or a function of y_true and y_pred for each "
             "output), or a model with its own training_step(batch)"
         )
@@ -137,7 +137,7 @@ def _check_scores(answer: Any, parts: Parts) -> None:
         raise BadSettings(f"there are {len(parts.target)} targets, and no loss was given: give loss=...")
 
 
-def widened(answer: Any) -> Any:
+def widened(output: Any) -> Any:
     """Half-precision outputs as float32: a loss in half precision loses accuracy. The mask and the scores that Keras
     keeps with an output for its losses stay with it.
     """
@@ -153,21 +153,21 @@ def widened(answer: Any) -> Any:
             wider._keras_logits = tf.cast(scores, tf.float32)
         return wider
 
-    return tf.nest.map_structure(wide, answer)
+    return tf.nest.map_structure(wide, output)
 
 
-def _with_right(losses: Losses, answer: Any, parts: Parts, accuracy: Accuracy | None) -> Losses:
-    right = None
-    if tf.is_tensor(answer) and parts.has_one_target:
-        right = right_answers(answer, parts.target) if accuracy is None else accuracy(parts.target, answer)
-    return replace(losses, right=right, answer=answer, targets=parts.target)
+def _with_correct(losses: Losses, output: Any, parts: Parts, accuracy: Accuracy | None) -> Losses:
+    correct = None
+    if tf.is_tensor(output) and parts.has_one_target:
+        correct = count_correct(output, parts.target) if accuracy is None else accuracy(parts.target, output)
+    return replace(losses, correct=correct, output=output, targets=parts.target)
 
 
-def right_answers(answer: Any, target: Any) -> Any:
+def count_correct(output: Any, target: Any) -> Any:
     """How many rows of class scores are largest at the target; None if these are not class scores."""
-    if len(answer.shape) != 2 or len(target.shape) != 1 or not target.dtype.is_integer:
+    if len(output.shape) != 2 or len(target.shape) != 1 or not target.dtype.is_integer:
         return None
-    return tf.reduce_sum(tf.cast(tf.argmax(answer, 1) == tf.cast(target, tf.int64), tf.float64))
+    return tf.reduce_sum(tf.cast(tf.argmax(output, 1) == tf.cast(target, tf.int64), tf.float64))
 
 
 def objective_for(model: Any, loss: Any) -> Objective:
@@ -177,7 +177,7 @@ def objective_for(model: Any, loss: Any) -> Objective:
     if loss is not None:
         return Supervised(KerasLoss(loss, output_names=_output_names(model)))
     if isinstance(model, Module) and type(model).training_step is Module.training_step:
-        return ClassScores(has_loss=type(model).loss is not Module.loss)  # the same step, with the answers at hand
+        return ClassScores(has_loss=type(model).loss is not Module.loss)  # the same step, with the outputs at hand
     if hasattr(model, "training_step"):
         return OwnStep()
     if compiled_settings.has_own_compute_loss(model):

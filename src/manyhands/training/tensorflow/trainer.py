@@ -153,7 +153,7 @@ class Trainer(BaseTrainer):
         return evaluate.predicted(functools.partial(evaluator.predict, inputs), self._joined)
 
     def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluator:
-        """``tests``: the loss is computed, and not only the model's answers."""
+        """``tests``: the loss is computed, and not only the model's outputs."""
         checks.check_model(model)
         if not model.built:
             raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")

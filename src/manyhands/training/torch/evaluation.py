@@ -73,12 +73,12 @@ class Evaluation:
         sums = Metrics(device)
         counts = sums.sums.new_zeros(())
         watched = objective.sums is not False
-        answers = None if take is None else _Answers(self.model)
+        recorded = None if take is None else _RecordedOutputs(self.model)
         outputs = _Outputs(self.world, take)
         whole = not objective.is_mean(self.model) or mixes_samples(self.model)
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
             whole = _are_dicts(self.data)
-        with evaluating(self.model), answers or contextlib.nullcontext():
+        with evaluating(self.model), recorded or contextlib.nullcontext():
             for number, batch in enumerate(self._batches(whole=whole, by_name=True)):
                 objective.batch_idx = number
                 if batch is None or not (size := rows(batch)):
@@ -87,15 +87,15 @@ class Evaluation:
                 cast_batch, both = self.number_format.cast(batch), None
                 with self.number_format.scope(device):
                     if watched:
-                        both, loss, right = objective.as_sum(self.model, cast_batch)
+                        both, loss, correct = objective.as_sum(self.model, cast_batch)
                         watched = both is not None  # a loss that is unknown once stays unknown
                     else:
-                        loss, right = objective(self.model, cast_batch)
-                    if answers is not None:
-                        outputs.add((self._rounded(answers.take(cast_batch)), target_of(self.model, cast_batch)), size)
+                        loss, correct = objective(self.model, cast_batch)
+                    if recorded is not None:
+                        outputs.add((self._rounded(recorded.take(cast_batch)), target_of(self.model, cast_batch)), size)
                 both = both or LossSum(loss.double() * size, size)
                 counts += both.count
-                sums.add(both.total, right, size, 0, weight=1 / size)
+                sums.add(both.total, correct, size, 0, weight=1 / size)
                 alive()
         outputs.finish()
         parts = self.world.gather(running_sums.as_tensor(sums.read()))
@@ -113,7 +113,7 @@ class Evaluation:
                     continue
                 cast_batch = self.number_format.cast(batch)
                 with self.number_format.scope(self.world.device):
-                    outputs.add((self._rounded(answer(self.model, cast_batch, inputs)), None), size)
+                    outputs.add((self._rounded(predicted(self.model, cast_batch, inputs)), None), size)
                 alive()
         outputs.finish()
 
@@ -150,7 +150,7 @@ def _are_dicts(data: Source) -> bool:
     return isinstance(data, Samples) and is_by_name(samples.few_samples(data, 1))
 
 
-class _Answers:
+class _RecordedOutputs:
     """Records the model's output while an objective calls it; a model that is called several times is called again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -163,9 +163,9 @@ class _Answers:
         self._hook.remove()
 
     def take(self, batch: Batch) -> Any:
-        """The answer to the batch that the objective has just seen."""
+        """The output for the batch that the objective has just seen."""
         seen = list(self._seen)
-        output = _without_loss(seen[0]) if len(seen) == 1 else answer(self.model, batch)
+        output = _without_loss(seen[0]) if len(seen) == 1 else predicted(self.model, batch)
         self._seen.clear()
         return output
 
@@ -240,13 +240,13 @@ def _is_number(value: Any) -> bool:
 # Batches
 
 
-def answer(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None) -> Any:
+def predicted(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None) -> Any:
     """The model's output for a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict.
 
     ``inputs``: which parts of a tuple these are; None: all but the target.
     """
     if isinstance(batch, Mapping):
-        return _without_loss(dict_batches.answer(model, {n: part for n, part in batch.items() if n not in LABELS}))
+        return _without_loss(dict_batches.output_of(model, {n: part for n, part in batch.items() if n not in LABELS}))
     if not isinstance(batch, (tuple, list)):
         return model(batch)
     return model(*batch[: _inputs(model, batch) if inputs is None else inputs.count(len(batch))])

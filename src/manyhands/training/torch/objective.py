@@ -1,4 +1,4 @@
-"""What a step minimises: the loss of a model and a batch, and the number of right answers if there are classes."""
+"""What a step minimises: the loss of a model and a batch, and the number of correct predictions of classes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from manyhands.training.torch.step.known_means import ClassWeightsCast, KnownMea
 
 
 class Scored(NamedTuple):
-    """Class scores and their targets, of which the right answers can be counted (:func:`count_right`)."""
+    """Class scores and their targets, of which the correct predictions can be counted (:func:`count_right`)."""
 
-    answer: torch.Tensor
+    output: torch.Tensor
     target: torch.Tensor
 
 
@@ -52,7 +52,7 @@ class Objective(abc.ABC):
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, Scored | None]:
-        """The value of the user's loss for the batch, and the class scores, if the answers are class scores.
+        """The value of the user's loss for the batch, and the class scores, if the outputs are class scores.
 
         ``known``, where it is given, is entered around the code that computes the loss.
         """
@@ -60,14 +60,14 @@ class Objective(abc.ABC):
     def __call__(
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The mean loss of the batch, and how many samples were answered rightly; ``part``: there are other parts."""
+        """The mean loss of the batch, and the number of correct predictions; ``part``: there are other parts."""
         loss, scored = self.loss_and_scores(model, batch, part=part)
         return loss, count_right(scored)
 
     def loss_and_scores(
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, Scored | None]:
-        """The mean loss of the batch, and the class scores, for a caller that counts the right answers later."""
+        """The mean loss of the batch, and the class scores, for a caller that counts the correct predictions later."""
         value, scored = self.value(model, batch, ClassWeightsCast() if self.dtype is not None else None)
         if not isinstance(value, LossSum):
             return value, scored
@@ -90,13 +90,13 @@ class Objective(abc.ABC):
 
     def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[LossSum, torch.Tensor | None]:
         """The loss of a part of a batch as a sum and its count; for an objective with ``sums``."""
-        loss_sum, _, right = self.as_sum(model, part)
+        loss_sum, _, correct = self.as_sum(model, part)
         if loss_sum is None:
             raise BadSettings(_TWO_KINDS)
-        return loss_sum, right
+        return loss_sum, correct
 
     def as_sum(self, model: torch.nn.Module, batch: Batch) -> tuple[LossSum | None, Any, torch.Tensor | None]:
-        """The loss as a sum and its count, where these are known; the loss itself; and the right answers."""
+        """The loss as a sum and its count, where these are known; the loss itself; and the correct predictions."""
         known = KnownMeans()
         value, scored = self.value(model, batch, known)
         loss_sum = value if isinstance(value, LossSum) else known.sum_of(value)
@@ -125,7 +125,7 @@ def checked(loss_sum: LossSum) -> LossSum:
 
 @dataclass
 class Supervised(Objective):
-    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``.
+    """A loss of the model's output and the last part of the batch: ``loss(model(*inputs), target)``.
 
     Where a batch is a dict, the model gets it by name (:mod:`.data.dict_batches`): ``loss(model(**batch), batch)``, or
     without a loss of the user's the one in the model's output.
@@ -146,30 +146,30 @@ class Supervised(Objective):
         if isinstance(batch, Mapping):
             return self._value_by_name(model, batch, known)
         inputs, target = inputs_and_target(batch)
-        answer = model(*inputs)
+        output = model(*inputs)
         if self.labels is not None and self.labels.classes is None:
-            self.labels.learn(answer)
-        _check_shapes(self.loss, answer, target)
+            self.labels.learn(output)
+        _check_shapes(self.loss, output, target)
         with known or nullcontext():
-            value = in_full(self.loss, answer, target)
+            value = in_full(self.loss, output, target)
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
-        return value, class_scores(answer, target)
+        return value, class_scores(output, target)
 
     def _value_by_name(
         self, model: torch.nn.Module, batch: Mapping[str, Any], known: TorchFunctionMode | None
     ) -> tuple[Any, Scored | None]:
         if self.is_default:
             with known or nullcontext():
-                answer = dict_batches.answer(model, batch)
-            value = dict_batches.loss_of(answer, model, batch)
+                output = dict_batches.output_of(model, batch)
+            value = dict_batches.loss_of(output, model, batch)
         else:
-            answer = dict_batches.answer(model, batch)
+            output = dict_batches.output_of(model, batch)
             with known or nullcontext():
-                value = in_full(self.loss, answer, batch)
+                value = in_full(self.loss, output, batch)
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), batch)
-        return value, class_scores(*dict_batches.right_answers(answer, batch))
+        return value, class_scores(*dict_batches.count_correct(output, batch))
 
 
 @dataclass
@@ -203,10 +203,10 @@ class OwnStep(Objective):
                 "give the model a validation_step(self, batch) that returns one"
             )
         if isinstance(model, Module) and getattr(type(model), name) is getattr(Module, name):
-            inputs, target = inputs_and_target(batch)  # the same step, but with the answers at hand
-            answer = user(*inputs)
+            inputs, target = inputs_and_target(batch)  # the same step, but with the outputs at hand
+            output = user(*inputs)
             with known or nullcontext():
-                return in_full(user.loss, answer, target), class_scores(answer, target)
+                return in_full(user.loss, output, target), class_scores(output, target)
         with known or nullcontext():
             returned = self._called(getattr(user, name), batch)
         value = (
@@ -270,13 +270,13 @@ _OF_PAIRS = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.
 _PAIRING = tuple(getattr(torch.nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
 
 
-def _check_shapes(loss: Any, answer: Any, target: Any) -> None:
+def _check_shapes(loss: Any, output: Any, target: Any) -> None:
     """Refuse shapes (n, 1) and (n,), which PyTorch would broadcast to n * n pairs."""
     if not (type(loss) in _OF_PAIRS or any(loss is function for function in _PAIRING)):
         return
-    if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)) or answer.shape == target.shape:
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.shape == target.shape:
         return
-    raise refusals.unlike_target(answer.shape, target.shape)
+    raise refusals.unlike_target(output.shape, target.shape)
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
@@ -315,14 +315,14 @@ def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
     return batch[:-1], batch[-1]
 
 
-def in_full(loss: Callable[[Any, Any], Any], answer: Any, target: Any) -> Any:
+def in_full(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Any:
     """The loss in full precision: autocast is for the model (some losses refuse it, all lose by it)."""
-    tensors = [answer] if isinstance(answer, torch.Tensor) else tensors_in(answer)
+    tensors = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
     kind = next((tensor.device.type for tensor in tensors), "cpu")
     if not torch.is_autocast_enabled(kind):
-        return loss(answer, target)
+        return loss(output, target)
     with torch.autocast(kind, enabled=False):
-        return loss(widened(answer) if isinstance(answer, torch.Tensor) else map_tensors(widened, answer), target)
+        return loss(widened(output) if isinstance(output, torch.Tensor) else map_tensors(widened, output), target)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -339,7 +339,7 @@ def is_torchs_mean(loss: Any) -> bool:
 
 
 def mixes_samples(model: torch.nn.Module) -> bool:
-    """Whether a layer uses the statistics of the batch in evaluation, too: every batch has other answers then."""
+    """Whether a layer uses the statistics of the batch in evaluation, too: every batch has other outputs then."""
     return any(isinstance(layer, compat.BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
@@ -352,18 +352,18 @@ def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
     return value
 
 
-def class_scores(answer: Any, target: Any) -> Scored | None:
+def class_scores(output: Any, target: Any) -> Scored | None:
     """The output with its target, if it is rows of class scores."""
-    if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)):
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
-    if answer.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if output.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return None
-    return Scored(answer, target)
+    return Scored(output, target)
 
 
 def count_right(scored: Scored | None) -> torch.Tensor | None:
     """How many rows of class scores are largest at the target; None if these are not class scores."""
-    return None if scored is None else (scored.answer.detach().argmax(1) == scored.target).sum()
+    return None if scored is None else (scored.output.detach().argmax(1) == scored.target).sum()
 
 
 def objective_for(model: torch.nn.Module, loss: Callable[[Any, Any], Any] | None) -> Objective:

@@ -104,4 +104,4 @@ def assert_as_plain_steps(net: nn.Module, eager: EagerStep, steps: int) -> None:
         plain(Arrays(vectors(COUNT)).take(torch.arange(step * 16, step * 16 + 16)), 16, step)
     assert difference(net.state_dict(), expected.state_dict()) < 1e-14
     one, other = eager.metrics.read(), plain.metrics.read()
-    assert (one.count, one.right) == (other.count, other.right)
+    assert (one.count, one.correct) == (other.count, other.correct)

@@ -182,8 +182,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def loss_of(net: nn.Module, size: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     x = torch.rand(size, 1, 28, 28, generator=generator)
-    answer = net(x).float()
-    return nn.functional.cross_entropy(answer, torch.arange(size) % answer.shape[1])
+    output = net(x).float()
+    return nn.functional.cross_entropy(output, torch.arange(size) % output.shape[1])
 
 
 def gradients(net: nn.Module) -> dict[str, torch.Tensor | None]:

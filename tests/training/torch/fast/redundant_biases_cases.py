@@ -15,8 +15,8 @@ Y = torch.arange(6) % 3
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:
-    answer = net(X)
-    return answer if answer.dim() == 0 else functional.cross_entropy(answer, Y)
+    output = net(X)
+    return output if output.dim() == 0 else functional.cross_entropy(output, Y)
 
 
 def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> RedundantBiases | None:

@@ -113,8 +113,8 @@ def test_of_a_resnet_all_but_those_around_the_blocks(name: str) -> None:
 def test_in_bfloat16_too() -> None:
     def loss(net: nn.Module) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            answer = net(X.float())
-        return functional.cross_entropy(answer.float(), Y)
+            output = net(X.float())
+        return functional.cross_entropy(output.float(), Y)
 
     net = Net().float()
     redundant = searched(net, loss)

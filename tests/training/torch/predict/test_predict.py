@@ -174,14 +174,16 @@ def test_ranks_at_once_are_timed_as_a_job_makes_their_steps(monkeypatch: pytest.
     model, inputs = net(), batch(16)
     monkeypatch.setattr(real_steps, "MOST", 2)
     made = mh.predict(model, inputs, devices=[1, 2, 8], link="pcie", precision="fp32", device="cpu")
-    (crowd,) = made.profile.crowds
-    assert (crowd.devices, made.profile.notes) == (2, ())
-    assert crowd.slowdown > 0
-    assert crowd.straggling >= 0
+    (contention,) = made.profile.contentions
+    assert (contention.devices, made.profile.notes) == (2, ())
+    assert contention.slowdown > 0
+    assert contention.straggling >= 0
     one, two, _ = made.rows
     step = made.profile.step(8, 2).total
     assert two.terms["computing"] + two.terms["fixed cost"] == pytest.approx(step)
-    assert two.terms["contention"] + two.terms["stragglers"] >= step * (crowd.slowdown * (1 + crowd.straggling) - 1)
+    assert two.terms["contention"] + two.terms["stragglers"] >= step * (
+        contention.slowdown * (1 + contention.straggling) - 1
+    )
     assert one.seconds == pytest.approx(made.profile.step(16, 1).total)
 
 
@@ -195,7 +197,7 @@ def test_a_model_that_cannot_be_sent_is_predicted_without_its_ranks(monkeypatch:
 
     monkeypatch.setattr(real_steps, "MOST", 2)
     made = mh.predict(Locked(100, 10), batch(16), devices=[1, 2], precision="fp32", device="cpu")
-    assert made.profile.crowds == ()
+    assert made.profile.contentions == ()
     assert "estimated, not measured: the model of this job cannot be sent" in made.profile.notes[-1]
     assert made.rows[1].seconds > 0
 
@@ -287,9 +289,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     script, stored, plot = (str(tmp_path / name) for name in ("s.py", "p.json", "p.png"))
     common = ["--precision", "fp32", "--devices", "1,2,8", "--batch-size", "24"]
     assert main(["predict", f"{script}:make", *common, "--save-profile", stored, "--json", "--plot", plot]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert [row["batch_size_per_device"] for row in answer["rows"]] == [24, 12, 3]
-    assert answer["model"] == f"{script}:make"
+    output = json.loads(capsys.readouterr().out)
+    assert [row["batch_size_per_device"] for row in output["rows"]] == [24, 12, 3]
+    assert output["model"] == f"{script}:make"
     assert Path(plot).read_bytes().startswith(b"\x89PNG")
     assert main(["predict", "--profile", stored, "--link", "ethernet-100g", "--devices", "1,2"]) == 0
     shown = capsys.readouterr().out

@@ -45,7 +45,7 @@ from manyhands.training.options import Checkpoints, Step, Workers
 run, out = sys.argv[1:3]
 model = SumsUp(40)
 data = OneHot(40, Harm("kill", 17, Path(out + "killed")))
-trainer = Trainer(1, batch_size=4, lr=4.0, precision="fp64", loss=answer_itself, quiet=True, run=run, resume="auto",
+trainer = Trainer(1, batch_size=4, lr=4.0, precision="fp64", loss=mean_output, quiet=True, run=run, resume="auto",
                   checkpoints=Checkpoints(every=2), workers=Workers(hang_seconds=5))
 trainer.fit(model, data)
 Trainer(1, precision="fp64", quiet=True).fit(mlp(), vectors())  # a second job in the same processes

@@ -26,10 +26,10 @@ class Counting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         FAULTS.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        answer = self.layer(x)
+        output = self.layer(x)
         for _ in range(4):
-            answer = torch.relu(answer * 1.01)
-        return answer[:, :3] + answer.mean()
+            output = torch.relu(output * 1.01)
+        return output[:, :3] + output.mean()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")

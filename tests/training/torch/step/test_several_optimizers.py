@@ -125,8 +125,8 @@ class Twins(nn.Module):
 
     def training_step(self, batch: Any, batch_idx: int, optimizer_idx: Any) -> torch.Tensor:
         name = self.order[optimizer_idx] if self.as_list else optimizer_idx
-        answer: torch.Tensor = self.nets[name](batch[0])
-        return (answer - (1 if name == "first" else -3)).square().mean()
+        output: torch.Tensor = self.nets[name](batch[0])
+        return (output - (1 if name == "first" else -3)).square().mean()
 
 
 def test_states_are_restored_by_name(tmp_path: Path) -> None:

@@ -147,17 +147,17 @@ class _Writer:
 
     def build(self) -> Fits:
         names = [self._tensors[id(tensor)] for tensor in self._call.tensors]
-        for question, answer in zip(call.MODES, call.modes(), strict=True):
-            self._refuse_if(f"({question}) != {self._name(answer)}")
+        for expression, value in zip(call.MODES, call.modes(), strict=True):
+            self._refuse_if(f"({expression}) != {self._name(value)}")
         if names:
             self._refuse_if(f"not {self._name(tensor_guards(self._call.tensors))}({', '.join(names)})")
-            for question in self._gradients:
-                self._refuse_if(question)
+            for expression in self._gradients:
+                self._refuse_if(expression)
             if self._call.shares_memory:  # then two arguments may be the same tensor
                 self._refuse_if(f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}")
             self._lines.append(f"addresses = {', '.join(f'{name}.data_ptr()' for name in names)},")
             questions = [*self._fixed, *self._shared()]
-            inner = [f"    if {question}: return None" for question in questions]
+            inner = [f"    if {expression}: return None" for expression in questions]
             self._lines += ["if addresses != seen[0]:", *inner, "    seen[0] = addresses"]
             self._lines += [f"tensors = AddressedTensors(({', '.join(names)},))", "tensors.addresses = addresses"]
             self._lines.append("return tensors")

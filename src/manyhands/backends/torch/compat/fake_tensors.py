@@ -81,11 +81,11 @@ class RememberingFakeMode(FakeTensorMode):
                 return None
         return tuple(key)
 
-    def _batch_norm(self, given: FakeTensor, training: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        count = given.shape[1] if training or given.fake_device.type != "cpu" else 0
-        form = given.dtype, given.fake_device
+    def _batch_norm(self, x: FakeTensor, training: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count = x.shape[1] if training or x.fake_device.type != "cpu" else 0
+        form = x.dtype, x.fake_device
         return (
-            self.fake(given.shape, given.stride(), *form),
+            self.fake(x.shape, x.stride(), *form),
             self.fake((count,), (1,), *form),
             self.fake((count,), (1,), *form),
         )
@@ -113,17 +113,17 @@ def _gives_first_argument_back(func: Any) -> bool:
 
 def _is_simple_norm(args: Sequence[Any]) -> bool:
     """Whether the results of batch normalisation have the form of its input: contiguous, all of one type."""
-    given, *parameters = args[:5]
-    if type(given) is not FakeTensor or given.dim() < 2 or not given.numel():
+    x, *parameters = args[:5]
+    if type(x) is not FakeTensor or x.dim() < 2 or not x.numel():
         return False
     # is_contiguous() ignores the strides of dimensions of size 1, which may differ in the results.
-    if any(stride != math.prod(given.shape[number + 1 :]) for number, stride in enumerate(given.stride())):
+    if any(stride != math.prod(x.shape[number + 1 :]) for number, stride in enumerate(x.stride())):
         return False
-    if given.dtype not in (torch.float32, torch.float64) or (not args[5] and None in parameters[2:]):
+    if x.dtype not in (torch.float32, torch.float64) or (not args[5] and None in parameters[2:]):
         return False
-    if args[5] and given.numel() == given.shape[1]:  # the variance of a single number
+    if args[5] and x.numel() == x.shape[1]:  # the variance of a single number
         return False
-    form = (given.dtype, given.fake_device, given.shape[1:2])
+    form = (x.dtype, x.fake_device, x.shape[1:2])
     return all(
         value is None or (type(value) is FakeTensor and (value.dtype, value.fake_device, value.shape) == form)
         for value in parameters

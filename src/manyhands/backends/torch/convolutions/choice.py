@@ -64,7 +64,7 @@ class Chosen:
     way: Way | None
     result: Form
     seconds: float
-    theirs: float
+    default_seconds: float
     is_complete: bool = True
 
 
@@ -137,7 +137,7 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
             except Exception:  # out of memory, for example: keep the previous way
                 _table[problem] = replace(before, is_complete=True)
             newly_tried.append(problem)
-            end += steps * (_gain(problem) - (before.theirs - before.seconds)) * problems[problem] / 2
+            end += steps * (_gain(problem) - (before.default_seconds - before.seconds)) * problems[problem] / 2
         if newly_tried:
             _file(newly_tried[0].device).add({problem.key: _as_data(_table[problem]) for problem in newly_tried})
     return _report(problems, time.perf_counter() - begin)
@@ -162,7 +162,7 @@ def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
 def _remembered(problem: Problem, entry: Any) -> Chosen | None:
     """The stored choice for a problem, if it still works; a cuDNN plan is compared with PyTorch's result again."""
     try:
-        data, (shape, stride), seconds, theirs, complete = entry
+        data, (shape, stride), seconds, default_seconds, complete = entry
         result = Form(tuple(shape), tuple(stride))
         way: Way | None = None
         if data is not None and data[0] == products.Product.name:
@@ -171,7 +171,7 @@ def _remembered(problem: Problem, entry: Any) -> Chosen | None:
             way = cudnn_plans.remembered(problem, result, data)
             if not _Trial(problem).is_right(way):
                 return None
-        return Chosen(way, result, float(seconds), float(theirs), is_complete=bool(complete))
+        return Chosen(way, result, float(seconds), float(default_seconds), is_complete=bool(complete))
     except Exception:  # no entry, another version, or edited by hand
         return None
 
@@ -191,7 +191,7 @@ def _report(problems: Mapping[Problem, int], spent: float) -> Report:
 
 def _gain(problem: Problem) -> float:
     """Seconds that the chosen way saves compared with PyTorch's."""
-    return _table[problem].theirs - _table[problem].seconds
+    return _table[problem].default_seconds - _table[problem].seconds
 
 
 def _possible_gain(problem: Problem) -> float:
@@ -237,9 +237,9 @@ class _Trial:
                 continue
             if len(timed) - min(timed)[1] > _PATIENCE:
                 break
-        right = (way for *_, way in sorted(timed) if self.is_right(way))
+        correct = (way for *_, way in sorted(timed) if self.is_right(way))
         finalists: list[Way | None] = [None, *([before] if before is not None else [])]
-        finalists += itertools.islice(right, _FINALISTS)
+        finalists += itertools.islice(correct, _FINALISTS)
         best = self._race(finalists)
         place = min(range(len(best)), key=best.__getitem__)
         place = place if best[place] <= _FASTER * best[0] else 0
@@ -312,7 +312,13 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int) -> flo
 
 def _as_data(chosen: Chosen) -> list[object]:
     way = None if chosen.way is None else chosen.way.data()
-    return [way, [chosen.result.shape, chosen.result.stride], chosen.seconds, chosen.theirs, chosen.is_complete]
+    return [
+        way,
+        [chosen.result.shape, chosen.result.stride],
+        chosen.seconds,
+        chosen.default_seconds,
+        chosen.is_complete,
+    ]
 
 
 def _file(device: torch.device) -> CacheFile:

@@ -94,12 +94,12 @@ class Kernels:
         kernel = self.function(name)
         with torch.cuda.device(self._device):
             if how is Launch.AFTER:
-                answer = self.driver.cuLaunchKernel(kernel, *grid, 1, *block, 1, 0, stream, places, None)
+                status = self.driver.cuLaunchKernel(kernel, *grid, 1, *block, 1, 0, stream, places, None)
             else:
                 attribute = _Attribute(how.value, value=1)
                 config = _Config(*grid, 1, *block, 1, 0, stream, ctypes.pointer(attribute), 1)
-                answer = self.driver.cuLaunchKernelEx(ctypes.byref(config), kernel, places, None)
-        _check(self.driver, answer, f"the kernel {name} could not be launched")
+                status = self.driver.cuLaunchKernelEx(ctypes.byref(config), kernel, places, None)
+        _check(self.driver, status, f"the kernel {name} could not be launched")
 
     @functools.cache  # noqa: B019  there is one for each device and source, for ever
     def can_launch(self, how: Launch) -> bool:
@@ -116,8 +116,8 @@ class Kernels:
         """The kernel as CUDA's driver knows it."""
         if name not in self._functions:
             function = ctypes.c_void_p()
-            answer = self.driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
-            _check(self.driver, answer, f"there is no kernel {name}")
+            status = self.driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+            _check(self.driver, status, f"there is no kernel {name}")
             self._functions[name] = function
         return self._functions[name]
 
@@ -241,8 +241,8 @@ def _library(*names: str) -> ctypes.CDLL:
     raise CannotCompile(f"the library {names[0]} is not there")
 
 
-def _check(driver: ctypes.CDLL, answer: int, what: str) -> None:
-    if answer:
+def _check(driver: ctypes.CDLL, status: int, what: str) -> None:
+    if status:
         words = ctypes.c_char_p()
-        driver.cuGetErrorString(answer, ctypes.byref(words))
-        raise CannotCompile(f"{what}: {words.value.decode() if words.value else f'error {answer}'}")
+        driver.cuGetErrorString(status, ctypes.byref(words))
+        raise CannotCompile(f"{what}: {words.value.decode() if words.value else f'error {status}'}")

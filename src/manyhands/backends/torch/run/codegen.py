@@ -275,9 +275,9 @@ def _releases(trace: Trace, plan: Plan) -> dict[int, list[str]]:
     """The names that may be deleted after each task: those whose users are all known, on their stream, to be done."""
     names: dict[str, frozenset[int]] = {}
     for step in trace.steps:
-        mine = frozenset().union(*(trace.storages[node] for node in step.nodes))
+        memories = frozenset().union(*(trace.storages[node] for node in step.nodes))
         # The name of a tuple of results, or of a view, keeps the memory alive.
-        names.update((node.name, mine) for node in step.nodes)
+        names.update((node.name, memories) for node in step.nodes)
     points = release_points(trace, plan)
     place = {task: number for number, task in enumerate(plan.order)}
     released_after: dict[int, list[str]] = {}

@@ -13,7 +13,7 @@ from flax import nnx
 
 from manyhands.backends.jax import devices as _backend
 from manyhands.device import Device
-from manyhands.training.book.accuracy import Accuracy, Answer, check_shapes
+from manyhands.training.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.training.jax.skeleton import evaluating
 
 
@@ -38,13 +38,13 @@ class _Accuracy(Accuracy[jax.Device]):
         return None if device is None and len(self.homes(net)) > 1 else super().destination(net, device)
 
     @contextlib.contextmanager
-    def answering(
+    def predicting(
         self, net: Any, devices: Sequence[jax.Device | None], *, replicate: bool
-    ) -> Iterator[Sequence[Answer]]:
+    ) -> Iterator[Sequence[Predictor]]:
         yield [_compiled(net, device if replicate else None) for device in devices]
 
 
-def _compiled(net: Any, device: jax.Device | None) -> Answer:
+def _compiled(net: Any, device: jax.Device | None) -> Predictor:
     """What the net answers: of a module a compiled function in evaluation mode, with its numbers on that device."""
     if not isinstance(net, nnx.Module):
         return net  # type: ignore[no-any-return]

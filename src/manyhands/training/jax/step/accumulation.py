@@ -29,11 +29,11 @@ from manyhands.training.jax.step.division import Division
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum:
-    """Of the micro-batches so far: the loss as a sum and a count, right answers, gradients of the sum."""
+    """Of the micro-batches so far: the loss as a sum and a count, correct predictions, gradients of the sum."""
 
     total: Any
     count: Any
-    right: Any
+    correct: Any
     gradients: Any
     numbers: Any  # the model's random numbers and statistics after them
 
@@ -58,7 +58,7 @@ def accumulated(work: Work, rows: Any, numbers: Any, division: Division, parts: 
     micro_batches = jax.tree.map(in_loops, rows)
     shapes = jax.eval_shape(lambda: work(jax.tree.map(lambda array: array[0], micro_batches), numbers, None))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    so_far = Sum(nothing.total, nothing.count, nothing.right, nothing.gradients, numbers)
+    so_far = Sum(nothing.total, nothing.count, nothing.correct, nothing.gradients, numbers)
     so_far, _ = jax.lax.scan(body, so_far, micro_batches)
     if rest:
         so_far, _ = body(so_far, jax.tree.map(lambda array: array[loops * size :], rows))
@@ -80,4 +80,4 @@ def _unrolled(work: Work, rows: Any, numbers: Any, weights: NDArray[np.bool_], p
 
 def _plus(so_far: Sum, now: Sum) -> Sum:
     gradients = jax.tree.map(jnp.add, so_far.gradients, now.gradients)
-    return Sum(so_far.total + now.total, so_far.count + now.count, so_far.right + now.right, gradients, now.numbers)
+    return Sum(so_far.total + now.total, so_far.count + now.count, so_far.correct + now.correct, gradients, now.numbers)

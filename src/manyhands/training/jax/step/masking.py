@@ -44,9 +44,9 @@ def _masked(kind: Any, weights: jax.Array) -> Any:
                 "Leave out shares"
             )
         rows = weights.reshape(-1, *[1] * (x.ndim - 1))
-        answer: jax.Array = kind.__call__(
+        output: jax.Array = kind.__call__(
             self, x, *arguments, mask=rows if mask is None else rows & mask.astype(bool), **others
         )
-        return answer
+        return output
 
     return type(kind.__name__, (kind,), {"__call__": call})

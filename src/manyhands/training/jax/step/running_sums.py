@@ -28,7 +28,7 @@ def from_figures(figures: Figures) -> Sums:
     kind = np.float64 if jax.config.jax_enable_x64 else np.float32
     return {
         "loss": np.array(loss, kind),
-        "counts": np.array([figures.right, figures.count, bad], np.int32),
+        "counts": np.array([figures.correct, figures.count, bad], np.int32),
         "divisor": np.zeros(2, kind),
     }
 
@@ -36,12 +36,12 @@ def from_figures(figures: Figures) -> Sums:
 def add(
     sums: Sums,
     loss: jax.Array,
-    right: jax.Array | None,
+    correct: jax.Array | None,
     count: int,
     step: jax.Array | int = 0,
     divisor: jax.Array | None = None,
 ) -> Sums:
-    """The sums with one batch more: its mean loss and right answers.
+    """The sums with one batch more: its mean loss and correct predictions.
 
     With a divisor the loss is no mean but a sum; all sums are divided by all divisors at the end (:func:`mean_of`).
     """
@@ -49,7 +49,7 @@ def add(
     new = loss.astype(kind) * (count if divisor is None else 1)
     before = sums["counts"]
     bad = jnp.where(jnp.isfinite(loss), _NEVER, step)
-    counts = [before[0] + (0 if right is None else right), before[1] + count, jnp.minimum(before[2], bad)]
+    counts = [before[0] + (0 if correct is None else correct), before[1] + count, jnp.minimum(before[2], bad)]
     return {
         "loss": _longer(sums["loss"], new),
         "counts": jnp.stack([count.astype(jnp.int32) for count in counts]),
@@ -71,9 +71,9 @@ def is_ready(sums: Sums) -> bool:
 def figures(sums: Sums, *, counted: bool) -> Figures:
     """The sums as figures; waits for them."""
     loss = np.asarray(sums["loss"], np.float64)  # manyhands: wait-ok they are ready, or an epoch ends
-    right, count, bad = map(int, np.asarray(sums["counts"]))  # manyhands: wait-ok likewise
+    correct, count, bad = map(int, np.asarray(sums["counts"]))  # manyhands: wait-ok likewise
     total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
-    return Figures(total, right, count, None if bad == _NEVER else bad, counted)
+    return Figures(total, correct, count, None if bad == _NEVER else bad, counted)
 
 
 def mean_of(sums: Sums, *, counted: bool) -> Figures:

@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax.objective import Batch, Objective, Rows, answered, predicted
+from manyhands.training.jax.objective import Batch, Objective, Rows, output_of, predicted
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.step import running_sums
 from manyhands.training.jax.step.accumulation import Sum, accumulated
@@ -80,10 +80,10 @@ class Steps:
         return self._program(self._train, division, prepare, donated=True)(state, so_far, factor, rows)
 
     def test(
-        self, state: State, so_far: Sums, rows: StepInput, division: Division, prepare: Any, *, answers: bool
+        self, state: State, so_far: Sums, rows: StepInput, division: Division, prepare: Any, *, with_outputs: bool
     ) -> tuple[Sums, Any]:
-        """The sums with the figures of a batch; and, if ``answers`` are wanted, the model's outputs and the targets."""
-        program = self._program(self._test, division, prepare, answers=answers)
+        """The sums with the figures of a batch; and, ``with_outputs``, the model's outputs and the targets."""
+        program = self._program(self._test, division, prepare, with_outputs=with_outputs)
         return program(_numbers(state), so_far, rows)  # type: ignore[no-any-return]
 
     def predict(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
@@ -123,25 +123,25 @@ class Steps:
         return self._update(state, so_far, factor, numbers, gathered, division)
 
     def _test(
-        self, numbers: Any, so_far: Sums, rows: StepInput, *, division: Division, prepare: Any, answers: bool
+        self, numbers: Any, so_far: Sums, rows: StepInput, *, division: Division, prepare: Any, with_outputs: bool
     ) -> tuple[Sums, Any]:
         model = self._evaluating(numbers)
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         with self._watched(model):
             value = self.objective(model, batch, None, training=False)
-        self.tests_right = value.right is not None
-        so_far = running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
-        if not answers:
+        self.tests_right = value.correct is not None
+        so_far = running_sums.add(so_far, value.loss, value.correct, division.size, divisor=value.count)
+        if not with_outputs:
             return so_far, None
         # The model's own step does not return its output.
-        answer = predicted(self._evaluating(numbers), batch) if value.answer is None else value.answer
-        return so_far, (answer, batch[-1] if len(batch) > 1 else None)
+        output = predicted(self._evaluating(numbers), batch) if value.output is None else value.output
+        return so_far, (output, batch[-1] if len(batch) > 1 else None)
 
     def _predict(self, numbers: Any, rows: Batch, *, division: Division, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         model = self._evaluating(numbers)
         with self._watched(model):
-            return answered(model, batch)
+            return output_of(model, batch)
 
     def _real(self, rows: StepInput, division: Division) -> Batch:
         """The rows of a batch, without those at the end that only fill up the last device's part."""
@@ -158,14 +158,14 @@ class Steps:
         """``batch_of`` makes a batch of ``rows``: its samples, or their numbers."""
         before = state["parameters"]
         if self.settings.step.accumulate > 1:
-            loss, numbers, right, gradients = self._in_micro_batches(state, rows, batch_of, division)
+            loss, numbers, correct, gradients = self._in_micro_batches(state, rows, batch_of, division)
         else:
             loss_of = jax.value_and_grad(self._loss, has_aux=True)
             batch = batch_of(rows)
             (loss, (numbers, value)), gradients = loss_of(
                 before, state["random"], state["rest"], batch, division.weights
             )
-            right = value.right
+            correct = value.correct
         if clip := self.settings.gradient_clip_val:
             scale = clip / jnp.maximum(optax.global_norm(gradients), clip)
             gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
@@ -181,7 +181,7 @@ class Steps:
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
         position, step = state["at"]
-        so_far = running_sums.add(so_far, loss, right, division.size, step)
+        so_far = running_sums.add(so_far, loss, correct, division.size, step)
         return {**after, "at": jnp.stack([position + division.size, step + 1])}, so_far
 
     def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
@@ -194,24 +194,24 @@ class Steps:
     def _in_micro_batches(
         self, state: State, rows: Any, batch_of: Callable[[Any], Batch], division: Division
     ) -> tuple[Any, Any, Any, Any]:
-        """Loss, numbers, right answers and gradients of a batch that is processed in parts."""
+        """Loss, numbers, correct predictions and gradients of a batch that is processed in parts."""
 
         def total_of(parameters: Any, batch: Batch, numbers: Any, samples: Rows | None) -> tuple[Any, Any]:
             _, (after, value) = self._loss(parameters, numbers["random"], numbers["rest"], batch, samples)
             size = len(batch[0]) if samples is None else int(samples.sum())
             total = value.loss * size if value.count is None else value.loss
             count = jnp.asarray(size if value.count is None else value.count, total.dtype)
-            return total, (count, after, jnp.zeros((), jnp.int32) if value.right is None else value.right)
+            return total, (count, after, jnp.zeros((), jnp.int32) if value.correct is None else value.correct)
 
         def work(rows: Any, numbers: Any, samples: Rows | None) -> Sum:
             of_sum = jax.value_and_grad(total_of, has_aux=True)
-            (total, (count, after, right)), gradients = of_sum(state["parameters"], batch_of(rows), numbers, samples)
-            return Sum(total, count, right, gradients, after)
+            (total, (count, after, correct)), gradients = of_sum(state["parameters"], batch_of(rows), numbers, samples)
+            return Sum(total, count, correct, gradients, after)
 
         numbers = {part: state[part] for part in ("random", "rest")}
         whole = accumulated(work, rows, numbers, division, self.settings.step.accumulate)
         gradients = jax.tree.map(lambda gradient: gradient / whole.count.astype(gradient.dtype), whole.gradients)
-        return whole.total / whole.count, whole.numbers, whole.right, gradients
+        return whole.total / whole.count, whole.numbers, whole.correct, gradients
 
     def _loss(
         self, parameters: Any, random: Any, rest: Any, batch: Batch, samples: Rows | None
@@ -222,7 +222,7 @@ class Steps:
             models.computing_in(model, self.dtype, statistics=True)
         with self._watched(model):
             value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
-        self.counts_right = value.right is not None
+        self.counts_right = value.correct is not None
         numbers = self.skeleton.numbers(model)
         return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value)
 

@@ -10,7 +10,7 @@ import mxnet as mx
 from mxnet import autograd
 
 from manyhands.backends.mxnet import devices as _backend
-from manyhands.training.book.accuracy import Accuracy, Answer, check_shapes
+from manyhands.training.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.step import replicas
 
@@ -36,9 +36,9 @@ class _Accuracy(Accuracy[mx.Context]):
         return list(dict.fromkeys(tensor.ctx for tensor in tensors))
 
     @contextlib.contextmanager
-    def answering(
+    def predicting(
         self, net: Any, devices: Sequence[mx.Context | None], *, replicate: bool
-    ) -> Iterator[Sequence[Answer]]:
+    ) -> Iterator[Sequence[Predictor]]:
         """A block answers on the device of its input, wherever it has a replica."""
         mode: contextlib.AbstractContextManager[None]
         if replicate:
@@ -57,13 +57,13 @@ evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
-def right_answers(answer: Any, target: Any, *, are_classes: bool = False) -> Any | None:
+def count_correct(output: Any, target: Any, *, are_classes: bool = False) -> Any | None:
     """How many rows of class scores are largest at the target; None if these are not class scores.
 
     Floating-point targets are not, unless they are known to be classes (``are_classes``).
     """
-    if not (_backend.is_tensor(answer) and _backend.is_tensor(target)):
+    if not (_backend.is_tensor(output) and _backend.is_tensor(target)):
         return None
-    if len(answer.shape) != 2 or len(target.shape) != 1:
+    if len(output.shape) != 2 or len(target.shape) != 1:
         return None
-    return _functions.count(answer, target) if are_classes or "int" in str(target.dtype) else None
+    return _functions.count(output, target) if are_classes or "int" in str(target.dtype) else None

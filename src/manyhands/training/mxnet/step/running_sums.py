@@ -24,7 +24,7 @@ _IN_FLIGHT = 2  # steps that may be issued and not done
 
 
 class Metrics:
-    """Four numbers on a device: sum of losses, right answers, first bad step (or infinity), and a divisor.
+    """Four numbers on a device: sum of losses, correct predictions, first bad step (or infinity), and a divisor.
 
     Samples are counted here. A LossSum is divided by its count step by step; with ``over_all``, as in a test, all sums
     are divided by all counts, the divisor.
@@ -49,7 +49,7 @@ class Metrics:
         self._count = int(figures.count)
         with numpy_like():
             self._loss = mx.np.full((), figures.loss_sum, dtype="float64", ctx=self.device)
-            self._right = mx.np.full((), figures.right, dtype="float64", ctx=self.device)
+            self._correct = mx.np.full((), figures.correct, dtype="float64", ctx=self.device)
             self._bad = self._never
             self._divisor = mx.np.zeros((), dtype="float64", ctx=self.device)
         self._weighed = False
@@ -60,7 +60,7 @@ class Metrics:
 
     def add(self, loss: Loss) -> None:
         """A part of the step."""
-        self.counts_right = self.counts_right or loss.right is not None
+        self.counts_right = self.counts_right or loss.correct is not None
         self._shards.append(loss)
 
     def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
@@ -81,8 +81,8 @@ class Metrics:
             if finite:
                 good = good.astype("float64") + self._together([*finite]) == 1 + len(finite)
             self._loss = self._loss + loss
-            if rights := [shard.right for shard in self._shards if shard.right is not None]:
-                self._right = self._right + self._together(rights)
+            if correct_counts := [shard.correct for shard in self._shards if shard.correct is not None]:
+                self._correct = self._correct + self._together(correct_counts)
             now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
             self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, now))
         self._shards = []
@@ -125,9 +125,11 @@ class Metrics:
     def _on_the_way(self) -> Any:
         """The sums after all work that was issued so far, on their way to the host."""
         with numpy_like():
-            return mx.np.stack([self._loss, self._right, self._bad, self._divisor]).as_in_ctx(mx.cpu())
+            return mx.np.stack([self._loss, self._correct, self._bad, self._divisor]).as_in_ctx(mx.cpu())
 
     def _figures(self, count: int, sums: Any) -> Figures:
-        loss, right, bad, divisor = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
-        figures = Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        loss, correct, bad, divisor = (
+            sums.asnumpy().tolist()
+        )  # manyhands: wait-ok they are on the host, or an epoch ends
+        figures = Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_right)
         return figures.weighed(divisor) if self._weighed else figures

@@ -32,17 +32,17 @@ def are_in(model: Any, loss: Any, parts: int) -> bool:
     return parts - 1 > most and fewest <= parts - 2 <= most
 
 
-def weighted(loss: gluon.loss.Loss, answer: Any, target: Any, weight: Any) -> Any:
+def weighted(loss: gluon.loss.Loss, output: Any, target: Any, weight: Any) -> Any:
     """The losses of the samples, times their weights."""
     names = list(inspect.signature(type(loss).hybrid_forward).parameters)
     if names[4:5] != ["sample_weight"]:
         raise BadBatch(
             f"the data have sample weights, and {type(loss).__name__} does not take them as its third argument: give "
-            "loss=lambda answer, target: ..., and a training_step(batch) for the weights"
+            "loss=lambda output, target: ..., and a training_step(batch) for the weights"
         )
     if len(weight.shape) == 1:
-        weight = weight.reshape((-1, *[1] * (len(answer.shape) - 1)))
-    return loss(answer, target, weight.astype(answer.dtype))
+        weight = weight.reshape((-1, *[1] * (len(output.shape) - 1)))
+    return loss(output, target, weight.astype(output.dtype))
 
 
 def _inputs(model: Any) -> tuple[int, float]:

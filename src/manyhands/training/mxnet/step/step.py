@@ -131,7 +131,7 @@ class Step:
         with autograd.record():
             loss = self.objective(batch, training=True)
             minimised = loss.total / whole if loss.count is None else loss.total
-        return replace(loss, total=loss.total.detach(), answer=None), minimised
+        return replace(loss, total=loss.total.detach(), output=None), minimised
 
     def _fill_gaps(self) -> None:
         """Zeros where a device did not use a parameter that another one used."""
@@ -191,7 +191,7 @@ def _backward(losses: list[Any]) -> None:
         if "not in a computational graph" not in str(error):
             raise
         raise BadBatch(
-            "the loss does not depend on the model's parameters: compute it from the model's answer with MXNet's "
+            "the loss does not depend on the model's parameters: compute it from the model's output with MXNet's "
             "operations, without asnumpy(), detach() or autograd.pause()"
         ) from error
 
@@ -205,7 +205,7 @@ def evaluate(objective: Objective, shards: Shards, metrics: Metrics, attributes:
     losses = attributes.of_first(works)
     check_same_kind(losses)
     for loss in losses:
-        metrics.add(replace(loss, answer=None))
+        metrics.add(replace(loss, output=None))
     metrics.add_up(step=0, count=sum(len(shard[0]) for shard in shards if shard is not None))
     metrics.set_out()
-    return [loss.answer for loss in losses]
+    return [loss.output for loss in losses]

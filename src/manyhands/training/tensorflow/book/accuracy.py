@@ -17,7 +17,7 @@ from manyhands import tree
 from manyhands.backends.tensorflow import devices as _backend
 from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.device import Device
-from manyhands.training.book.accuracy import Accuracy, Answer, check_shapes
+from manyhands.training.book.accuracy import Accuracy, Predictor, check_shapes
 
 
 class _Accuracy(Accuracy[TensorFlowDevice]):
@@ -50,9 +50,9 @@ class _Accuracy(Accuracy[TensorFlowDevice]):
         return self.homes(net)[0] if device is None else self.place.existing(device)
 
     @contextlib.contextmanager
-    def answering(
+    def predicting(
         self, net: Any, devices: Sequence[TensorFlowDevice | None], *, replicate: bool
-    ) -> Iterator[Sequence[Answer]]:
+    ) -> Iterator[Sequence[Predictor]]:
         yield [_OnDevice(net, device) if isinstance(net, keras.Layer) else net for device in devices]
 
 
@@ -61,14 +61,14 @@ class _OnDevice:
 
     def __init__(self, net: Any, device: TensorFlowDevice | None) -> None:
         self._net, self._device = net, device
-        self._answer: Answer | None = None
+        self._output: Predictor | None = None
 
     def __call__(self, X: Any) -> Any:
-        if self._answer is None:
-            self._answer = self._first()
-        return self._answer(X)
+        if self._output is None:
+            self._output = self._first()
+        return self._output(X)
 
-    def _first(self) -> Answer:
+    def _first(self) -> Predictor:
         net, device = self._net, self._device
         assert device is not None
         if not net.built or all(_backend.is_on(tensor, device) for _, tensor in _backend.model_tensors(net)):

@@ -56,6 +56,6 @@ def cross_entropy(y_hat: Any, y: Any) -> Any:
     return tf.nn.sparse_softmax_cross_entropy_with_logits(known, before_softmax(y_hat))
 
 
-def before_softmax(answer: Any) -> Any:
+def before_softmax(output: Any) -> Any:
     """The scores that Keras's softmax was given, where an answer comes from one: Keras keeps them for its losses."""
-    return getattr(answer, "_keras_logits", answer)
+    return getattr(output, "_keras_logits", output)

@@ -103,10 +103,10 @@ def _outputs(model: Any) -> int:
     return len(model.outputs) if isinstance(model, Functional) else 1
 
 
-def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
+def checked_output(model: Any, parts: Parts, *, training: bool) -> Any:
     """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
-        return answer_of(model, parts.inputs, training=training)
+        return output_of(model, parts.inputs, training=training)
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, ManyhandsError):
             raise
@@ -136,7 +136,7 @@ def _cure(parts: Parts, model: Any) -> str:
     return ""
 
 
-def answer_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
+def output_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
     """The model's output; a functional model takes several inputs as a list."""
     if isinstance(model, Functional) and len(inputs) > 1:
         return model(list(inputs), training=training)

@@ -82,9 +82,9 @@ def has_own_compute_loss(model: Any) -> bool:
 
 
 def accuracy(model: Any) -> Any:
-    """The function that counts right answers where the model was compiled with accuracy; else None."""
+    """The function that counts correct predictions where the model was compiled with accuracy; else None."""
     wanted = [metric for metrics in _metrics(model).values() for metric in keras.tree.flatten(metrics)]
-    return _right if wanted else None
+    return _correct if wanted else None
 
 
 def _overrides(model: Any, name: str) -> bool:
@@ -104,13 +104,13 @@ def _is_accuracy(metric: Any) -> bool:
     return isinstance(metric, str) and metric.lower() in _ACCURACY
 
 
-def _right(target: Any, answer: Any) -> Any:
-    """Right answers as Keras counts them for ``metrics=["accuracy"]``: of one score, of one-hot or of class numbers."""
-    binary, sparse = is_binary_or_sparse_categorical(target, answer)
+def _correct(target: Any, output: Any) -> Any:
+    """Correct predictions, counted as by Keras with ``metrics=["accuracy"]``: by score, one-hot or class number."""
+    binary, sparse = is_binary_or_sparse_categorical(target, output)
     if binary:
-        matches = keras.metrics.binary_accuracy(target, answer)
+        matches = keras.metrics.binary_accuracy(target, output)
     else:
         kind = keras.metrics.sparse_categorical_accuracy if sparse else keras.metrics.categorical_accuracy
-        matches = kind(target, answer)
+        matches = kind(target, output)
     matches = tf.cast(matches, tf.float64)
     return tf.reduce_sum(tf.reduce_mean(matches, list(range(1, len(matches.shape)))))

@@ -33,10 +33,10 @@ from manyhands.training import refusals
 from manyhands.training.data.structure import is_nested
 from manyhands.training.loss.loss_sum import LossSum
 
-_BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and answers
+_BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and outputs
 _UNREDUCED = ("none", None)
 _MEANS = ("sum_over_batch_size", "mean")
-# Functions of Keras that compare each number of the answer with one of the target.
+# Functions of Keras that compare each number of the output with one of the target.
 _PAIRING = {"mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "huber", "log_cosh"}
 _PAIRING |= {"mean_squared_logarithmic_error", "binary_crossentropy", "binary_focal_crossentropy", "poisson"}
 
@@ -74,10 +74,10 @@ class Losses:
     mean: Any = None
     sums: tuple[LossSum, ...] = ()
     total: Total | None = None
-    right: Any = None  # how many samples were answered rightly, where that has a meaning
+    correct: Any = None  # how many samples were predicted correctly, where that has a meaning
     complete: bool = False  # whether regularizers and add_loss are in it already
     by_user: bool = False
-    answer: Any = None  # the model's, and the targets, where the objective knows them
+    output: Any = None  # the model's, and the targets, where the objective knows them
     targets: Any = None
 
     def __add__(self, other: Losses) -> Losses:
@@ -125,9 +125,9 @@ class KerasLoss:
             sample_weight = self._by_output("sample_weight", sample_weight, y_pred)
         total = Losses()
         for path, loss, weight, _ in self._flat(y_true, y_pred):
-            truth, answer = _at(y_true, path), _at(y_pred, path)
+            truth, output = _at(y_true, path), _at(y_pred, path)
             weights = _at(sample_weight, path, missing=None) if is_nested(sample_weight) else sample_weight
-            of_output = losses_of(loss, truth, answer, weights, self._dtype(loss, answer))
+            of_output = losses_of(loss, truth, output, weights, self._dtype(loss, output))
             total += of_output if weight is None else of_output * weight
         return total
 
@@ -164,10 +164,10 @@ class KerasLoss:
             self._resolved = resolved
         return self._resolved._flat_losses
 
-    def _dtype(self, loss: Any, answer: Any) -> Any:
+    def _dtype(self, loss: Any, output: Any) -> Any:
         """A loss object computes in the precision it was made for, a name or a function in the model's."""
         by_user = any(loss is user_loss for user_loss in keras.tree.flatten(self.loss))
-        return loss.dtype if by_user or not tf.is_tensor(answer) else answer.dtype.name
+        return loss.dtype if by_user or not tf.is_tensor(output) else output.dtype.name
 
 
 def _at(parts: Any, path: Sequence[Any], **missing: None) -> Any:
@@ -233,7 +233,7 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
 
 
 def _check_shapes(loss: Any, y_true: Any, y_pred: Any) -> None:
-    """Refuse to compare every answer with every target, as TensorFlow does with shapes (4,) and (4, 4).
+    """Refuse to compare every output with every target, as TensorFlow does with shapes (4,) and (4, 4).
 
     As in Keras an axis of size 1 at the end may be missing.
     """

@@ -65,11 +65,11 @@ class Function:
                 losses = sum((Losses(_penalty(loss)) for loss in self.model.losses), losses)
         return losses, [scope.get_current_value(variable) for variable in self.statistics]
 
-    def answer(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
+    def output(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
         """The model's output for a batch with or without targets, in evaluation mode and full precision."""
         with self._within(weights, statistics, numbers):
             inputs = batch_parts.inputs_of(self.model, batch, self.inputs)
-            return widened(batch_parts.checked_answer(self.model, batch_parts.Parts(inputs, ()), training=False))
+            return widened(batch_parts.checked_output(self.model, batch_parts.Parts(inputs, ()), training=False))
 
     @contextlib.contextmanager
     def _within(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any]) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from keras.src.models.functional import Functional
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.data.sources import Batch
-from manyhands.training.tensorflow.loss.batch_parts import answer_of, parts_of
+from manyhands.training.tensorflow.loss.batch_parts import output_of, parts_of
 
 _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
@@ -39,7 +39,7 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
         keras.config.set_dtype_policy(policy or before)
         new_model = _rebuilt_model(model, policy)
         if not new_model.built and few is not None:
-            answer_of(new_model, parts_of(new_model, few).inputs, training=False)
+            output_of(new_model, parts_of(new_model, few).inputs, training=False)
         if getattr(model, "compiled", False) and model.loss is not None:  # its compute_loss may ask for it
             new_model.compile(loss=model.loss, loss_weights=model._compile_loss._user_loss_weights)
     except Exception as error:

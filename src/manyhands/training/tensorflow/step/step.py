@@ -92,7 +92,7 @@ class Step:
         """Begin with these figures, on the first of this process's replicas."""
         first, *others = self.on_each(sums)
         rest = [0.0] * (first.shape[0] - BAD_STEP - 1)
-        first.assign([figures.loss_sum, figures.right, figures.count, math.inf, *rest])
+        first.assign([figures.loss_sum, figures.correct, figures.count, math.inf, *rest])
         for other in others:
             other.assign([0, 0, 0, math.inf, *rest])
 
@@ -106,14 +106,14 @@ class Step:
 
         return _compiled(work)
 
-    def tester(self, prepare: Prepare, *, on_host: bool, answers: bool = False, gathered: bool = False) -> Any:
+    def tester(self, prepare: Prepare, *, on_host: bool, with_outputs: bool = False, gathered: bool = False) -> Any:
         """Adds a batch to the sums of a test: ``(data, order, bounds)``.
 
-        With ``answers`` it gives what the model answered and the targets, of each replica; ``gathered``: each has
+        ``with_outputs``: it returns the model's outputs and the targets, of each replica; ``gathered``: each has
         those of all replicas, also of other processes.
         """
 
-        replica = functools.partial(self._test_replica, prepare, on_host, answers, gathered)
+        replica = functools.partial(self._test_replica, prepare, on_host, with_outputs, gathered)
         return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     def predictor(self, prepare: Prepare, *, on_host: bool, gathered: bool) -> Any:
@@ -220,7 +220,7 @@ class Step:
         return [tf.where(a == b, b, c) for a, b, c in zip(average, wide, moved, strict=True)]
 
     def _test_replica(
-        self, prepare: Prepare, on_host: bool, answers: bool, gathered: bool, data: Batch, order: Any, bounds: Any
+        self, prepare: Prepare, on_host: bool, with_outputs: bool, gathered: bool, data: Batch, order: Any, bounds: Any
     ) -> Any:
         replica, begin, end = _place(bounds)
         pairs: list[Any] = []
@@ -229,10 +229,10 @@ class Step:
             weights, statistics = self._values()
             batch = prepare(_gathered(data, order[begin:end], on_host))
             losses, _ = self.function(weights, statistics, (0, replica), batch, training=False)
-            if answers and losses.answer is None:  # the model's own step does not return it
-                answer = self.function.answer(weights, statistics, (0, replica), batch)
-                losses = replace(losses, answer=answer, targets=batch[-1] if len(batch) > 1 else ())
-            pairs.append((losses.answer, losses.targets) if answers else ())
+            if with_outputs and losses.output is None:  # the model's own step does not return it
+                output = self.function.output(weights, statistics, (0, replica), batch)
+                losses = replace(losses, output=output, targets=batch[-1] if len(batch) > 1 else ())
+            pairs.append((losses.output, losses.targets) if with_outputs else ())
             return self._figures(losses, end - begin, bounds[-1] - bounds[0]), pairs[0]
 
         (figures, totals, counts), pair = tf.cond(end > begin, work, lambda: (_no_figures(), _no_rows(pairs[0])))
@@ -243,15 +243,15 @@ class Step:
         self, prepare: Prepare, on_host: bool, gathered: bool, data: Batch, order: Any, bounds: Any
     ) -> Any:
         replica, begin, end = _place(bounds)
-        answers: list[Any] = []
+        outputs: list[Any] = []
 
         def work() -> Any:
             batch = prepare(_gathered(data, order[begin:end], on_host))
-            answers.append(self.function.answer(*self._values(), (0, replica), batch))
-            return answers[0]
+            outputs.append(self.function.output(*self._values(), (0, replica), batch))
+            return outputs[0]
 
-        answer = tf.cond(end > begin, work, lambda: _no_rows(answers[0]))
-        return _from_all(answer) if gathered else answer
+        output = tf.cond(end > begin, work, lambda: _no_rows(outputs[0]))
+        return _from_all(output) if gathered else output
 
     def _values(self) -> tuple[list[Any], list[Any]]:
         """This replica's weights and statistics."""
@@ -263,12 +263,12 @@ class Step:
             raise BadSettings(
                 f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most"
             )
-        self.counts_right |= losses.right is not None
+        self.counts_right |= losses.correct is not None
         self.nothing_counts = np.nan if losses.by_user else 0.0
         count, zero = tf.cast(size, tf.float64), tf.zeros((), tf.float64)
         loss = zero if losses.mean is None else tf.cast(losses.mean, tf.float64) * count
         loss += zero if losses.total is None else losses.total.shown(whole)
-        plain = tf.stack([loss, zero if losses.right is None else losses.right, count])
+        plain = tf.stack([loss, zero if losses.correct is None else losses.correct, count])
         self.sums_of_loss = len(losses.sums)
         pairs = [(tf.cast(loss_sum.total, tf.float64), tf.cast(loss_sum.count, tf.float64)) for loss_sum in losses.sums]
         pairs += [(zero, zero)] * (MOST_SUMS - len(pairs))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhands.backends.torch import devices as _backend
-from manyhands.training.book.accuracy import Accuracy, Answer, check_shapes
+from manyhands.training.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.training.torch.state.modes import evaluating
 
 
@@ -28,9 +28,9 @@ class _Accuracy(Accuracy[torch.device]):
         return list(dict.fromkeys(p.device for p in net.parameters())) if isinstance(net, nn.Module) else []
 
     @contextlib.contextmanager
-    def answering(
+    def predicting(
         self, net: Any, devices: Sequence[torch.device | None], *, replicate: bool
-    ) -> Iterator[Sequence[Answer]]:
+    ) -> Iterator[Sequence[Predictor]]:
         with torch.no_grad(), evaluating(net):
             yield [self._replica(net, device) if replicate else net for device in devices]
 

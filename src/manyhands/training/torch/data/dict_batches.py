@@ -16,7 +16,7 @@ from manyhands.errors import BadBatch, type_in_words
 from manyhands.training.evaluation.inputs import LABELS
 
 
-def answer(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+def output_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
     """The model's output for a batch, each part of which is passed by name."""
     taken = _taken(model, batch)
     try:
@@ -48,7 +48,7 @@ def loss_of(output: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> An
     )
 
 
-def right_answers(output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+def count_correct(output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
     """The scores and the labels, by the names that Hugging Face's models have for them; None where there are none."""
     return logits_of(output), batch.get("labels")
 

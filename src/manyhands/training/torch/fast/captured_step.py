@@ -230,8 +230,8 @@ class GraphStep:
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
         def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountRight]:
-            loss, right = compiled(order, places)  # the compiled function also counts right answers
-            return loss, already_counted(right)
+            loss, correct = compiled(order, places)  # the compiled function also counts correct predictions
+            return loss, already_counted(correct)
 
         return forward
 
@@ -413,7 +413,7 @@ class GraphStep:
         is_decided = self.compiled is not None or len(sized.window) != self._size or sized.warm != -1
         work = None if is_decided else FusibleWork(self._eager.parameters)
         with work or nullcontext(), search or nullcontext():
-            loss, right = self._forward(*self._places(sized))
+            loss, correct = self._forward(*self._places(sized))
             if search is not None:
                 search.trace(loss)
             self._eager.scaled(loss).backward()
@@ -421,7 +421,7 @@ class GraphStep:
             sized.redundant = search.redundant_biases()
         if work is not None:
             self._decide_to_compile(sized, work.gain(self._eager.device))
-        return _PassResults(loss, already_counted(right))
+        return _PassResults(loss, already_counted(correct))
 
     def _decide_to_compile(self, sized: _SizedStep, gain: CompileGain) -> None:
         self._gain, self.compiled = gain, gain.pays_off(self._steps)

@@ -1,10 +1,10 @@
-"""The forward pass of a fast step, from the epoch's order to the loss; right answers are counted at once or later.
+"""The forward pass of a fast step, from the epoch's order to the loss; metrics are counted at once or later.
 
-Only the metrics need the count of right answers. Counting takes four small kernels, and the backward pass does not have
-to wait for them: the caller may count in parallel with it. For that, the model's output must not change, and PyTorch's
-own operations do not change it. A third-party autograd function may reuse its memory in the backward pass (in-place
-kernels for losses and activations do). If the pass has such a function, or if the output is memory of the model, which
-the update may write to, right answers are counted at once.
+Only the metrics need the count of correct predictions. Counting takes four small kernels, and the backward pass does
+not have to wait for them: the caller may count in parallel with it. For that, the model's output must not change, and
+PyTorch's own operations do not change it. A third-party autograd function may reuse its memory in the backward pass
+(in-place kernels for losses and activations do). If the pass has such a function, or if the output is memory of the
+model, which the update may write to, correct predictions are counted at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_TORCH = re.compile(r"\w+Backward\d+|torch::autograd::AccumulateGrad")
 def forward(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss and number of right answers of the samples at these positions of an epoch's order."""
+    """Loss and number of correct predictions of the samples at these positions of an epoch's order."""
     loss, scored = _scored(eager, data, order, places)
     return loss, count_right(scored)
 
@@ -37,16 +37,16 @@ def forward(
 def forward_counting_later(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, CountRight]:
-    """The loss, and a function that counts the right answers."""
+    """The loss, and a function that counts the correct predictions."""
     loss, scored = _scored(eager, data, order, places)
-    if scored is None or not is_torchs_alone(loss) or _is_of(eager.model, scored.answer):
+    if scored is None or not is_torchs_alone(loss) or _is_of(eager.model, scored.output):
         return loss, already_counted(count_right(scored))
-    return loss, functools.partial(count_right, Scored(scored.answer.detach(), scored.target))
+    return loss, functools.partial(count_right, Scored(scored.output.detach(), scored.target))
 
 
-def already_counted(right: torch.Tensor | None) -> CountRight:
+def already_counted(correct: torch.Tensor | None) -> CountRight:
     """Wrap a count that is already known."""
-    return lambda: right
+    return lambda: correct
 
 
 def _scored(
@@ -57,9 +57,9 @@ def _scored(
         return eager.objective.loss_and_scores(eager.model, batch)
 
 
-def _is_of(model: torch.nn.Module, answer: torch.Tensor) -> bool:
+def _is_of(model: torch.nn.Module, output: torch.Tensor) -> bool:
     """Whether the model's output is a view of a weight or a buffer."""
-    return memory_id(answer) in {memory_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return memory_id(output) in {memory_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
 def is_torchs_alone(loss: torch.Tensor) -> bool:

@@ -41,11 +41,11 @@ def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch
 
     def step() -> None:
         eager.optimizer.zero_grad(set_to_none=True)
-        loss, right = forward(eager, data, progress.order, progress.position + window)
+        loss, correct = forward(eager, data, progress.order, progress.position + window)
         loss.backward()
         eager.clip_gradients()
         eager.optimizer.step()
-        eager.metrics.add(loss, right, len(window), progress.step)
+        eager.metrics.add(loss, correct, len(window), progress.step)
         progress.advance(len(window))
 
     return step

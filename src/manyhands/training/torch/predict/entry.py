@@ -62,9 +62,9 @@ def predict(
     settings = Settings(batch_size=rows(batch), lr=lr, precision=precision)
     place = _device(device)
     together = max(devices) if between is None else min(max(devices), between.per_node)
-    crowds = sorted({min(count, together, real_steps.MOST) for count in devices} - {1})
+    contentions = sorted({min(count, together, real_steps.MOST) for count in devices} - {1})
     profile = measure.profile(
-        model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place, crowds=crowds
+        model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place, contentions=contentions
     )
     between = between or measured_link(profile.kind, max(devices))
     return prediction.predict(profile, between, devices, per_device=per_device, assumptions=assumptions)

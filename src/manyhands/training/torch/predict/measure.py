@@ -43,11 +43,11 @@ def profile(
     optimizer: Any = None,
     settings: Settings | None = None,
     device: torch.device | None = None,
-    crowds: Sequence[int] = (),
+    contentions: Sequence[int] = (),
 ) -> Profile:
     """Measure a step of the model on the batch, and on halves and quarters of it.
 
-    ``crowds``: with so many virtual CPU devices at once, too, to see how they slow each other down.
+    ``contentions``: with so many virtual CPU devices at once, too, to see how they slow each other down.
     """
     checks.check_trainable(model)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,7 +59,9 @@ def profile(
                 return measured
             if settings.precision == "auto":
                 settings = replace(settings, precision="bf16" if half else "fp32")
-            return real_steps.as_in_a_job(measured, batch, lambda: job_of(model, loss, optimizer, settings), crowds)
+            return real_steps.as_in_a_job(
+                measured, batch, lambda: job_of(model, loss, optimizer, settings), contentions
+            )
     except ManyhandsError:
         raise
     except Exception as error:

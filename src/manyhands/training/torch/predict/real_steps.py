@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.errors import NotSendable, WorkerFailed
-from manyhands.predict.profile import Crowd, Profile
+from manyhands.predict.profile import Contention, Profile
 from manyhands.training import loop as loops
 from manyhands.training.learner import Say
 from manyhands.training.loop import Loop
@@ -45,7 +45,7 @@ _LONG_ENOUGH = 1.5  # seconds of steps
 _BYTES = 64 << 20  # of data to train on; more are epochs of fewer steps
 
 
-def as_in_a_job(profile: Profile, batch: Batch, make: Callable[[], Job], crowds: Sequence[int]) -> Profile:
+def as_in_a_job(profile: Profile, batch: Batch, make: Callable[[], Job], contentions: Sequence[int]) -> Profile:
     """The profile of a CPU with the times that a job's steps take, alone and beside others; ``make`` gives the job."""
 
     def job(shard: int, seconds: float) -> Job:
@@ -60,7 +60,7 @@ def as_in_a_job(profile: Profile, batch: Batch, make: Callable[[], Job], crowds:
         for point in profile.times
     ]
     profile, seen, notes = dataclasses.replace(profile, times=tuple(times)), [], list(profile.notes)
-    for count in crowds:
+    for count in contentions:
         if count > profile.batch_size:
             continue
         step = profile.step(-(-profile.batch_size // count), count).total
@@ -69,8 +69,8 @@ def as_in_a_job(profile: Profile, batch: Batch, make: Callable[[], Job], crowds:
         except (NotSendable, WorkerFailed) as error:
             notes.append(f"How ranks slow each other down is estimated, not measured: {str(error).splitlines()[0]}")
             break
-        seen.append(Crowd(count, together.mean / step, together.slowest / together.mean - 1))
-    return dataclasses.replace(profile, crowds=tuple(seen), notes=tuple(notes))
+        seen.append(Contention(count, together.mean / step, together.slowest / together.mean - 1))
+    return dataclasses.replace(profile, contentions=tuple(seen), notes=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)

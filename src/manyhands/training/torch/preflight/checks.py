@@ -59,7 +59,7 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
 
 def _call(model: torch.nn.Module, batch: Batch) -> None:
     if isinstance(batch, Mapping):
-        dict_batches.answer(model, as_the_model(model, batch))
+        dict_batches.output_of(model, as_the_model(model, batch))
     else:
         model(*as_the_model(model, [part for part in batch[:-1] if isinstance(part, torch.Tensor)]))
 

@@ -86,7 +86,7 @@ def _refusal(job: Job, inputs: tuple[Any, ...]) -> str | None:
 
 
 def _of_training(job: Job, error: Exception) -> str | None:
-    of_data: list[_Lesson] = [_of_batches, _of_parts, _of_text, _of_pairs, _of_kinds, _of_answer]
+    of_data: list[_Lesson] = [_of_batches, _of_parts, _of_text, _of_pairs, _of_kinds, _of_output]
     of_model: list[_Lesson] = [functools.partial(_of_layer, error=error), _of_gradient]
     for lesson in (of_data if isinstance(job.objective, Supervised) else []) + of_model:
         with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
@@ -137,16 +137,16 @@ _BINARY = {
 
 
 def _of_pairs(job: Job) -> str | None:
-    """Labels of classes for a loss that wants a target for each number of the answer."""
+    """Labels of classes for a loss that wants a target for each number of the output."""
     loss: Any = job.objective.loss  # type: ignore[attr-defined]
     name = _BINARY.get(loss if inspect.isfunction(loss) else type(loss))
     model, batch = _copy(job, few_samples(job.train, _FEW))
     inputs, target = inputs_and_target(batch)
-    answer = model(*inputs) if name is not None else None
-    if not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor) or answer.shape == target.shape:
+    output = model(*inputs) if name is not None else None
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor) or output.shape == target.shape:
         return None
-    unlike = str(refusals.unlike_target(answer.shape, target.shape))
-    if answer.numel() == target.numel():
+    unlike = str(refusals.unlike_target(output.shape, target.shape))
+    if output.numel() == target.numel():
         return unlike if target.is_floating_point() else f"{unlike}, as floating-point numbers (.float())"
     if target.is_floating_point() or target.dim() != 1:
         return unlike
@@ -243,40 +243,40 @@ def _named(kind: torch.dtype) -> str:
 # The model
 
 
-def _of_answer(job: Job) -> str | None:
+def _of_output(job: Job) -> str | None:
     """A model that returns several things, or a label for each token, and a loss that takes one tensor of classes."""
     model, batch = _copy(job, few_samples(job.train, _FEW))
     inputs, target = inputs_and_target(batch)
-    answer = model(*inputs)
+    output = model(*inputs)
     loss: Any = job.objective.loss  # type: ignore[attr-defined]
     module = getattr(loss, "__module__", "") if callable(loss) else ""
     if not str(module).startswith("torch."):
         return None
     name = getattr(loss, "__name__", f"{type(loss).__name__}()")
     call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
-    if isinstance(answer, torch.Tensor):
-        if not _for_tokens(answer, target):
+    if isinstance(output, torch.Tensor):
+        if not _for_tokens(output, target):
             return None
-        loss(answer.flatten(0, -2), target.flatten())  # it has to work to be advised
-        shape, labels = tuple(answer.shape[1:]), tuple(target.shape[1:])
+        loss(output.flatten(0, -2), target.flatten())  # it has to work to be advised
+        shape, labels = tuple(output.shape[1:]), tuple(target.shape[1:])
         return (
             f"the model gives the shape {shape} for a sample with {labels} labels, and {name} takes classes first: "
-            f"give loss=lambda answer, y: {call}(answer.flatten(0, -2), y.flatten())"
+            f"give loss=lambda output, y: {call}(output.flatten(0, -2), y.flatten())"
         )
-    kind, part, scores = _part(answer)
-    arguments = f"answer{part}.flatten(0, -2), y.flatten()" if _for_tokens(scores, target) else f"answer{part}, y"
-    return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda answer, y: {call}({arguments})"
+    kind, part, scores = _part(output)
+    arguments = f"output{part}.flatten(0, -2), y.flatten()" if _for_tokens(scores, target) else f"output{part}, y"
+    return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda output, y: {call}({arguments})"
 
 
-def _part(answer: Any) -> tuple[str, str, Any]:
+def _part(output: Any) -> tuple[str, str, Any]:
     """What a model gives that is no tensor, in words; the code that takes the part for a loss, and this part."""
-    if isinstance(answer, Mapping):
-        key = next(iter(answer))
-        return f"{type_in_words(answer)} with {', '.join(map(repr, answer))}", f"[{key!r}]", answer[key]
-    if isinstance(answer, (tuple, list)):
-        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
-        return f"{type_in_words(answer)} of {counted(len(answer), 'part')} ({shapes})", "[0]", answer[0]
-    return type_in_words(answer), ".logits", getattr(answer, "logits", None)
+    if isinstance(output, Mapping):
+        key = next(iter(output))
+        return f"{type_in_words(output)} with {', '.join(map(repr, output))}", f"[{key!r}]", output[key]
+    if isinstance(output, (tuple, list)):
+        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in output)
+        return f"{type_in_words(output)} of {counted(len(output), 'part')} ({shapes})", "[0]", output[0]
+    return type_in_words(output), ".logits", getattr(output, "logits", None)
 
 
 def _for_tokens(scores: Any, target: Any) -> bool:

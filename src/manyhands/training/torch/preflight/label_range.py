@@ -57,15 +57,15 @@ class LabelRange:
         if self.classes is not None:
             self._check(self.classes)
 
-    def learn(self, answer: Any) -> None:
-        """The first answer: it has a column per class."""
-        if self.is_default and isinstance(answer, torch.Tensor) and answer.dim() > 1 and answer.shape[1] == 1:
+    def learn(self, output: Any) -> None:
+        """The first output: it has a column per class."""
+        if self.is_default and isinstance(output, torch.Tensor) and output.dim() > 1 and output.shape[1] == 1:
             raise BadLabels(f"the model has one output, {_CURE.format('which takes one for each class')}")
-        if not isinstance(answer, torch.Tensor) or answer.dim() != 2:
+        if not isinstance(output, torch.Tensor) or output.dim() != 2:
             return
-        self.classes = answer.shape[1]
+        self.classes = output.shape[1]
         try:
-            self._check(answer.shape[1])
+            self._check(output.shape[1])
         except BadLabels:
             self.classes = None  # so that a repeated step raises it again
             raise

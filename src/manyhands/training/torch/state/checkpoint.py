@@ -90,7 +90,7 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], fi
         rank.scale.restore(saved["loss_scale"])
     if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
         rank.shares = saved["shares"]
-    rank.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
+    rank.metrics.restore(figures.loss_sum, figures.correct, figures.count, counted=figures.counted)
 
 
 def _restore_randomness(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:

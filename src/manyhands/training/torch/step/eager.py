@@ -107,7 +107,7 @@ class EagerStep:
         self._losses: list[torch.Tensor] = []
         # For a step of the model's own, with which a rank without samples takes part; it counts nothing.
         self._sample: Batch | None = None
-        # The sum and count of each part, its right answers and its samples.
+        # The sum and count of each part, its correct predictions and its samples.
         self._sums: list[tuple[LossSum, torch.Tensor | None, int]] = []
         self.in_parts = gradients is not None or accumulate > 1
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -200,21 +200,21 @@ class EagerStep:
                 self._work_in_sums(part, stop - start, last=number == parts - 1)
                 continue
             with self.number_format.scope(self.device):
-                loss, right = self._loss(part, stop - start)
+                loss, correct = self._loss(part, stop - start)
             self._note(loss)
             self.scaled(loss * ((stop - start) / whole)).backward()
             if stop > start:
-                self.metrics.add(loss, right, stop - start, step, counted=self._counts)
+                self.metrics.add(loss, correct, stop - start, step, counted=self._counts)
 
     def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
         """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""
         with self.number_format.scope(self.device):
             if size:
-                both, right = self.objective.in_parts(self.model, part)
+                both, correct = self.objective.in_parts(self.model, part)
             else:
-                total, right = self._loss(part, 0)
+                total, correct = self._loss(part, 0)
                 both = LossSum(total, self._no_count())
-        self._sums.append((LossSum(both.total.detach(), both.count), right, size))
+        self._sums.append((LossSum(both.total.detach(), both.count), correct, size))
         self._note(both.total)
         if self.gradients is not None and last:
             self.gradients.sum_weight(self._count())
@@ -242,9 +242,9 @@ class EagerStep:
             compat.foreach_div_(gradients, count.to(gradients[0].dtype))
         self._losses.append(1 / count)
         self.metrics.mark(1 / count, step)  # of a batch in which nothing counts there is no mean
-        for both, right, size in self._sums:
+        for both, correct, size in self._sums:
             if size:
-                self.metrics.add(both.total / count, right, size, step, weight=whole / size, counted=self._counts)
+                self.metrics.add(both.total / count, correct, size, step, weight=whole / size, counted=self._counts)
 
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
@@ -256,13 +256,13 @@ class EagerStep:
                 step = dataclasses.replace(self.objective, training=True)
                 value = step.value(self.model, self.number_format.cast(self._sample))[0]
                 return (value.total if isinstance(value, LossSum) else value) * 0, None
-            answer = self._empty_answer(part)
-        return torch.stack([tensor.sum() * 0 for tensor in tensors_in(answer)]).sum(), None
+            output = self._empty_output(part)
+        return torch.stack([tensor.sum() * 0 for tensor in tensors_in(output)]).sum(), None
 
-    def _empty_answer(self, part: Batch) -> Any:
+    def _empty_output(self, part: Batch) -> Any:
         """The output for a shard without samples, so that the rank takes part in the collectives of the layers."""
         if isinstance(part, Mapping) and isinstance(self.objective, Supervised):
-            return dict_batches.answer(self.model, part)
+            return dict_batches.output_of(self.model, part)
         if isinstance(part, (tuple, list)):
             return self.model(*part[:-1])
         raise BadBatch(

@@ -21,7 +21,7 @@ _LOSS, _RIGHT, _COUNT, _BAD_STEP = range(4)
 
 
 class Metrics:
-    """Four numbers on the device: sum of losses, right answers, samples, first bad step (or infinity)."""
+    """Four numbers on the device: sum of losses, correct predictions, samples, first bad step (or infinity)."""
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -40,22 +40,22 @@ class Metrics:
     def add(
         self,
         loss: torch.Tensor,
-        right: torch.Tensor | None,
+        correct: torch.Tensor | None,
         count: int,
         step: torch.Tensor | int,
         weight: float = 1.0,
         *,
         counted: bool = True,
     ) -> None:
-        """Add a batch: the mean loss over its samples, and the right answers among them.
+        """Add a batch: the mean loss over its samples, and the correct predictions among them.
 
         ``counted``: its samples are to be counted; they are not for a second loss of the same samples.
         """
         loss = loss.detach().double()
         self.sums[_LOSS] += loss * (count * weight)
-        if right is not None:
+        if correct is not None:
             self.counts_right = True
-            self.sums[_RIGHT] += right
+            self.sums[_RIGHT] += correct
         self.sums[_COUNT] += count if counted else 0
         self.mark(loss, step)
 
@@ -83,21 +83,21 @@ class Metrics:
         figures = []
         while self._sent and (wait or self._sent[0].is_ready()):
             sent = self._sent.popleft()
-            loss, right, count = sent.sums()
-            figures.append((sent.step, Figures(loss, right, count, None, self.counts_right)))
+            loss, correct, count = sent.sums()
+            figures.append((sent.step, Figures(loss, correct, count, None, self.counts_right)))
         return figures
 
     def read(self) -> Figures:
         return self._figures(self.sums.cpu())
 
-    def restore(self, loss_sum: float, right: float, count: float, *, counted: bool) -> None:
+    def restore(self, loss_sum: float, correct: float, count: float, *, counted: bool) -> None:
         """Go on from the sums of a checkpoint."""
-        self.sums[:_BAD_STEP] = torch.tensor([loss_sum, right, count], dtype=torch.float64)
+        self.sums[:_BAD_STEP] = torch.tensor([loss_sum, correct, count], dtype=torch.float64)
         self.counts_right = counted
 
     def _figures(self, sums: torch.Tensor) -> Figures:
-        loss, right, count, bad = sums.tolist()
-        return Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        loss, correct, count, bad = sums.tolist()
+        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_right)
 
 
 class _Sent:
@@ -127,9 +127,9 @@ class _Sent:
 
 def as_tensor(figures: Figures) -> torch.Tensor:
     bad = math.inf if figures.bad_step is None else figures.bad_step
-    return torch.tensor([figures.loss_sum, figures.right, figures.count, bad, figures.counted], dtype=torch.float64)
+    return torch.tensor([figures.loss_sum, figures.correct, figures.count, bad, figures.counted], dtype=torch.float64)
 
 
 def from_tensor(values: torch.Tensor) -> Figures:
-    loss, right, count, bad, counted = values.tolist()
-    return Figures(loss, right, count, None if math.isinf(bad) else int(bad), bool(counted))
+    loss, correct, count, bad, counted = values.tolist()
+    return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), bool(counted))

@@ -144,8 +144,8 @@ class ForkServer:
             until = time.monotonic() + _START_SECONDS
             while time.monotonic() < until:
                 with contextlib.suppress(TimeoutError):
-                    if answer := self.socket.recv(_MESSAGE_BYTES):
-                        return int(answer)
+                    if reply := self.socket.recv(_MESSAGE_BYTES):
+                        return int(reply)
                     break
         except (BrokenPipeError, ConnectionResetError):
             pass
@@ -216,10 +216,10 @@ def main(descriptor: int) -> None:
                 return
             request = json.loads(message)
             if "ended" in request:
-                answer = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
+                reply = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
             else:
-                answer = _fork(requests, request, descriptors)
-            requests.send(str(answer).encode())
+                reply = _fork(requests, request, descriptors)
+            requests.send(str(reply).encode())
 
 
 def _load() -> None:

@@ -66,7 +66,7 @@ class _Worker:
     longest: float = 0.0
     step: int = -1
     spoke: bool = False
-    answer: dict[str, Any] | None = None
+    outcome: dict[str, Any] | None = None
 
 
 @dataclass
@@ -147,12 +147,12 @@ class Pool:
         job_bytes = sending.pickled(job)
         now = time.monotonic()
         for worker in self.workers:
-            worker.heard, worker.longest, worker.step, worker.spoke, worker.answer = now, 0.0, -1, False, None
+            worker.heard, worker.longest, worker.step, worker.spoke, worker.outcome = now, 0.0, -1, False, None
         try:
             for worker in self.workers:
                 self._send(worker, pickle.dumps((job_bytes, self._place(worker, job))))
             asked = None
-            while any(worker.answer is None for worker in self.workers):
+            while any(worker.outcome is None for worker in self.workers):
                 self._listen(say)
                 if asked is None and (asked := stop_signals.current().asked) is not None:
                     self._send(self.workers[0], sending.STOP + asked.encode())
@@ -166,7 +166,7 @@ class Pool:
         except BaseException:
             self.stop()
             raise
-        first = self.workers[0].answer
+        first = self.workers[0].outcome
         assert first is not None
         return first
 
@@ -210,7 +210,7 @@ class Pool:
 
     def _listen(self, say: Say) -> None:
         by_connection = {id(worker.connection): worker for worker in self.workers}
-        for connection in wait([worker.connection for worker in self.workers if worker.answer is None], timeout=0.2):
+        for connection in wait([worker.connection for worker in self.workers if worker.outcome is None], timeout=0.2):
             worker = by_connection[id(connection)]
             try:
                 message = worker.connection.recv()
@@ -223,7 +223,7 @@ class Pool:
             if message["kind"] == "error":
                 self._fail_with(worker, message)
             elif message["kind"] == "done":
-                worker.answer = message
+                worker.outcome = message
             elif worker.rank == 0 or message["kind"] == "warning":
                 self._pass_on(worker, message, say)
 
@@ -240,9 +240,9 @@ class Pool:
 
     def _check(self, hang_seconds: float) -> None:
         for worker in self.workers:
-            if worker.answer is None and worker.process.poll() is not None and not worker.connection.poll():
+            if worker.outcome is None and worker.process.poll() is not None and not worker.connection.poll():
                 self._fail_dead(worker)
-        waiting = [worker for worker in self.workers if worker.answer is None]
+        waiting = [worker for worker in self.workers if worker.outcome is None]
         limits = [
             max(hang_seconds * (_FIRST_STEPS if worker.step < 1 else 1), 5 * worker.longest) for worker in waiting
         ]
@@ -262,7 +262,7 @@ class Pool:
     def _blame_another(self, worker: _Worker) -> None:
         """A rank lost its connection: wait a moment for an error, or the death, of another rank."""
         until = time.monotonic() + 3
-        others = [other for other in self.workers if other is not worker and other.answer is None]
+        others = [other for other in self.workers if other is not worker and other.outcome is None]
         while time.monotonic() < until:
             for other in others:
                 if other.connection.poll():

@@ -106,7 +106,7 @@ def test_answers_that_the_backward_pass_writes_to_are_counted_before_it(
     _, eager, log = stepped(Reusing.apply, lanes, steps=1)
     net = mlp(norm=True)
     x, y = Arrays(vectors(COUNT)).take(torch.arange(16))
-    assert eager.metrics.read().right == int((net(x).argmax(1) == y).sum())
+    assert eager.metrics.read().correct == int((net(x).argmax(1) == y).sum())
     assert ((0, "argmax") in log) == has_lanes
     assert (METRICS, "argmax") not in log
 
@@ -121,7 +121,7 @@ def test_answers_that_the_update_writes_to_are_counted_before_it(
     _, eager, log = stepped(functional.cross_entropy, Recorded() if has_lanes else None, steps=1, net=net)
     _, y = Arrays(vectors(COUNT)).take(torch.arange(16))
     assert int(net.scores.argmax()) != before  # so counting after the update would give another number
-    assert eager.metrics.read().right == int((y == before).sum())
+    assert eager.metrics.read().correct == int((y == before).sum())
     assert (METRICS, "argmax") not in log
 
 

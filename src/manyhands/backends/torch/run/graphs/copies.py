@@ -114,8 +114,8 @@ class Copies:
         pointers = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
         self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, pointers))
         self._graph = graph  # keeps the node alive
-        if answer := self._set():
-            raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {answer}")
+        if status := self._set():
+            raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {status}")
 
     def retarget(self, far: Sequence[torch.Tensor]) -> None:
         """Make the next replay copy from, or to, these tensors."""
@@ -126,8 +126,8 @@ class Copies:
             return
         self._numbers[self._first : self._last] = places  # type: ignore[assignment]
         self._aimed = None
-        if answer := self._set():  # type: ignore[misc]
-            raise RuntimeError(f"CUDA refuses to retarget the copies of a graph: error {answer}")
+        if status := self._set():  # type: ignore[misc]
+            raise RuntimeError(f"CUDA refuses to retarget the copies of a graph: error {status}")
         self._aimed = places
 
 
@@ -141,7 +141,7 @@ def _enter(device: torch.device) -> None:
 def _node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p, settings: KernelNode) -> int:
     """The graph's node that runs this kernel; fills ``settings`` with the node's captured parameters."""
     for node in nodes_of(driver, graph, KERNEL):
-        answer = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
-        if answer == 0 and settings.function == function.value:
+        status = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
+        if status == 0 and settings.function == function.value:
             return node
     raise CannotCompile("the copies are not in the graph that was captured with them")

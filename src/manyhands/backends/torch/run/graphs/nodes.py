@@ -119,8 +119,8 @@ def nodes_of(driver: ctypes.CDLL, graph: int, kind: int) -> Iterator[int]:
     """The nodes of one type."""
     node_type = ctypes.c_int()
     for node in _listed(driver.cuGraphGetNodes, graph):
-        answer = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(node_type))
-        if answer == 0 and node_type.value == kind:
+        status = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(node_type))
+        if status == 0 and node_type.value == kind:
             yield node
 
 
@@ -271,6 +271,6 @@ def _handles(nodes: list[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(nodes))(*nodes)
 
 
-def _check(answer: int) -> None:
-    if answer:
-        raise CannotCompile(f"CUDA's driver refuses to inspect or change a graph: error {answer}")
+def _check(status: int) -> None:
+    if status:
+        raise CannotCompile(f"CUDA's driver refuses to inspect or change a graph: error {status}")

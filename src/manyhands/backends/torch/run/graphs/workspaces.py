@@ -127,7 +127,7 @@ def _capture(device: torch.device) -> tuple[int, frozenset[int]] | None:
     nodes = ctypes.POINTER(ctypes.c_void_p)()
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     places = [ctypes.byref(value) for value in (state, number, graph, nodes)]
-    answer = getattr(cuda_driver(), _QUERY)(stream, *places, None, ctypes.byref(count))
-    if answer or state.value != _CAPTURING:
+    status = getattr(cuda_driver(), _QUERY)(stream, *places, None, ctypes.byref(count))
+    if status or state.value != _CAPTURING:
         return None
     return number.value, frozenset(nodes[i] or 0 for i in range(count.value))
