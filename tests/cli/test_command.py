@@ -337,3 +337,14 @@ def test_a_script_that_fails_is_answered_in_one_line(
     with pytest.raises(BadSettings) as raised:
         script.made_by("job.py:make")
     assert str(raised.value).startswith(message)
+
+
+def test_a_script_does_not_see_the_arguments_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script with argparse would refuse them, and end the command with its own usage."""
+    file = tmp_path / "job.py"
+    file.write_text("import sys\nloaded = sys.argv[:]\ndef make(): return loaded, sys.argv[:]\n")
+    command = ["manyhands", "predict", f"{file}:make", "--devices", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    assert script.made_by(f"{file}:make") == ([str(file)], [str(file)], None)
+    assert sys.argv is command

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ def load(text: str) -> tuple[Any, Any]:
     if not path.is_file():
         raise BadSettings(f"{text}: there is no file {file!r}")
     try:
-        module = _module(path)
+        with _arguments_of(path):
+            module = _module(path)
     except ManyhandsError:
         raise
     except SyntaxError as error:
@@ -45,7 +48,8 @@ def made_by(text: str) -> tuple[Any, Any, Any]:
             "(model, (X, y), loss)"
         )
     try:
-        returned = function()
+        with _arguments_of(Path(text.partition(":")[0])):
+            returned = function()
     except ManyhandsError:
         raise
     except Exception as error:
@@ -78,6 +82,17 @@ def _where(error: Exception, text: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
     return f" (line {lines[-1]})" if lines else ""
+
+
+@contextlib.contextmanager
+def _arguments_of(path: Path) -> Iterator[None]:
+    """A script that parses its arguments gets none: those of this command are not meant for it."""
+    arguments = sys.argv
+    sys.argv = [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _module(path: Path) -> Any:
