@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         usage="manyhands audit [options] (SCRIPT | -m MODULE) [arguments of the program]",
         help="run a program and list every hidden wait and copy, with its line, cost, gain and cure",
         description="Runs a program unchanged and ends with a table on stderr, most expensive wait first. The exit "
-        f"code is the program's; {WAITS_TOO_LONG} if it is 0 and --fail-over is exceeded. A comment "
+        f"code is the program's; {WAITS_TOO_LONG} if the program succeeds and --fail-over is exceeded. A comment "
         "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md lists what is detected.",
     )
     option = parser.add_argument

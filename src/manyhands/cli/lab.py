@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(run_command=_list)
     parser.likely = _likely
-    actions = parser.add_subparsers(dest="action", metavar="run", help="without it, the experiments are listed")
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", help="default: list the experiments")
     running = actions.add_parser(
         "run",
         help="run experiments and write a report",

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     )
     option = parser.add_argument
     option("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, for example script.py:step")
-    flags.add_framework(option, "that the function is written in")
+    flags.add_framework(option, "framework of the function")
     option("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
     option(
         "--timeline",

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         help="resnet18, lenet, small-resnet, mlp, or script.py:function, which returns (model, (X, y)) or "
         "(model, (X, y), loss)",
     )
-    flags.add_framework(option, "that the model is written in")
+    flags.add_framework(option, "framework of the model")
     option(
         "--devices",
         type=flags.whole_number(2),

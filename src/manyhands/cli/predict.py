@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     option(
         "--per-device",
         action="store_true",
-        help="batch size per device (weak scaling); default: the batch is divided over the devices",
+        help="--batch-size is per device (weak scaling); default: it is divided over the devices",
     )
     option("--devices", type=_counts, default=_DEVICES, metavar="N,N", help=f"numbers of devices; default: {_DEVICES}")
     option(

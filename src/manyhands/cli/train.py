@@ -63,8 +63,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model on Fashion-MNIST on every device",
-        description="Trains on Fashion-MNIST: resnet18 for 10 epochs on GPUs, lenet for 4 epochs without one. Where "
-        f"the full data set is missing, {_EPOCHS_OF_SUBSET} epochs of the small subset that comes with manyhands.",
+        description="Trains on Fashion-MNIST: resnet18 for 10 epochs on GPUs, lenet for 4 epochs without one. If "
+        f"the full data set is missing, it trains {_EPOCHS_OF_SUBSET} epochs on the small subset in manyhands.",
     )
     _add_what(parser.add_argument_group("model, data and devices"))
     _add_how(parser.add_argument_group("training"))
@@ -97,7 +97,7 @@ def _add_how(group: Any) -> None:
     option(
         "--epochs",
         **flags.COUNT,
-        help=f"passes through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
+        help=f"passes through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} on the small subset",
     )
     option(
         "--batch-size",
@@ -122,7 +122,11 @@ def _add_step(group: Any) -> None:
     option(
         "--accumulate", **flags.COUNT, help="gradient accumulation: micro-batches per step on each device; default: 1"
     )
-    option("--micro-batch-size", **flags.COUNT, help="the same by size: samples per micro-batch; default: no limit")
+    option(
+        "--micro-batch-size",
+        **flags.COUNT,
+        help="gradient accumulation by size: at most N samples per micro-batch; default: no limit",
+    )
     option(
         "--batch-stats",
         choices=["per_device", "global"],
