@@ -52,6 +52,23 @@ def test_a_weight_that_gets_other_memory_keeps_its_numbers(way: Callable[..., An
     assert "copy_" in fast.explain()
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.t_, lambda x: x.unsqueeze_(0), lambda x: x.swapaxes_(0, 1)])
+def test_an_argument_that_changes_its_shape_does_so_once(change: Callable[..., Any]) -> None:
+    """Trying plans would change it again and again."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        change(x)
+        return x * 2 + torch.arange(x.shape[-1])
+
+    fast = Parallel(function, planning)
+    for number in range(3):
+        own, plain = torch.rand(3, 4) + number, torch.empty(3, 4)
+        plain.copy_(own)
+        assert torch.equal(fast(own), function(plain))
+        assert (own.shape, own.stride()) == (plain.shape, plain.stride())
+        assert torch.equal(own, plain)
+
+
 def test_an_argument_that_gets_other_memory_has_it() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         x.data = x * 2

@@ -25,6 +25,7 @@ from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.capture.refusals import (
     BY_VALUE,
     refuse_changed_containers,
+    refuse_changed_forms,
     refuse_changed_gradients,
     refuse_late_checks,
     refuse_shared_results,
@@ -286,11 +287,12 @@ def _traced(function: Callable[..., Any], call: Call, watch: Watch) -> Trace:
     def flat(*stand_ins: torch.Tensor) -> Any:
         tensors = [stand_ins[number] for number in first]
         arguments = call.rebuild(tensors)
-        before = tree.flatten(arguments)
+        before, forms = tree.flatten(arguments), [(tensor.shape, tensor.stride()) for tensor in tensors]
         with _same_modes():
             result = opened(function(*arguments[0], **arguments[1]))
         refuse_unknown_results(result)
         refuse_changed_gradients(tensors, recorded)
+        refuse_changed_forms(tensors, forms)
         refuse_changed_containers(before, tree.flatten(arguments))
         return result
 

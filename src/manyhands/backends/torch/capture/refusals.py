@@ -76,6 +76,18 @@ def refuse_changed_gradients(stand_ins: Sequence[torch.Tensor], recorded: Sequen
             )
 
 
+def refuse_changed_forms(
+    stand_ins: Sequence[torch.Tensor], forms: Sequence[tuple[torch.Size, tuple[int, ...]]]
+) -> None:
+    """Refuse a function that changes an argument's shape or strides (``forms``: as they were): trying plans would."""
+    for stand_in, form in zip(stand_ins, forms, strict=True):
+        if (stand_in.shape, stand_in.stride()) != form:
+            raise CannotTrace(
+                "it changes the shape or strides of an argument in place (x.t_(), x.unsqueeze_(0)): use the operation "
+                "that returns a tensor (x.t(), x.unsqueeze(0))"
+            )
+
+
 def refuse_changed_containers(
     before: tuple[list[Any], tree.Structure], after: tuple[list[Any], tree.Structure]
 ) -> None:
