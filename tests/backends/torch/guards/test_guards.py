@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -255,6 +255,48 @@ def test_what_has_a_known_shape_is_planned(way: Callable[..., Any]) -> None:
     for number in range(3):
         assert torch.equal(fast(X + number), way(X + number))
     assert "synchronous" in fast.explain()
+
+
+# Libraries that are used with several frameworks
+
+
+Some = TypeVar("Some")
+handlers: dict[type, Any] = {}
+counts: dict[type, int] = {}
+
+
+class Handler:
+    def transposed(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+def handler_for(x: Any) -> Handler:
+    """Looked up once for each class of tensors; a stand-in has a class of its own."""
+    if type(x) not in handlers:
+        handlers[type(x)] = next(iter(handlers.values()), None) or Handler()
+    return cast(Some, handlers[type(x)])  # type: ignore[valid-type]
+
+
+def test_a_library_that_remembers_classes_of_tensors_is_planned() -> None:
+    handlers.clear()
+    fast = Parallel(lambda x: handler_for(x).transposed(x) * 2, planning, synchronous=True)
+    x = torch.rand(3, 4)
+    for _ in range(3):
+        assert torch.equal(fast(x), x.t() * 2)
+    assert "cannot be traced" not in fast.explain()
+    assert set(handlers) == {torch.Tensor}
+
+
+def test_a_count_by_class_is_no_such_library() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        counts[type(x)] = counts.get(type(x), 0) + 1
+        return x * 2
+
+    counts.clear()
+    fast = Parallel(function, planning, synchronous=True)
+    for _ in range(5):
+        fast(torch.ones(3))
+    assert counts == {torch.Tensor: 5}
 
 
 def test_a_gradient_that_is_another_one_is_named_with_what_keeps_it() -> None:

@@ -110,6 +110,7 @@ class Watch:
         with torch.no_grad():
             for tensor, saved in self._saved.values():
                 tensor.copy_(saved)
+        self._outside.forget_stand_ins()
         self._fact = self._outside.changed() if not self._outside.holds() else None
         if self._fact is not None:
             self._outside.put_back()

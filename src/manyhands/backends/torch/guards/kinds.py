@@ -11,6 +11,7 @@ from torch import nn
 
 from manyhands.errors import CannotTrace
 
+_OPAQUE = {"torch", "numpy", "optree", "builtins", "functools", "collections", "typing", "typing_extensions"}
 _MANY = 100_000  # the largest array that is compared before every call, in numbers
 
 
@@ -36,7 +37,7 @@ def is_opaque(value: Any) -> bool:
     module = str(getattr(value, "__module__", "") or "")
     if module.startswith(("manyhands.schedule", "manyhands.tasks", "manyhands.parallel", "manyhands.backends")):
         return True
-    return module.partition(".")[0] in ("torch", "numpy", "builtins", "functools", "collections", "optree")
+    return module.partition(".")[0] in _OPAQUE
 
 
 def is_odd(tensor: torch.Tensor) -> bool:

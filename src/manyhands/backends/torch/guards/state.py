@@ -105,6 +105,17 @@ class Outside:
         """The first fact that no longer holds."""
         return first_false(self._facts)
 
+    def forget_stand_ins(self) -> None:
+        """Remove what a function has stored for the class of stand-ins, if that is what it stores for tensors.
+
+        Libraries look up how to handle a class of tensors, and remember it.
+        """
+        for holder, before in self._whole:
+            if isinstance(holder, dict) and compat.FakeTensor in holder and compat.FakeTensor not in before:
+                stored = holder[compat.FakeTensor]
+                if stored is before.get(torch.Tensor) and not isinstance(stored, PLAIN):
+                    del holder[compat.FakeTensor]
+
     def put_back(self) -> None:
         """Undo what was changed in Python; the numbers in tensors are not touched."""
         for holder, before in self._whole:
