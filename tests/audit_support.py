@@ -34,5 +34,5 @@ def audit(framework: str, folder: Path = CORPUS, **environment: str) -> dict[str
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def found(report: dict[str, Any]) -> set[tuple[int, str]]:
+def lines_and_kinds(report: dict[str, Any]) -> set[tuple[int, str]]:
     return {(finding["line"], finding["kind"]) for finding in report["findings"]}

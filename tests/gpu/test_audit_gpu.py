@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit_support import CORPUS, audit, found, planted, programs
+from audit_support import CORPUS, audit, lines_and_kinds, planted, programs
 from support import run_command
 
 # What only a prediction sees: tiny operations line by line; and a loader's time beside a real step's.
@@ -25,12 +25,12 @@ def reports() -> dict[str, Any]:
 
 def test_every_planted_defect_is_found_on_a_gpu(reports: dict[str, Any]) -> None:
     for name in set(programs("torch", "planted")) - ONLY_PREDICTED:
-        assert found(reports[f"planted/{name}"]) == planted("torch", name), name
+        assert lines_and_kinds(reports[f"planted/{name}"]) == planted("torch", name), name
 
 
 def test_no_false_alarm_on_a_gpu(reports: dict[str, Any]) -> None:
     for name in programs("torch", "clean"):
-        assert not found(reports[f"clean/{name}"]), name
+        assert not lines_and_kinds(reports[f"clean/{name}"]), name
 
 
 SECOND_OPINION = """

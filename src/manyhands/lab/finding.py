@@ -143,7 +143,7 @@ class Times(dict[str, list[float]]):
 
         With five rounds or more, the range leaves out the lowest and the highest: they may come from a busy moment.
         """
-        ratios = sorted(other / mine for mine, other in zip(self[name], self[to], strict=True))
+        ratios = sorted(base / time for time, base in zip(self[name], self[to], strict=True))
         middle = statistics.median(ratios)
         if len(ratios) >= 5:
             ratios = ratios[1:-1]

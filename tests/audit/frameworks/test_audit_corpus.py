@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from audit_support import CORPUS, audit, found, planted, programs
+from audit_support import CORPUS, audit, lines_and_kinds, planted, programs
 
 pytestmark = pytest.mark.once
 
@@ -19,7 +19,7 @@ def reports(framework: str) -> dict[str, Any]:
 
 def test_every_planted_defect_is_found_and_nothing_else(framework: str, reports: dict[str, Any]) -> None:
     for name in programs(framework, "planted"):
-        assert found(reports[f"planted/{name}"]) == planted(framework, name), name
+        assert lines_and_kinds(reports[f"planted/{name}"]) == planted(framework, name), name
 
 
 def test_cures_are_of_their_framework(framework: str, reports: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def test_cures_are_of_their_framework(framework: str, reports: dict[str, Any]) -
 def test_no_false_alarm_on_a_clean_twin(framework: str, reports: dict[str, Any]) -> None:
     assert programs(framework, "clean") == programs(framework, "planted")
     for name in programs(framework, "clean"):
-        assert not found(reports[f"clean/{name}"]), name
+        assert not lines_and_kinds(reports[f"clean/{name}"]), name
 
 
 def test_programs_end_well_and_are_predicted(framework: str, reports: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ float64 = nullcontext
 WIDE = 5
 
 
-def made(kind: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+def seeded(kind: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     """Drawn anew at every call, by the same numbers."""
 
     def make() -> Any:
@@ -33,7 +33,7 @@ def made(kind: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def sequential(*layers: Callable[[], Any]) -> Callable[[], Any]:
-    return made(lambda: nn.Sequential(*(layer() for layer in layers)))
+    return seeded(lambda: nn.Sequential(*(layer() for layer in layers)))
 
 
 def dense(width: int, inputs: int, **options: Any) -> Callable[[], Any]:
@@ -120,12 +120,12 @@ models = {
         inputs="images",
         mixes=True,
     ),
-    "tied, frozen, unused": ModelKind(made(Tied)),
-    "recurrent": ModelKind(made(Reader), inputs="words"),
-    "attention": ModelKind(made(Attention), inputs="words"),
-    "tagger": ModelKind(made(Tagger), inputs="words", gives="scores of words"),
-    "training_step, LossSum": ModelKind(made(Stepping, "sum"), inputs="words", step="words"),
-    "training_step, mean": ModelKind(made(Stepping, "mean"), inputs="words", step="words"),
+    "tied, frozen, unused": ModelKind(seeded(Tied)),
+    "recurrent": ModelKind(seeded(Reader), inputs="words"),
+    "attention": ModelKind(seeded(Attention), inputs="words"),
+    "tagger": ModelKind(seeded(Tagger), inputs="words", gives="scores of words"),
+    "training_step, LossSum": ModelKind(seeded(Stepping, "sum"), inputs="words", step="words"),
+    "training_step, mean": ModelKind(seeded(Stepping, "mean"), inputs="words", step="words"),
 }
 
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64)

@@ -65,12 +65,12 @@ def samples(bench: Bench, count: int = 32) -> tuple[Any, Any]:
 def test_the_largest_batch_that_fits(bench: Bench) -> None:
     model, how = bench.recipes.model("mlp", 0), {"quiet": True, "precision": "fp32", "lr": 0.1}
     image = np.full((1, 28, 28), 100, np.uint8)
-    before = bench.answers(model, image)
+    before = bench.scores(model, image)
     trainer = bench.mh.Trainer(1, **how, **bench.on(1))
     assert trainer.find_batch_size(model, samples(bench), maximum=12) == 12
     full = bench.mh.Trainer(1, **how, loss=greedy(bench.framework), **bench.on(1))
     assert full.find_batch_size(model, samples(bench), maximum=10) == _FITS
-    np.testing.assert_array_equal(bench.answers(model, image), before)
+    np.testing.assert_array_equal(bench.scores(model, image), before)
 
 
 def test_a_loader_has_its_own_batches(bench: Bench) -> None:

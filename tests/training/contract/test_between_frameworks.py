@@ -41,7 +41,7 @@ def test_the_same_weights_give_the_same_logits(bench: Bench, model: str) -> None
     run = run_of_torch(bench.folder / "torch", model)
     if bench.framework != "torch":
         run = convert.convert(run, bench.framework)
-    found = bench.answers(bench.recipes.load_model(run), reference.images())
+    found = bench.scores(bench.recipes.load_model(run), reference.images())
     np.testing.assert_allclose(found, reference.logits(model), atol=1e-4)
 
 

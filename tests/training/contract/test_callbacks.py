@@ -281,7 +281,7 @@ def test_an_average_is_in_the_model_after_fit(bench: Bench) -> None:
     trainer = bench.mh.Trainer(1, quiet=True, run=run, callbacks=[bench.mh.EMA(0.5)], **bench.on(1))
     trainer.fit(model, bench.data(samples=32))
     bench.mh.load_weights(loaded, run)
-    assert (bench.answers(model, images) == bench.answers(loaded, images)).all()
+    assert (bench.scores(model, images) == bench.scores(loaded, images)).all()
 
 
 @pytest.mark.long

@@ -165,13 +165,13 @@ def test_evaluation_is_that_of_a_training(bench: Bench) -> None:
     how: dict[str, Any] = {"quiet": True, "precision": "fp32", "metrics": [top_three]}
     model = bench.recipes.model("mlp", 0)
     row = bench.mh.Trainer(1, lr=0.1, **how, **bench.on(1)).fit(model, train, validation).rows[-1]
-    before = bench.answers(model, np.full((2, 28, 28), 100, np.uint8))
+    before = bench.scores(model, np.full((2, 28, 28), 100, np.uint8))
     for count in (1, 3):
         figures = bench.mh.Trainer(1, **how, **bench.on(count)).evaluate(model, validation)
         assert list(figures) == ["loss", "acc", "top_three"]
         for name, value in figures.items():
             assert value == pytest.approx(row[f"val_{name}"], abs=1e-5)
-    np.testing.assert_array_equal(bench.answers(model, np.full((2, 28, 28), 100, np.uint8)), before)
+    np.testing.assert_array_equal(bench.scores(model, np.full((2, 28, 28), 100, np.uint8)), before)
 
 
 def test_what_predict_takes(bench: Bench) -> None:

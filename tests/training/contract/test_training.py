@@ -54,10 +54,10 @@ def test_the_run_folder_tells_it_all(bench: Bench) -> None:
 def test_the_trained_weights_are_in_the_callers_model(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.recipes.model("mlp", 0)
     images = np.zeros((4, 28, 28), dtype=np.uint8) + np.arange(4, dtype=np.uint8)[:, None, None] * 60
-    before = bench.answers(model, images)
+    before = bench.scores(model, images)
     trainer = bench.mh.Trainer(1, lr=0.1, quiet=True, precision="fp32", run=bench.new_run(), **bench.on(2))
     trainer.fit(model, bench.data())
-    after = bench.answers(model, images)
+    after = bench.scores(model, images)
     assert np.abs(after - before).max() > 1e-4
     run = bench.folder / "run1"
     with pytest.raises(BadRunFolder, match=r"mh\.load_weights\(model, "):
@@ -65,7 +65,7 @@ def test_the_trained_weights_are_in_the_callers_model(bench: Bench, monkeypatch:
     for where in (run, run / "checkpoints" / "step-00000004"):
         loaded = bench.mh.load_weights(bench.recipes.model("mlp", 1), where)
         assert not getattr(loaded, "training", False), "for evaluation"
-        np.testing.assert_allclose(bench.answers(loaded, images), after, atol=1e-5)
+        np.testing.assert_allclose(bench.scores(loaded, images), after, atol=1e-5)
     with pytest.raises(WrongCheckpoint, match="another model"):
         bench.mh.load_weights(bench.recipes.model("lenet", 1), run)
     monkeypatch.setenv("HOME", str(bench.folder))
@@ -73,7 +73,7 @@ def test_the_trained_weights_are_in_the_callers_model(bench: Bench, monkeypatch:
     (run / "config.json").write_text(json.dumps({"train": {"model": "mlp"}}))
     loaded = bench.mh.load_model(f"~/{run.name}")
     assert not getattr(loaded, "training", False), "for evaluation"
-    np.testing.assert_allclose(bench.answers(loaded, images), after, atol=1e-5)
+    np.testing.assert_allclose(bench.scores(loaded, images), after, atol=1e-5)
 
 
 # The same answer

@@ -106,7 +106,7 @@ class Bench:
         """The model's tensors in a run's last checkpoint, by the framework's own names."""
         return dict(load(store.load(Path(run) / "checkpoints").blobs["model"]))
 
-    def answers(self, model: Any, images: NDArray[np.uint8]) -> NDArray[Any]:
+    def scores(self, model: Any, images: NDArray[np.uint8]) -> NDArray[Any]:
         """The model's class scores for images in bytes, in evaluation mode."""
         labels = np.zeros(len(images), dtype=np.uint8)
         part = Images(images, labels)

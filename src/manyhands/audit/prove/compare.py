@@ -204,8 +204,8 @@ class _Passes:
         return [values for number, values in enumerate(data["values"]) if number not in self.fails_without]
 
     def _differ(self, first: dict[str, Any], *others: dict[str, Any]) -> bool:
-        mine = self.compared(first), first["parameters"]
-        return any((self.compared(data), data["parameters"]) != mine for data in others)
+        reference = self.compared(first), first["parameters"]
+        return any((self.compared(data), data["parameters"]) != reference for data in others)
 
 
 def _fill(proof: Proof, passes: _Passes, choices: Sequence[tuple[Finding, Choice]], changes: Sequence[Change]) -> None:

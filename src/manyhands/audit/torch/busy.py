@@ -22,7 +22,7 @@ class BusyTime:
         self._first, self._last = max(1, warmup - _STEPS), warmup
         self._profiler: Any = None
         self._give_way = self._last <= self._first  # a warm-up too short to measure in
-        self._mine = False
+        self._is_creating = False
         if not self._give_way:
             self._watch_profilers()
 
@@ -38,10 +38,10 @@ class BusyTime:
     def _start(self) -> None:
         if not torch.cuda.is_initialized() or compat.profiler_enabled():
             return
-        self._mine = True
+        self._is_creating = True
         torch.cuda.synchronize()
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self._mine = False
+        self._is_creating = False
         profiler.start()
         self._profiler = profiler
 
@@ -65,7 +65,7 @@ class BusyTime:
 
         @functools.wraps(original)
         def __init__(profiler: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._mine:
+            if not self._is_creating:
                 self._give_way = True
                 if self._profiler is not None:
                     self._stop()

@@ -139,8 +139,8 @@ def from_first(data: bytes) -> bytes:
     if jax.process_count() == 1:
         return data
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    mine = np.frombuffer(data, np.uint8) if jax.process_index() == 0 else np.zeros(length, np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(mine)).astype(np.uint8))
+    sent = np.frombuffer(data, np.uint8) if jax.process_index() == 0 else np.zeros(length, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent)).astype(np.uint8))
 
 
 def _of_all_processes(devices: Sequence[jax.Device]) -> list[jax.Device]:

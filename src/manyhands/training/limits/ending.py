@@ -108,8 +108,8 @@ class Ending:
     def _signal_of_any(self, wants: int) -> str:
         """The signal that some process got; all processes ask for each in turn, so that all find the same."""
         for number, name in enumerate(stop_signals.NAMES, 1):
-            mine = int(wants == number)
-            if not self.learner.all_have(mine) or mine:
+            got_signal = int(wants == number)
+            if not self.learner.all_have(got_signal) or got_signal:
                 return name
         return stop_signals.NAMES[0]
 

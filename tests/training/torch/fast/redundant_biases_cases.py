@@ -27,7 +27,7 @@ def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of
     return search.redundant_biases()
 
 
-def found(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> list[str]:
+def redundant_names(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> list[str]:
     return names(net, searched(net, loss))
 
 

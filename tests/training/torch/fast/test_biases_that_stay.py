@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from redundant_biases_cases import X, found, searched
+from redundant_biases_cases import X, redundant_names, searched
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -101,7 +101,7 @@ class _OwnInPlace(torch.autograd.Function):
 
 
 def test_what_is_tapped_is_found_where_nothing_is() -> None:
-    assert found(Tapped("nothing")) == ["conv"]
+    assert redundant_names(Tapped("nothing")) == ["conv"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_layers_that_are_not_as_they_come_stay(kind: str) -> None:
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 3)).double()
-    assert found(net) == ["0"]
+    assert redundant_names(net) == ["0"]
     CHANGES[kind](net)
     assert searched(net) is None
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from captured_step_cases import COUNT, Failing, assert_as_plain_steps, eager_step, graph_step, without_gpu
 from lanes_cases import NoLanes
-from redundant_biases_cases import X, Y, found, loss_of, names, searched
+from redundant_biases_cases import X, Y, loss_of, names, redundant_names, searched
 from torch import nn
 from torch.nn import functional
 from training_cases import difference, mlp, vectors
@@ -82,7 +82,7 @@ def both(make: Callable[[], nn.Module], forward: Any = loss_of, **options: Any) 
     ids=["as it is", "not affine", "no running statistics", "momentum", "all momentum"],
 )
 def test_training_without_them_is_the_same(norm: dict[str, Any]) -> None:
-    assert found(Net(**norm)) == ["first", "second", "up", "line", "hidden"]
+    assert redundant_names(Net(**norm)) == ["first", "second", "up", "line", "hidden"]
     plain, other = both(lambda: Net(**norm))
     assert difference(plain.state_dict(), other.state_dict()) < 1e-12
     assert plain.state_dict().keys() == other.state_dict().keys()
@@ -94,7 +94,7 @@ def test_a_bias_that_does_not_learn_keeps_no_gradient() -> None:
         net.first.bias.requires_grad_(False)
         return net
 
-    assert "first" in found(make())
+    assert "first" in redundant_names(make())
     plain, other = both(make)
     assert difference(plain.state_dict(), other.state_dict()) < 1e-12
     assert other.first.bias.grad is None  # type: ignore[union-attr]
@@ -249,7 +249,7 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
     """Clipping multiplies all gradients by a norm that is no number."""
     X, y = vectors(COUNT)
     X[40] = torch.nan  # in the third step, the first without that bias
-    found = []
+    states = []
     for fast in (True, False):
         net = mlp(norm=True)
         eager, data = eager_step(net), Arrays((X, y))
@@ -259,6 +259,6 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
         for step in range(5):
             if not (fast and graph(16)):
                 eager(data.take(torch.arange(step * 16, step * 16 + 16)), 16, step)
-        found.append(net.state_dict())
-    assert all(bool(torch.isfinite(value).all()) for value in found[0].values())
-    assert difference(*found) < 1e-14
+        states.append(net.state_dict())
+    assert all(bool(torch.isfinite(value).all()) for value in states[0].values())
+    assert difference(*states) < 1e-14
