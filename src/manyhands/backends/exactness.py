@@ -65,6 +65,8 @@ class Verdict:
         """In words, after the name of a way."""
         if self.accepted:
             return f"as exact as plain execution ({self.error:.2f} of its error)"
+        if math.isinf(self.worst):
+            return "different where it must be equal: in a result's shape, dtype, integers, zeros, infinities or NaNs"
         return f"{self.worst:.3g} times as far from exact results as plain execution"
 
 
@@ -79,6 +81,8 @@ def judge(results: Sequence[Distance], max_luck: float, jump: float = 0.0) -> Ve
     'as exact as plain execution (0.98 of its error)'
     >>> judge([loss, Distance(1.0, 0.46, 1.0, 1e-5)], max_luck=0.05).words  # all zeros
     '1.96 times as far from exact results as plain execution'
+    >>> judge([loss, Distance(math.inf, 0.0, 1.0, 0.0)], max_luck=0.05).words  # of another dtype
+    "different where it must be equal: in a result's shape, dtype, integers, zeros, infinities or NaNs"
     """
     largest = max((max(result.size, result.whole) for result in results), default=0.0)
     noise = [result for result in results if _is_noise(result, largest)]

@@ -132,6 +132,8 @@ def _better_of(
     except Exception as error:
         planned.notes.append(f"compiled {lanes or 'regions'}: not used: {first_line(error)}")
         return False, planned
+    # A way has the same name in both plans: say which of them a note is about.
+    other.notes = [note if note in planned.notes else f"compiled {lanes or 'regions'}: {note}" for note in other.notes]
     taken = other.way != AS_WRITTEN and _is_ahead(other, planned, trials.seconds_of)
     compiled_ways = {way: _compiled(way, lanes) for way in other.seconds | other.predicted}
     if taken:
