@@ -341,3 +341,20 @@ def test_buffers_that_change_places() -> None:
         torch.testing.assert_close(fast(a, b), torch.tensor([3.0, 4.0]).sin())
         assert a.tolist() == [3.0, 4.0]
         assert b.tolist() == [1.0, 2.0]
+
+
+def test_dropout_before_a_transposition_is_trained() -> None:
+    """The gradient of a dropout has strides, which a view after it depends on."""
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.rand(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dropped = nn.functional.dropout((x @ weight).view(2, 3, 4), 0.5, training=True)
+        return (dropped.transpose(1, 2) * torch.arange(1.0, 4.0)).sum(), dropped.detach()
+
+    compiled = torch.compile(function, backend="manyhands", options={"fuse": False})
+    for _ in range(3):
+        loss, dropped = compiled(x)
+        (gradient,) = torch.autograd.grad(loss, weight)
+        kept = (dropped != 0) * 2.0 * torch.arange(1.0, 4.0)[:, None]
+        torch.testing.assert_close(gradient, x.t() @ kept.view(6, 4))

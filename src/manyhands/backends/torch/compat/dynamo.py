@@ -31,6 +31,11 @@ def skip_code(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
+def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    """On a CPU in simple operations: PyTorch captures its result as contiguous, and the kernel keeps the strides."""
+    return gradient * (mask.type_as(gradient) * scale) if gradient.device.type == "cpu" else NotImplemented
+
+
 def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
     """Splits a graph of Dynamo into a forward and a backward graph.
 
@@ -39,7 +44,8 @@ def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
 
-    split: Callable[..., Callable[..., Any]] = aot_autograd(**compilers)
+    decompositions = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
+    split: Callable[..., Callable[..., Any]] = aot_autograd(**compilers, decompositions=decompositions)
 
     def compiled(*arguments: Any) -> Callable[..., Any]:
         with config.patch(donated_buffer=False):
