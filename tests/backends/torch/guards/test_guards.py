@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import randrange
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -255,6 +256,12 @@ def test_what_has_a_known_shape_is_planned(way: Callable[..., Any]) -> None:
     for number in range(3):
         assert torch.equal(fast(X + number), way(X + number))
     assert "synchronous" in fast.explain()
+
+
+def test_a_method_of_random_numbers_is_named() -> None:
+    fast = Parallel(lambda x: x * randrange(3), planning)
+    fast(torch.ones(2))
+    assert "it uses randrange, a source of random numbers" in fast.explain()
 
 
 # Libraries that are used with several frameworks

@@ -206,7 +206,8 @@ class Outside:
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, types.MethodType):
-            self._visit(value.__self__, name.rpartition(".")[0] or "self")
+            holder = value.__self__
+            self._visit(holder, name.rpartition(".")[0] or (name if why_unwatched(holder) else "self"))
             self._visit(value.__func__, name)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
