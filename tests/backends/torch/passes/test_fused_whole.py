@@ -98,7 +98,7 @@ def test_tensors_that_share_memory_are_not_compiled_as_one_task() -> None:
 
 
 def test_copies_are_compiled_one_by_one() -> None:
-    """As one operation they would be one large kernel; the compiler writes each value where it computes it."""
+    """As one operation they would be a kernel of their own; the compiler writes each value where it computes it."""
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
     net.train().requires_grad_(False)
     x, compiled = torch.rand(2, 1, 8, 8), list[Any]()

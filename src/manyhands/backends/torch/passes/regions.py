@@ -370,7 +370,7 @@ class _Writer:
 def _copy_one_by_one(graph: Graph, arguments: Any) -> None:
     """The copies of ``_foreach_copy_``: compiled code writes each value where it computes it.
 
-    As one operation they would be one large kernel, which alone takes seconds to compile.
+    As one operation they would be a kernel of their own, which reads every value again.
     """
     for target, source in zip(*arguments[:2], strict=True):
         graph.call_function(_aten.copy_.default, (target, source))
