@@ -135,7 +135,7 @@ TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
     (
         lambda mh, model: mh.Trainer(1, quiet=True, loss="mse").fit(model, (X, Y.astype(np.float32))),
         "BadBatch: the model's output for a sample has shape (4,), and its target (): the loss compares each number of "
-        "the answer with one target; give targets of the answer's shape",
+        "the output with one target; give targets of the output's shape",
     ),
     (
         lambda mh, model: mh.Trainer(1, quiet=True, metrics=["nonsense"]),

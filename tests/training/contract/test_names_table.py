@@ -144,7 +144,7 @@ def test_from_pytorch_over_jax_tensorflow_and_mxnet_to_pytorch(bench: Bench) -> 
         (
             {"a": ["conv.bias", {"permute": [1, 0]}]},
             [],
-            r"permute \[1, 0\] does not fit the shape \[2\], which has 1 axes",
+            r"permute \[1, 0\] does not fit the shape \[2\], which has 1 axis",
         ),
         ({"a": ["conv.bias", {"reshape": [3]}]}, [], r"reshape \[3\] has 3 numbers, and the shape \[2\] has 2"),
         ({"a": ["conv.bias", "turn"]}, [], 'the step "turn" is not known'),

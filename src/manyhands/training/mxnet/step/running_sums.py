@@ -128,8 +128,7 @@ class Metrics:
             return mx.np.stack([self._loss, self._correct, self._bad, self._divisor]).as_in_ctx(mx.cpu())
 
     def _figures(self, count: int, sums: Any) -> Figures:
-        loss, correct, bad, divisor = (
-            sums.asnumpy().tolist()
-        )  # manyhands: wait-ok they are on the host, or an epoch ends
+        numbers = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
+        loss, correct, bad, divisor = numbers
         figures = Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_right)
         return figures.weighed(divisor) if self._weighed else figures
