@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from manyhands import cache
-from manyhands.cache import cache_folder
+from manyhands.backends import cache
+from manyhands.backends.cache import cache_folder
 from manyhands.parallel import costs as module
 from manyhands.parallel.costs import Cost, Remembered, costs
 from manyhands.schedule.task import Task

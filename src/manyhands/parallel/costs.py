@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeGuard
 
 from manyhands.amounts import counted
+from manyhands.backends.cache import CacheFile
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
-from manyhands.cache import CacheFile
 from manyhands.schedule.task import Task
 
 _FORMAT = 1

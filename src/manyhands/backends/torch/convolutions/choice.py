@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
+from manyhands.backends.cache import CacheFile
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.convolutions import cudnn_plans, products
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem, layout
 from manyhands.backends.torch.kernels.nvrtc import driver_version
-from manyhands.cache import CacheFile
 from manyhands.schedule.timing import rounds
 
 _FORMAT = 2
