@@ -29,8 +29,8 @@ from manyhands.backends.torch.capture.facts import (
     written_values,
 )
 from manyhands.backends.torch.capture.fast_match import recogniser
-from manyhands.backends.torch.capture.results import opened
-from manyhands.backends.torch.capture.trace import Trace, is_check, meaningless_outputs, together
+from manyhands.backends.torch.capture.results import opened, together
+from manyhands.backends.torch.capture.trace import Trace, is_check, meaningless_outputs
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.dynamo.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.guards.by_dynamo import guards

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture import trace
+from manyhands.backends.torch import compat, planning
+from manyhands.backends.torch.capture import results
 from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.run.bindings import native
 from manyhands.parallel.function import Parallel
@@ -221,8 +221,8 @@ def test_what_is_called_gives_what_eager_gives(function: Callable[..., Any]) -> 
 
 def test_results_of_any_form_are_put_together() -> None:
     for value in ([1, (2, {"b": 3, "a": [4, ()]})], 1, {}, torch.return_types.max((1, 2)), [{"x": 1}, {"x": 2}]):
-        leaves, structure = trace.tree_flatten(value)
-        assert trace._builder(structure)(leaves) == value
+        leaves, structure = compat.tree_flatten(value)
+        assert results._builder(structure)(leaves) == value
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

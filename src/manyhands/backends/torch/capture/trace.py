@@ -31,11 +31,9 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.module_paths import module_path
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
-from manyhands.backends.torch.capture.results import FreedGraph, with_freed_graph
 from manyhands.backends.torch.capture.watch import Watch
-from manyhands.backends.torch.compat import tree_flatten, tree_unflatten
+from manyhands.backends.torch.compat import tree_flatten
 from manyhands.errors import CannotTrace
-from manyhands.python_code.generated import function
 from manyhands.schedule.task import Kind, Task
 
 _aten = torch.ops.aten
@@ -462,45 +460,3 @@ def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return str(device)  # a virtual device has a number
     return f"gpu:{device.index or 0}"
-
-
-def together(trace: Trace) -> Callable[[Sequence[Any]], Any]:
-    """Makes the function's result of a run's values; gradients go where the function would have put them."""
-    build = _builder(trace.structure)
-    if not trace.gradients:
-        return build
-    count = len(trace.outputs) - sum(there for _, there in trace.gradients)
-
-    def with_gradients(values: Sequence[Any]) -> Any:
-        gradients = iter(values[count:])
-        for tensor, there in trace.gradients:
-            tensor.grad = next(gradients) if there else None
-        return build(values[:count])
-
-    return with_gradients
-
-
-def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
-    """Builds a result from its leaves: by one generated expression if it is of plain lists, tuples and dicts."""
-    names: dict[str, Any] = {}
-
-    def text(value: Any) -> str:
-        if type(value) is int:
-            return f"v[{value}]"
-        if type(value) in (list, tuple):
-            inner = "".join(f"{text(part)}, " for part in value)
-            return f"[{inner}]" if type(value) is list else f"({inner})"
-        if type(value) is FreedGraph:
-            names["with_freed_graph"] = with_freed_graph
-            return f"with_freed_graph({text(value.value)})"
-        if type(value) is dict:
-            names.update({f"k{len(names) + number}": key for number, key in enumerate(value)})
-            keys = list(names)[len(names) - len(value) :]
-            return "{" + ", ".join(f"{key}: {text(value[names[key]])}" for key in keys) + "}"
-        raise TypeError
-
-    try:  # a tree with the number of each leaf in its place
-        source = text(tree_unflatten(list(range(structure.num_leaves)), structure))
-    except TypeError:
-        return lambda values: tree_unflatten(list(values), structure)
-    return function("result", f"def together(v):\n    return {source}", names)
