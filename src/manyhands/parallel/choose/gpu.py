@@ -63,10 +63,9 @@ def choose(
         with backend.untouched(trace, call.tensors) as put_back:
             return backend.seconds(lambda: run(*call.run_arguments), device, put_back, *repeats)
 
-    if only_plain:  # compiled code is timed beside it later
-        best.seconds[AS_WRITTEN] = seconds_of(plainly, _OF_A_TURN)
-        return
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
+    if only_plain:
+        return
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     footprints = {id(trace): footprint}
     for way, scheduled, traced in ways(backend, trace, device, measured, best):
