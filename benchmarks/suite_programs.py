@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers_nets
 from torch import nn
 
 Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]  # a net and its arguments, in float32 on the CPU
@@ -278,7 +279,7 @@ class Lstm(nn.Module):
 
 def programs(quick: bool) -> dict[str, Program]:
     """All programs by name; ``quick``: sizes for a try on a CPU."""
-    listed = [*_custom(quick), *_vision(quick)]
+    listed = [*_custom(quick), *_vision(quick), *_language(quick)]
     return {program.name: program for program in listed}
 
 
@@ -363,6 +364,27 @@ def _vision(quick: bool) -> list[Program]:
         Program("resnet18-train", net("resnet18", batch, 32, num_classes=10), labels=10),
         Program("googlenet-train", net("googlenet", batch, 64, num_classes=10, dropout=0.0, **plain), labels=10),
         Program("vit-train", net("vit_b_16", batch, 64, image_size=64, num_classes=10), labels=10),
+    ]
+
+
+def _language(quick: bool) -> list[Program]:
+    """Those of transformers, where it is installed."""
+    if not transformers_nets.installed():
+        return []
+    words, length, lines, size = (100, 8, 2, 32) if quick else (30_000, 128, 8, 224)
+    nets = transformers_nets.nets(quick, words, size, dropout=0.0)
+
+    def tokens(name: str, count: int) -> Make:
+        return lambda: (nets[name](), (torch.randint(words, (count, length)),))
+
+    return [
+        Program("hf-bert", tokens("hf-bert", 1)),
+        Program("hf-bert-train", tokens("hf-bert", lines), labels=10),
+        Program("hf-gpt2", tokens("hf-gpt2", 1)),
+        Program("hf-gpt2-train", tokens("hf-gpt2", lines), labels=100),
+        Program("hf-llama", tokens("hf-llama", 1)),
+        Program("hf-llama-train", tokens("hf-llama", lines), labels=100),
+        Program("hf-convnext", lambda: (nets["hf-convnext"](), (torch.randn(1, 3, size, size),))),
     ]
 
 

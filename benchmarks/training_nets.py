@@ -1,6 +1,6 @@
 """Other people's nets through `Trainer.fit`, beside a tuned eager loop, a CUDA graph by hand and `torch.compile`.
 
-    python benchmarks/training_nets.py                               every net (torchvision's, where it is installed)
+    python benchmarks/training_nets.py               every net (those of torchvision and transformers where installed)
     python benchmarks/training_nets.py --nets gpt,vgg16 --rows eager,manyhands
     python benchmarks/training_nets.py --tiny                        small sizes on any device: no figures to quote
 
@@ -26,6 +26,7 @@ import peers
 import suite_programs as suite
 import torch
 import training
+import transformers_nets
 from torch import nn
 
 from manyhands import machine
@@ -108,7 +109,7 @@ def nets(tiny: bool) -> dict[str, Net]:
         "mlp-ensemble": Net(lambda: suite.Ensemble(3 if tiny else 8, width, 4), (width,), batch),
         "experts": Net(lambda: suite.Experts(3 if tiny else 8, width), (width,), batch),
     }
-    return {**own, **_torchvision(image, batch)}
+    return {**own, **_torchvision(image, batch), **_transformers(tiny, image, batch)}
 
 
 def _torchvision(image: tuple[int, int, int], batch: int) -> dict[str, Net]:
@@ -131,6 +132,20 @@ def _torchvision(image: tuple[int, int, int], batch: int) -> dict[str, Net]:
         "swin-t": net("swin_t"),
         "googlenet": net("googlenet", aux_logits=False, init_weights=False),
         "regnet-y-400mf": net("regnet_y_400mf"),
+    }
+
+
+def _transformers(tiny: bool, image: tuple[int, int, int], batch: int) -> dict[str, Net]:
+    if not transformers_nets.installed():
+        return {}
+    words, length, lines = (100, 16, 4) if tiny else (30_000, 128, 32)
+    made = transformers_nets.nets(tiny, words, image[1])
+    return {
+        "hf-bert": Net(made["hf-bert"], (length,), lines, words),
+        "hf-gpt2": Net(made["hf-gpt2"], (length,), lines, words, classes=words),
+        "hf-llama": Net(made["hf-llama"], (length,), lines, words, classes=words),
+        "hf-vit": Net(made["hf-vit"], image, batch),
+        "hf-convnext": Net(made["hf-convnext"], image, batch),
     }
 
 
