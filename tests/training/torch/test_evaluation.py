@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +48,39 @@ class Pair(NamedTuple):
 class Record:
     scores: torch.Tensor
     first: torch.Tensor
+
+
+class Cache:
+    """Keys and values that a model returns for its next call: no array, and no tree of arrays."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+@dataclass
+class ByName(OrderedDict[str, Any]):
+    """As the outputs of transformers: a dict and a dataclass."""
+
+    scores: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    cache: Cache | None = None
+
+    def __post_init__(self) -> None:
+        self.update({name: part for name, part in vars(self).items() if part is not None})
+
+
+class Generator(torch.nn.Module):
+    """Returns the loss of the batch and a cache beside its scores."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.wrap = torch.nn.Linear(4, 2), wrap
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        scores = self.layer(x)
+        loss = None if labels is None else torch.nn.functional.cross_entropy(scores, labels)
+        return self.wrap(scores=scores, loss=loss, cache=Cache(x))
 
 
 class Inputs(Dataset[torch.Tensor]):
@@ -163,6 +197,31 @@ def test_dict_batches() -> None:
     metrics["own"] = torchmetrics.Accuracy("multiclass", num_classes=2, average="micro")  # of the logits
     figures = quiet(metrics=metrics).evaluate(net, batch)
     assert figures["right"] == figures["own"] == pytest.approx(figures["acc"])
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_parts_of_an_output_without_rows_are_left_out(devices: str) -> None:
+    model = Generator(ByName)
+
+    def accuracy(outputs: Any, targets: Any) -> Any:
+        assert type(outputs) is ByName
+        assert outputs.loss is None
+        return (outputs.scores.argmax(1) == targets).double().mean()
+
+    trainer = quiet(devices=devices, metrics={"accuracy": accuracy})
+    for outputs in (trainer.predict(model, {"x": X}), trainer.predict(model, X)):
+        assert type(outputs) is ByName
+        assert torch.equal(outputs.scores, model.layer(X))
+        assert outputs.cache is None
+    figures = trainer.evaluate(model, {"x": X, "labels": Y})
+    assert figures["accuracy"] == pytest.approx(float((model.layer(X).argmax(1) == Y).double().mean()))
+
+
+def test_a_dict_without_its_cache() -> None:
+    model = Generator(dict)
+    outputs = quiet().predict(model, {"x": X})
+    assert outputs.keys() - {"loss"} == {"scores"}
+    assert torch.equal(outputs["scores"], model.layer(X))
 
 
 def test_targets_in_dict_batches() -> None:

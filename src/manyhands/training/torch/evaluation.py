@@ -165,7 +165,7 @@ class _RecordedOutputs:
     def take(self, batch: Batch) -> Any:
         """The output for the batch that the objective has just seen."""
         seen = list(self._seen)
-        output = _without_loss(seen[0]) if len(seen) == 1 else predicted(self.model, batch)
+        output = seen[0] if len(seen) == 1 else predicted(self.model, batch)
         self._seen.clear()
         return output
 
@@ -182,6 +182,7 @@ class _Outputs:
         if self.take_pair is None:
             return
         if pair is not None:
+            pair = (_with_rows(pair[0]), pair[1])
             check_rows(pair[0], size)
         leaves, structure = tree.flatten(pair)
         self._late.add(([_started(leaf) for leaf in leaves], structure))
@@ -224,17 +225,24 @@ def joined(arrays: list[Any]) -> Any:
     return torch.cat(arrays) if isinstance(arrays[0], torch.Tensor) else np.concatenate(arrays)
 
 
-def _without_loss(output: Any) -> Any:
-    """The output without the loss of the batch, which Hugging Face's models put there."""
-    if isinstance(output, Mapping) and _is_number(output.get("loss")):
-        return {name: part for name, part in output.items() if name != "loss"}
-    if dataclasses.is_dataclass(output) and not isinstance(output, type) and _is_number(getattr(output, "loss", None)):
-        return dataclasses.replace(output, loss=None)
+def _with_rows(output: Any) -> Any:
+    """The output without the named parts that belong to a batch, not to its samples.
+
+    Models of Hugging Face return such parts beside their scores: the loss, and the cache of keys and values.
+    """
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):  # its dicts are dataclasses, too
+        names = [field.name for field in dataclasses.fields(output) if field.init]
+        left_out = dict.fromkeys(name for name in names if _is_of_batch(getattr(output, name, None)))
+        return dataclasses.replace(output, **left_out) if left_out else output
+    if isinstance(output, Mapping) and any(map(_is_of_batch, output.values())):
+        return {name: part for name, part in output.items() if not _is_of_batch(part)}
     return output
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
+def _is_of_batch(part: Any) -> bool:
+    """Whether it has no rows: a single number, or an object that is no array."""
+    leaves, _ = tree.flatten(part)
+    return bool(leaves) and not any(getattr(leaf, "shape", ()) for leaf in leaves)
 
 
 # Batches
@@ -246,7 +254,7 @@ def predicted(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None
     ``inputs``: which parts of a tuple these are; None: all but the target.
     """
     if isinstance(batch, Mapping):
-        return _without_loss(dict_batches.output_of(model, {n: part for n, part in batch.items() if n not in LABELS}))
+        return dict_batches.output_of(model, {n: part for n, part in batch.items() if n not in LABELS})
     if not isinstance(batch, (tuple, list)):
         return model(batch)
     return model(*batch[: _inputs(model, batch) if inputs is None else inputs.count(len(batch))])
