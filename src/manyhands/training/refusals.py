@@ -30,6 +30,14 @@ def not_data(data: object, kinds: str) -> NotATensor:
     return NotATensor(f"a value of type {type(data).__name__} cannot be read as data: give {kinds}")
 
 
+def not_a_column(name: object, part: object) -> NotATensor:
+    """The error for an entry of a dict of arrays that is none."""
+    return NotATensor(
+        f"{name!r} of the dict is {type_in_words(part)}, which cannot be read as data: give a dict of arrays with one "
+        "row per sample, or a DataLoader, whose batches may hold other values, too"
+    )
+
+
 def lists_of_numbers() -> NotATensor:
     return NotATensor("lists of numbers cannot be read as data: make arrays of them, (np.array(X), np.array(y))")
 

@@ -340,6 +340,12 @@ def test_what_is_no_data(data: Any) -> None:
         Trainer(1, quiet=True).fit(mlp(), data)
 
 
+def test_a_part_of_a_dict_that_is_no_array() -> None:
+    data = {"X": vectors()[0], "return_loss": True}
+    with pytest.raises(NotATensor, match=r"'return_loss' of the dict is a bool.*: give a dict of arrays"):
+        Trainer(1, quiet=True).fit(mlp(), data)
+
+
 @pytest.mark.parametrize("model", [nn.Linear, torch.relu])
 def test_what_is_no_model(model: Any) -> None:
     with pytest.raises(BadSettings, match=r"cannot be trained: give a torch\.nn\.Module"):

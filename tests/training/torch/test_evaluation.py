@@ -224,6 +224,28 @@ def test_a_dict_without_its_cache() -> None:
     assert torch.equal(outputs["scores"], model.layer(X))
 
 
+def test_a_model_that_needs_its_labels() -> None:
+    class Decoder(torch.nn.Module):
+        """As an encoder-decoder of transformers: without inputs of its own the decoder gets the labels."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            if labels is None:
+                raise ValueError("decoder_input_ids are missing")
+            return {"scores": self.layer(x) + labels[:, None]}
+
+    model, data = Decoder(), {"x": X, "labels": Y}
+    with pytest.raises(BadBatch, match=r"Decoder needs 'labels', which .* leaves out: write predict\(.*targets=False"):
+        quiet().predict(model, data)
+    with pytest.raises(BadBatch, match=r"Decoder does not take it \(decoder_input_ids are missing\)"):
+        quiet().predict(model, {"x": X})
+    outputs = quiet().predict(model, data, targets=False)
+    assert torch.equal(outputs["scores"], model(**data)["scores"])
+
+
 def test_targets_in_dict_batches() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

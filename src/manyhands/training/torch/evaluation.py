@@ -251,10 +251,11 @@ def _is_of_batch(part: Any) -> bool:
 def predicted(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None) -> Any:
     """The model's output for a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict.
 
-    ``inputs``: which parts of a tuple these are; None: all but the target.
+    ``inputs``: which parts of a batch these are; None: all but the target.
     """
     if isinstance(batch, Mapping):
-        return dict_batches.output_of(model, {n: part for n, part in batch.items() if n not in LABELS})
+        left_out = () if inputs is not None and inputs.targets is False else LABELS
+        return dict_batches.output_of(model, {name: part for name, part in batch.items() if name not in left_out})
     if not isinstance(batch, (tuple, list)):
         return model(batch)
     return model(*batch[: _inputs(model, batch) if inputs is None else inputs.count(len(batch))])

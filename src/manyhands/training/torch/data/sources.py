@@ -200,8 +200,10 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     if isinstance(data, (tuple, list)) and data and is_list_of_numbers(data[0]):
         raise refusals.lists_of_numbers()
     if isinstance(data, Mapping) and 0 not in data:  # one with 0 may be a dataset
-        if not data or not all(_is_array(part) for part in data.values()):
+        if not data:
             raise refusals.not_data(data, _KINDS)
+        if (name := next((name for name, part in data.items() if not _is_array(part)), None)) is not None:
+            raise refusals.not_a_column(name, data[name])
         check_numbers([part for part in data.values() if isinstance(part, np.ndarray)])
         return Arrays(tuple(torch.as_tensor(part) for part in data.values()), Named(tuple(data)), shuffle=shuffle)
     if isinstance(data, (str, bytes)):

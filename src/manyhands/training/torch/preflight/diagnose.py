@@ -29,9 +29,12 @@ from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.errors import type_in_words
 from manyhands.training import refusals
+from manyhands.training.evaluation.inputs import LABELS
+from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
 from manyhands.training.torch.data.samples import can_be_read, few_samples
 from manyhands.training.torch.data.sources import Samples
+from manyhands.training.torch.evaluation import predicted
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
 from manyhands.training.torch.state import randomness
@@ -42,6 +45,7 @@ _CHANNELS = 4  # of an image, at most
 _AT_ONCE = 3  # changes that are tried together
 _Lesson = Callable[[Job], str | None]
 _Change = Callable[[Batch], Batch]
+_Call = Callable[[torch.nn.Module, Any], Any]
 
 
 def of(job: Job, error: Exception) -> str | None:
@@ -62,6 +66,8 @@ def of_prediction(job: Job) -> str | None:
         return None
     with contextlib.suppress(Exception):
         samples = few_samples(job.train, _FEW)
+        if isinstance(samples, Mapping):
+            return _of_prediction_by_name(job, samples)
         batch = tuple(samples) if isinstance(samples, (tuple, list)) else (samples,)
         inputs = batch if job.inputs is None else job.inputs.of(batch)
         reason = _refusal(job, inputs)
@@ -73,12 +79,24 @@ def of_prediction(job: Job) -> str | None:
     return None
 
 
-def _refusal(job: Job, inputs: tuple[Any, ...]) -> str | None:
+def _of_prediction_by_name(job: Job, batch: Mapping[str, Any]) -> str | None:
+    """A model that takes its inputs by name; an encoder-decoder may make the decoder's inputs of the labels."""
+    reason = _refusal(job, batch, lambda model, batch: predicted(model, batch, job.inputs))
+    labels = next((name for name in LABELS if name in batch), None)
+    if reason is None or labels is None or _refusal(job, batch, dict_batches.output_of) is not None:
+        return reason
+    return (
+        f"{type(job.model).__name__} needs {labels!r}, which predict(model, data) leaves out: write predict(model, "
+        "data, targets=False) to give them to the model, too"
+    )
+
+
+def _refusal(job: Job, inputs: Any, call: _Call = lambda model, inputs: model(*inputs)) -> str | None:
     """Why a copy of the model does not take these inputs, from its own error; None if it does."""
     model, inputs = _copy(job, inputs)
     try:
         with torch.no_grad(), randomness.preserved(next(model.parameters()).device):
-            model.eval()(*inputs)
+            call(model.eval(), inputs)
     except Exception as error:
         shapes = [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()]
         return str(refusals.not_taken(model, shapes, error))
