@@ -34,9 +34,11 @@ def main(framework: str, names: list[str]) -> None:
     training_scaling.jobs = lambda bench: [  # type: ignore[assignment]
         training_scaling.Job("lenet", batch_size, 0.05, devices) for batch_size in (32, 128) for devices in (1, 2)
     ]
-    most = max(experiments.load(name).devices for name in names)
     # One bench's devices serve all: their number cannot change in a process.
-    bench = SmallBench(importlib.import_module(f"manyhands.{framework}"), framework, quick=True, most_devices=most)
+    asked = [experiments.load(name) for name in names]
+    most, apart = max(each.devices for each in asked), all(each.apart for each in asked)
+    mh = importlib.import_module(f"manyhands.{framework}")
+    bench = SmallBench(mh, framework, quick=True, most_devices=most, apart=apart)
     for name in names:
         begin = time.perf_counter()
         bench.virtual, bench.recorded = [], []

@@ -20,8 +20,8 @@ _ONE_BY_ONE = "number by number"
 
 @experiment("parameter-access", question="What does it cost to read and write parameters on a device?", apart=True)
 def run(bench: Bench) -> Finding:
-    mh, operations, host = bench.mh, bench.operations, bench.mh.cpu()
-    (device,) = bench.devices(1)
+    mh, operations = bench.mh, bench.operations
+    (device,), host = bench.devices(1), mh.cpu()  # in this order: JAX's runtime starts with mh.cpu()
     width = bench.size(gpu=1024, cpu=384, quick=128)
     single_numbers = bench.size(gpu=50, cpu=50, quick=40)  # numbers that are read or written one by one
     shapes = [(width, width), (1, width)] * bench.size(gpu=20, cpu=20, quick=20)  # weights and biases
