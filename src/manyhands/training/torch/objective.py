@@ -20,6 +20,7 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.book.module import Module
+from manyhands.training.torch.book.plots import plots_of
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
@@ -62,7 +63,7 @@ class Objective(abc.ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of the batch, and the number of correct predictions; ``part``: there are other parts."""
         loss, scored = self.loss_and_scores(model, batch, part=part)
-        return loss, count_right(scored)
+        return loss, self.correct(scored, batch)
 
     def loss_and_scores(
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
@@ -100,7 +101,11 @@ class Objective(abc.ABC):
         known = KnownMeans()
         value, scored = self.value(model, batch, known)
         loss_sum = value if isinstance(value, LossSum) else known.sum_of(value)
-        return None if loss_sum is None else checked(loss_sum), value, count_right(scored)
+        return None if loss_sum is None else checked(loss_sum), value, self.correct(scored, batch)
+
+    def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
+        """The number of correct predictions of the batch whose value was asked for last; None: not class scores."""
+        return count_right(scored)
 
 
 _TWO_KINDS = (
@@ -185,6 +190,8 @@ class OwnStep(Objective):
     sums_of: dict[int | str, bool] = dataclasses.field(default_factory=dict)
     # Whether to call training_step or validation_step; None: by the model's mode.
     training: bool | None = None
+    # The share of correct predictions that the last validation step has plotted, as the book's do.
+    plotted_accuracy: Any = dataclasses.field(default=None, init=False)
 
     def is_mean(self, model: torch.nn.Module) -> bool:
         if not isinstance(model, Module) or type(model).validation_step is not Module.validation_step:
@@ -209,6 +216,8 @@ class OwnStep(Objective):
                 return in_full(user.loss, output, target), class_scores(output, target)
         with known or nullcontext():
             returned = self._called(getattr(user, name), batch)
+            if not trains and (plots := plots_of(model)) is not None:
+                returned = self._of_plots(user, returned, plots.take(), batch)
         value = (
             returned["loss"] if isinstance(returned, Mapping) and "loss" in returned else returned
         )  # as Lightning has it
@@ -218,6 +227,22 @@ class OwnStep(Objective):
                 f"{who} returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
             )
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
+
+    def _of_plots(self, model: Any, returned: Any, plotted: dict[str, Any], batch: Batch) -> Any:
+        """The loss of a validation step that plots it and returns nothing; one that plots no loss has that of training.
+
+        The book's language models, for example, plot the perplexity alone.
+        """
+        self.plotted_accuracy = plotted.get("acc")
+        if returned is not None:
+            return returned
+        return plotted["loss"] if "loss" in plotted else self._called(model.training_step, batch)
+
+    def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
+        share, self.plotted_accuracy = self.plotted_accuracy, None
+        if share is None:
+            return super().correct(scored, batch)
+        return (torch.as_tensor(share).detach() * rows(batch)).round()
 
     def of_optimizer(self, key: int | str) -> OwnStep:
         """The objective of one of several optimizers."""

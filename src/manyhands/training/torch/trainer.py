@@ -33,6 +33,7 @@ from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, optimizers, schedulers, standalone
+from manyhands.training.torch.book import plots
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
@@ -118,10 +119,11 @@ class Trainer(BaseTrainer):
         resume: Path | None,
     ) -> Result:
         checks.check_trainable(model)
-        before = copy.deepcopy(model) if checks.is_lazy(model) else model
+        before = checks.copied(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
-        with _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error)):
+        diagnosed = _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error))
+        with plots.taken_over(model), diagnosed:
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
@@ -228,7 +230,7 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        with _diagnosed(lambda error: diagnose.of(job, error)):
+        with plots.taken_over(model), _diagnosed(lambda error: diagnose.of(job, error)):
             with modes_preserved(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)

@@ -30,6 +30,9 @@ class Module(torch.nn.Module, HyperParameters):
         net: Any = self.net
         return net(*inputs)
 
+    def plot(self, key: str, value: Any, train: bool) -> None:
+        """Accepts a value as the book's ``plot`` does. The trainer draws: :mod:`.plots` says what becomes of it."""
+
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.loss(self(*batch[:-1]), batch[-1])
 

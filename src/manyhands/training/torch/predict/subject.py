@@ -14,11 +14,12 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
+from manyhands.training.torch.book import plots
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, pick, rows
 from manyhands.training.torch.data.samples import as_the_model
 from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
-from manyhands.training.torch.preflight import precision
+from manyhands.training.torch.preflight import checks, precision
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
@@ -74,10 +75,12 @@ class Subject:
 
 def job_of(model: torch.nn.Module, loss: Any, optimizer: Any, settings: Settings) -> Job:
     """A job that trains a copy of the model; it has no data yet."""
+    copies = checks.lazy_buffers(model)
     if isinstance(optimizer, torch.optim.Optimizer):
-        model, optimizer = copy.deepcopy((model, optimizer))
+        model, optimizer = copy.deepcopy((model, optimizer), copies)
     else:
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(model, copies)
+    plots.take_over(model)
     nothing: Any = None
     make = optimizers.optimizer_for(model, optimizer, settings.lr)
     return Job(model, objective_for(model, loss), nothing, None, settings, make)

@@ -24,6 +24,7 @@ from manyhands.training.callbacks.plan import NO_CALLBACKS
 from manyhands.training.limits import batch_size_bisection, host_memory
 from manyhands.training.options import Checkpoints, Limits
 from manyhands.training.torch import optimizers
+from manyhands.training.torch.book import plots
 from manyhands.training.torch.data.sources import Arrays, Samples
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
@@ -126,7 +127,9 @@ class Search:
     def _job(self, shard: int, micro: int | None) -> Job:
         """A few steps on a copy, without files and callbacks; an average of the weights takes memory, so it stays."""
         trainer = self.trainer
-        model, optimizer = copy.deepcopy((self.model, trainer._option("optimizer")))
+        both = (self.model, trainer._option("optimizer"))
+        model, optimizer = copy.deepcopy(both, checks.lazy_buffers(self.model))
+        plots.take_over(model)
         checks.materialise(model, self.data)
         settings = trainer._settings_with(shard)
         parts = settings.step.accumulate if micro is None else -(-shard // micro)

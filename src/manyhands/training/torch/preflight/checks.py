@@ -39,12 +39,33 @@ def check_is_module(model: Any) -> None:
 
 def check_trainable(model: Any) -> None:
     check_is_module(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    # By name: a model may have a `parameters` of its own, which lists tensors that PyTorch does not know to be weights.
+    if any(parameter.requires_grad for _, parameter in model.named_parameters()):
+        return
+    plain = [name for name, value in vars(model).items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not plain:
         raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
+    raise BadSettings(
+        f"{type_in_words(model)} has no parameters that could be trained: its tensors {', '.join(plain)} are not known "
+        f"to PyTorch as weights, so no device and no checkpoint gets them. Write self.{plain[0]} = "
+        "torch.nn.Parameter(...)"
+    )
 
 
 def is_lazy(model: torch.nn.Module) -> bool:
     return any(torch.nn.parameter.is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()])
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model that may have lazy layers."""
+    return copy.deepcopy(model, lazy_buffers(model))
+
+
+def lazy_buffers(model: torch.nn.Module) -> dict[int, Any]:
+    """Copies of the buffers that have no shape yet, for ``copy.deepcopy``: PyTorch copies such parameters only."""
+    kind: Any = torch.nn.UninitializedBuffer
+    lazy = [buffer for buffer in model.buffers() if isinstance(buffer, kind)]
+    return {id(each): kind(device=each.device, dtype=each.dtype) for each in lazy}
 
 
 def materialise(model: torch.nn.Module, data: Source) -> None:
@@ -53,7 +74,7 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
         return
     batch = few_samples(data, _FEW)
     with torch.no_grad(), evaluating(model):
-        _call(copy.deepcopy(model), batch)  # if that fails, the layers stay as they are
+        _call(copied(model), batch)  # if that fails, the layers stay as they are
         _call(model, batch)
 
 

@@ -14,7 +14,6 @@ of int32 for a model of float32::
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -37,6 +36,7 @@ from manyhands.training.torch.data.sources import Samples
 from manyhands.training.torch.evaluation import predicted
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
+from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.eager import NumberFormat
 
@@ -361,7 +361,7 @@ def _of_gradient(job: Job) -> str | None:
 
 def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
     """A copy of the model, and the samples on its device; both in float64 if the job is."""
-    model = copy.deepcopy(job.model)
+    model = checks.copied(job.model)
     device = next(model.parameters()).device
     number_format = NumberFormat(dtype=torch.float64 if job.settings.precision == "fp64" else None)
     model = model.to(number_format.dtype) if number_format.dtype is not None else model
