@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.guards.containers import put_back, put_back_item
 from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
 from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
 from manyhands.backends.torch.guards.namespaces import Namespaces, is_cache
@@ -119,25 +120,15 @@ class Outside:
     def put_back(self) -> None:
         """Undo what was changed in Python; the numbers in tensors are not touched."""
         for holder, before in self._whole:
-            if isinstance(holder, (list, bytearray)):
-                holder[:] = before
-            elif isinstance(holder, (set, deque)):
-                holder.clear()
-                (holder.update if isinstance(holder, set) else holder.extend)(before)
-            elif not isinstance(holder, dict):  # an array of NumPy
-                holder[...] = before
-            else:
-                for key in [key for key in holder if key not in before]:
-                    del holder[key]
-                holder.update(before)
+            put_back(holder, before)
         for fact in self._facts:
             if fact.kind == "item" and isinstance(fact.holder, dict):
                 if fact.holder.get(fact.key, _NOTHING) is not fact.value:
-                    fact.holder[fact.key] = fact.value
+                    put_back_item(fact.holder, fact.key, fact.value)
             elif fact.kind == "cell":
                 fact.holder.cell_contents = fact.value
             elif fact.kind == "attribute" and getattr(fact.holder, fact.key, _NOTHING) is not fact.value:
-                setattr(fact.holder, fact.key, fact.value)
+                object.__setattr__(fact.holder, fact.key, fact.value)  # also where the class is frozen
 
     def add_address(self, tensor: torch.Tensor, name: str) -> None:
         """Guard the address of a tensor, its form, and whether it requires a gradient.
