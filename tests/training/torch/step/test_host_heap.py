@@ -33,6 +33,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.skipif(platform.machine() == "aarch64", reason="PyTorch's mimalloc frees memory by the clock")
 def test_steps_reuse_the_memory_of_the_one_before() -> None:
     FAULTS.clear()
     X, y = torch.randn(512 * 20, 8), torch.randint(3, (512 * 20,))

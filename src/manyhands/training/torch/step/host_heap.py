@@ -8,6 +8,10 @@ none. GPUs have an allocator that keeps memory, for the same reason.
 
 It changes the C library's malloc for as long as a job runs (glibc only; elsewhere, and where the user has set
 ``MALLOC_*``, nothing is changed). Afterwards what is free is given back.
+
+PyTorch's tensors are not in that heap on Arm: its builds for Arm have mimalloc, which gives freed memory back after a
+tenth of a second or less, and reads its settings only when PyTorch is loaded. Who has longer steps there sets
+``MIMALLOC_PURGE_DELAY=-1`` before.
 """
 
 from __future__ import annotations
