@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
+from manyhands.training.book import plots
+from manyhands.training.data.labels import ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.book.module import cross_entropy
@@ -42,7 +43,7 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
 def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
     """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     if not isinstance(objective_for(model, loss), Supervised):
-        return OWN_STEP.format(own_step(model, training=training))
+        return plots.why_no_accuracy(model, training=training)
     return why_no_classes_in(data.arrays) if isinstance(data, Arrays) else None
 
 

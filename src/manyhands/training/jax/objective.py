@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
+from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax.book.module import Module, cross_entropy
@@ -97,7 +98,9 @@ class OwnStep:
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         name = own_step(model, training=training)
-        return _value(getattr(model, name)(batch), f"{name} of {type(model).__name__}", None)
+        value, accuracy = call_step(model, name, batch)
+        correct = None if accuracy is None else jnp.round(accuracy * len(batch[-1]))
+        return _value(value, f"{name} of {type(model).__name__}", correct)
 
 
 def objective_for(model: nnx.Module, loss: Loss | None) -> Objective:

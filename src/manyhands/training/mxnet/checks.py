@@ -16,7 +16,8 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import launcher, refusals
-from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes, why_no_classes_in
+from manyhands.training.book import plots
+from manyhands.training.data.labels import ClassLabels, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
@@ -105,7 +106,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     objective = objective_for(model, loss)
     if objective.loss is None:
-        return OWN_STEP.format(own_step(model, training=training))
+        return plots.why_no_accuracy(model, training=training)
     if not isinstance(data, Arrays):
         return None
     arrays = objective.without_weights(data.arrays)

@@ -15,6 +15,7 @@ from mxnet import autograd, gluon
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
+from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.mxnet.book.accuracy import count_correct
@@ -55,7 +56,9 @@ class Objective:
         size = len(batch[0])
         if self.loss is None:
             name = own_step(self.model, training=training)
-            return _loss(getattr(self.model, name)(batch), size, f"{name} of {type(self.model).__name__}")
+            value, accuracy = call_step(self.model, name, batch)
+            correct = (accuracy * size).round() if isinstance(accuracy, mx.nd.NDArray) else None
+            return _loss(value, size, f"{name} of {type(self.model).__name__}", correct)
         inputs, target, weight = sample_weights.parts_of(self.model, self.loss, batch)
         output = checked_output(self.model, inputs)
         if self.labels is not None and isinstance(output, mx.nd.NDArray):

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
+from manyhands.training.book import plots
+from manyhands.training.data.labels import ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.tensorflow.loss import keras_losses
@@ -88,7 +89,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     check_model(model)
     objective = objective_for(model, loss)
     if isinstance(objective, OwnStep):
-        return OWN_STEP.format(own_step(model, training=training))
+        return plots.why_no_accuracy(model, training=training)
     if getattr(objective, "accuracy", None) is not None or not isinstance(data, Arrays) or data.structure is not None:
         return None
     return why_no_classes_in(data.arrays)

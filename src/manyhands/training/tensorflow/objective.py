@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, BadSettings, type_in_words
+from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.book.module import Module, before_softmax, cross_entropy
@@ -100,7 +101,12 @@ class OwnStep:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         name = own_step(model, training=training)
-        return reduced(getattr(model, name)(batch), name=f"{name} of {type(model).__name__}")
+        value, accuracy = call_step(model, name, batch)
+        losses = reduced(value, name=f"{name} of {type(model).__name__}")
+        if accuracy is None:
+            return losses
+        size = tf.shape(keras.tree.flatten(batch)[0])[0]
+        return replace(losses, correct=tf.round(tf.cast(accuracy, tf.float64) * tf.cast(size, tf.float64)))
 
 
 @dataclass

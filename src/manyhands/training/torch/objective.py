@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
+from manyhands.training.book.plots import plots_of, plotted_loss
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.book.module import Module
-from manyhands.training.torch.book.plots import plots_of
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
@@ -217,7 +217,9 @@ class OwnStep(Objective):
         with known or nullcontext():
             returned = self._called(getattr(user, name), batch)
             if not trains and (plots := plots_of(model)) is not None:
-                returned = self._of_plots(user, returned, plots.take(), batch)
+                plotted = plots.take()
+                self.plotted_accuracy = plotted.get("acc")
+                returned = plotted_loss(returned, plotted, lambda: self._called(user.training_step, batch))
         value = (
             returned["loss"] if isinstance(returned, Mapping) and "loss" in returned else returned
         )  # as Lightning has it
@@ -227,16 +229,6 @@ class OwnStep(Objective):
                 f"{who} returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
             )
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
-
-    def _of_plots(self, model: Any, returned: Any, plotted: dict[str, Any], batch: Batch) -> Any:
-        """The loss of a validation step that plots it and returns nothing; one that plots no loss has that of training.
-
-        The book's language models, for example, plot the perplexity alone.
-        """
-        self.plotted_accuracy = plotted.get("acc")
-        if returned is not None:
-            return returned
-        return plotted["loss"] if "loss" in plotted else self._called(model.training_step, batch)
 
     def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
         share, self.plotted_accuracy = self.plotted_accuracy, None

@@ -24,6 +24,7 @@ from manyhands.backends.torch import devices as backend
 from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options
+from manyhands.training.book import plots
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation import evaluate
@@ -33,7 +34,6 @@ from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, optimizers, schedulers, standalone
-from manyhands.training.torch.book import plots
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of

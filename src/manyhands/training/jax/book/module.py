@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from manyhands.training.book import data_module
+from manyhands.training.book.plots import Plotting
 from manyhands.training.book.vocabulary import HyperParameters
 
 
@@ -20,7 +21,7 @@ class _Kept(dict[str, Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-class Module(nnx.Module, HyperParameters):  # type: ignore[misc]
+class Module(nnx.Module, HyperParameters, Plotting):  # type: ignore[misc]
     """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``__call__``) and ``loss``."""
 
     _kept_in = _Kept

@@ -8,11 +8,12 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from manyhands.training.book import data_module
+from manyhands.training.book.plots import Plotting
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.mxnet import modes
 
 
-class Module(gluon.Block, HyperParameters):  # type: ignore[misc]
+class Module(gluon.Block, HyperParameters, Plotting):  # type: ignore[misc]
     """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
 
     def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:

@@ -8,10 +8,11 @@ import keras
 import tensorflow as tf
 
 from manyhands.training.book import data_module
+from manyhands.training.book.plots import Plotting
 from manyhands.training.book.vocabulary import HyperParameters
 
 
-class Module(keras.Model, HyperParameters):  # type: ignore[misc]
+class Module(keras.Model, HyperParameters, Plotting):  # type: ignore[misc]
     """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
 
     def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from manyhands.training.book import data_module
+from manyhands.training.book.plots import Plotting
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.torch.data.sources import Arrays
 
 
-class Module(torch.nn.Module, HyperParameters):
+class Module(torch.nn.Module, HyperParameters, Plotting):
     """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
 
     def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
@@ -29,9 +30,6 @@ class Module(torch.nn.Module, HyperParameters):
             raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
         net: Any = self.net
         return net(*inputs)
-
-    def plot(self, key: str, value: Any, train: bool) -> None:
-        """Accepts a value as the book's ``plot`` does. The trainer draws: :mod:`.plots` says what becomes of it."""
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.loss(self(*batch[:-1]), batch[-1])

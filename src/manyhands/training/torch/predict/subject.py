@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
+from manyhands.training.book import plots
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
-from manyhands.training.torch.book import plots
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, pick, rows
 from manyhands.training.torch.data.samples import as_the_model
 from manyhands.training.torch.job import Job, number_format_for

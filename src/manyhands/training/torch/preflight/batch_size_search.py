@@ -20,11 +20,11 @@ import torch
 
 from manyhands.errors import LossIsNotANumber
 from manyhands.training import launcher
+from manyhands.training.book import plots
 from manyhands.training.callbacks.plan import NO_CALLBACKS
 from manyhands.training.limits import batch_size_bisection, host_memory
 from manyhands.training.options import Checkpoints, Limits
 from manyhands.training.torch import optimizers
-from manyhands.training.torch.book import plots
 from manyhands.training.torch.data.sources import Arrays, Samples
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of

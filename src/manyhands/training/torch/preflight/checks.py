@@ -15,7 +15,8 @@ import torch
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import OWN_STEP, why_no_classes
+from manyhands.training.book import plots
+from manyhands.training.data.labels import why_no_classes
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch
@@ -90,7 +91,7 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
     if isinstance(objective, OwnStep):
         name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
         if not isinstance(model, Module) or getattr(type(model), name) is not getattr(Module, name):
-            return OWN_STEP.format(name)
+            return plots.why_no_accuracy(model, training=training)
     if isinstance(data, Stream):
         return None
     batch = few_samples(data, 1)

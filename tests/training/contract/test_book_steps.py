@@ -1,0 +1,59 @@
+"""Steps as the book writes them: they plot their figures, and a validation step returns nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from training_bench import Bench
+
+
+def share_right(framework: str, scores: Any, y: Any) -> Any:
+    """The share of correct predictions, as an array of the framework."""
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        return tf.reduce_mean(tf.cast(tf.argmax(scores, 1) == tf.cast(y, tf.int64), tf.float32))
+    if framework == "torch":
+        return (scores.argmax(1) == y).float().mean()
+    return (scores.argmax(1).astype("int32") == y.astype("int32")).astype("float32").mean()
+
+
+def with_net(bench: Bench, module: Any) -> Any:
+    module.net = bench.recipes.model("mlp", 0)
+    return module
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(bench: Bench, devices: int) -> None:
+    class Plotting(bench.mh.Module):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any) -> Any:
+            loss = super().training_step(batch)
+            self.plot("loss", loss, train=True)
+            return loss
+
+        def validation_step(self, batch: Any) -> None:
+            scores = self(*batch[:-1])
+            self.plot("loss", self.loss(scores, batch[-1]), train=False)
+            self.plot("acc", share_right(bench.framework, scores, batch[-1]), train=False)
+
+    how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(devices)}
+    stop = bench.mh.EarlyStopping("val_acc", patience=9, mode="max")
+    row = bench.mh.Trainer(1, callbacks=[stop], **how).fit(with_net(bench, Plotting()), bench.data()).rows[-1]
+    plain = bench.mh.Trainer(1, **how).fit(with_net(bench, bench.mh.Module()), bench.data()).rows[-1]
+    for name in ("train_loss", "val_loss", "val_acc"):
+        assert row[name] == pytest.approx(plain[name], rel=1e-5), name
+
+
+def test_a_validation_step_that_plots_no_loss_has_that_of_training(bench: Bench) -> None:
+    class Plotting(bench.mh.Module):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch)
+
+        def validation_step(self, batch: Any) -> None:
+            self.plot("twice", self.loss(self(*batch[:-1]), batch[-1]) * 2, train=False)
+
+    how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(1)}
+    row = bench.mh.Trainer(1, **how).fit(with_net(bench, Plotting()), bench.data()).rows[-1]
+    plain = bench.mh.Trainer(1, **how).fit(with_net(bench, bench.mh.Module()), bench.data()).rows[-1]
+    assert row["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)
