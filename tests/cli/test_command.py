@@ -345,3 +345,13 @@ def test_a_script_does_not_see_the_arguments_of_the_command(tmp_path: Path, monk
     monkeypatch.setattr(sys, "path", sys.path[:])
     assert script.made_by(f"{file}:make") == ([str(file)], [str(file)], None)
     assert sys.argv is command
+
+
+def test_run_without_torch_says_what_other_frameworks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError")
+    assert main(["run", str(script)]) != 0
+    assert "In JAX, TensorFlow and MXNet write MANYHANDS_VIRTUAL_DEVICES=2 python" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli import flags
-from manyhands.errors import BadSettings
-from manyhands.placement.moves import VIRTUAL_DEVICES
+from manyhands.errors import BadSettings, FrameworkMissing
+from manyhands.placement.moves import VIRTUAL_DEVICES, installed
 
 
 def add(commands: Any) -> None:
@@ -38,6 +38,13 @@ def run(options: argparse.Namespace) -> int:
     asked = os.environ.get(VIRTUAL_DEVICES, "").strip()
     if options.devices is not None and asked:
         os.environ[VIRTUAL_DEVICES] = str(options.devices)
+    if not installed("torch"):
+        raise FrameworkMissing(
+            "manyhands run puts virtual devices in the place of PyTorch's GPUs, and torch is not installed. In JAX, "
+            f"TensorFlow and MXNet write {VIRTUAL_DEVICES}=2 python {options.script}, and let the script take its "
+            "devices from manyhands: mh.try_all_gpus()",
+            name="torch",
+        )
     from manyhands import torch as mh
 
     # The user asked for virtual devices, so use them even if there is a GPU.
