@@ -249,6 +249,28 @@ def changes_state() -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, A
     return counts, state
 
 
+@pytest.mark.parametrize("between", [lambda encoded: encoded + 1.0, lambda encoded: encoded.exp()], ids=["sum", "exp"])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
+def test_an_argument_that_was_computed_from_another_one(between: Callable[..., Any], again: bool) -> None:
+    """A decoder's layer gets hidden states and what they were computed from; the cache that it returns is not used."""
+
+    def layer(hidden: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden.sin() * encoded.square(), encoded.cos()
+
+    def gradients(call: Callable[..., Any]) -> list[torch.Tensor]:
+        start = X.clone().requires_grad_()
+        encoded = start.tanh()
+        used, _ = call(between(encoded), encoded)
+        derivative = torch.autograd.grad(used.sum(), start, create_graph=again)
+        return [*derivative, *(torch.autograd.grad(derivative[0].square().sum(), start) if again else ())]
+
+    fast = in_pieces(layer)
+    for _ in range(3):
+        for ours, plain in zip(gradients(fast), gradients(layer), strict=True):
+            torch.testing.assert_close(ours, plain)
+    assert "backward" in fast.explain()
+
+
 def test_a_backward_pass_that_is_done_as_written_is_not_captured_again() -> None:
     """A GAN's step: the generator's graph and the first loss are one piece, and each has its own backward pass."""
 

@@ -164,10 +164,7 @@ def _repeated(known: _Forward, gradients: Sequence[Any], error: RuntimeError) ->
 def _differentiated(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> tuple[Any, ...]:
     """The gradients of the last pass. A pass is its gradients by output (None: any), and whether it is recorded."""
     wanted = [number for number in known.places if number is not None]
-    inputs = [
-        argument if not isinstance(argument, torch.Tensor) or argument.requires_grad else argument.clone()
-        for argument in known.arguments
-    ]
+    inputs = [_own_input(argument) for argument in known.arguments]
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         if known.redraw is not None:
             known.redraw()
@@ -190,3 +187,14 @@ def _differentiated(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool
         )
     by_argument = dict(zip(wanted, derivatives, strict=True))
     return tuple(None if number is None else by_argument[number] for number in known.places)
+
+
+def _own_input(argument: Any) -> Any:
+    """An argument for another run of the forward pass.
+
+    Each gets a node of its own in PyTorch's graph. One argument may have been computed from another: its derivative
+    must not go on through what lies between them, which the pass around this one does.
+    """
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.view_as(argument) if argument.requires_grad else argument.clone()
