@@ -13,6 +13,8 @@ from manyhands.errors import BadSettings
 
 _FITS = 8  # samples; with more a loss asks for terabytes at once, which no machine begins to fill
 _TERA = 2**41  # numbers
+# PyTorch's allocator on Arm reserves any memory that there are addresses for, and then begins to fill it.
+_MORE_THAN_ADDRESSES = 2**50
 
 
 def greedy(framework: str) -> Callable[[Any, Any], Any]:
@@ -21,7 +23,7 @@ def greedy(framework: str) -> Callable[[Any, Any], Any]:
         import torch
 
         def loss(output: Any, target: Any) -> Any:
-            extra = torch.ones(_TERA if len(output) > _FITS else 1).sum() * 0
+            extra = torch.ones(_MORE_THAN_ADDRESSES if len(output) > _FITS else 1).sum() * 0
             return torch.nn.functional.cross_entropy(output, target) + extra
 
         return loss
