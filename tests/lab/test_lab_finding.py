@@ -166,3 +166,13 @@ def test_ways_are_compared_with_one_thread_where_that_is_asked_for() -> None:
     assert [two.uses_one_core(gpus) for gpus in (0, 1, 2)] == [True, True, False]
     assert not cpu.uses_one_core(0)
     assert process.environment(one_core=True)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_legend_of_a_timeline_covers_no_box() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    png._timeline(axes, Plot("timeline", "t", spans=[Span("mm", "cpu", 0.0, 1.0), Span("sub", "cpu", 1.0, 2.0)]))
+    figure.draw_without_rendering()
+    assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1

@@ -107,4 +107,5 @@ def _timeline(axes: Axes, plot: Plot) -> None:
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: seconds(value) if value else "0")
-    axes.legend(fontsize="small", frameon=False)
+    # Beside the boxes: a busy lane leaves no room between them.
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
