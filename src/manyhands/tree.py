@@ -2,8 +2,8 @@
 
 A thin layer over optree with two differences. A plain ``@dataclass`` is a branch, not a leaf: its class is registered
 in our namespace when it is first seen, and ``unflatten`` copies the instance without calling ``__init__``, so that
-``__post_init__`` does not run twice. And some classes that look like named tuples, but are more than that, are leaves
-(:func:`keep_whole`).
+``__post_init__`` does not run twice. So is a ``UserDict``, as the batches of tokenizers are. And some classes that look
+like named tuples, but are more than that, are leaves (:func:`keep_whole`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -85,19 +86,43 @@ def paths(structure: Structure, root: str = "") -> list[str]:
 
 
 def _new_branches(types: set[type]) -> bool:
-    """Whether one of these leaf types is a dataclass. It is a branch from now on, so the tree must be flattened again.
+    """Whether one of these leaf types is a dataclass or a UserDict.
 
-    Also True if another thread has just made it a branch: it was still a leaf when this tree was flattened.
+    It is a branch from now on, so the tree must be flattened again. Also True if another thread has just made it a
+    branch: it was still a leaf when this tree was flattened.
     """
     if types <= _no_branches:
         return False
     with _lock:
-        dataclass_types = {cls for cls in types - _no_branches if dataclasses.is_dataclass(cls) and cls not in _whole}
-        for cls in dataclass_types - _branches:
-            _register(cls)
-        _branches.update(dataclass_types)
-        _no_branches.update(types - dataclass_types)
-    return bool(dataclass_types)
+        branches = {cls for cls in types - _no_branches - _whole if dataclasses.is_dataclass(cls) or _is_dict(cls)}
+        for cls in branches - _branches:
+            _register_dict(cls) if _is_dict(cls) else _register(cls)
+        _branches.update(branches)
+        _no_branches.update(types - branches)
+    return bool(branches)
+
+
+def _is_dict(cls: type) -> bool:
+    return issubclass(cls, UserDict)
+
+
+def _register_dict(cls: type) -> None:
+    def take_apart(value: Any) -> tuple[tuple[Any, ...], _Mould, tuple[Any, ...]]:
+        names = tuple(value.data)
+        return tuple(value.data.values()), _Mould(value, names), names
+
+    def put_together(mould: _Mould, children: Iterable[Any]) -> Any:
+        value = copy.copy(mould.value)
+        value.data = dict(zip(mould.fields, children, strict=True))
+        return value
+
+    optree.register_pytree_node(
+        cls,
+        take_apart,
+        put_together,  # type: ignore[arg-type]
+        path_entry_type=optree.MappingEntry,
+        namespace=_NAMESPACE,
+    )
 
 
 def _register(cls: type) -> None:

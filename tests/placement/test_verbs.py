@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import hypothesis.strategies as st
@@ -317,3 +318,24 @@ def test_a_long_mismatch_can_be_read() -> None:
         mh.check_same_device(self=FakeTensor([1]), x=net)
     with pytest.raises(DeviceMismatch, match=r"where x is argument 1"):
         mh.check_same_device(FakeTensor([1], GPU0), FakeTensor([1]), FakeTensor([1], GPU0))
+
+
+class Encoded(UserDict[str, Any]):
+    """As the batches of tokenizers: a mapping that is no dict, with more than its entries."""
+
+    def __init__(self, data: dict[str, Any], encodings: str) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+def test_a_mapping_that_is_no_dict_is_moved_divided_and_put_together() -> None:
+    mh, _ = door()
+    batch = Encoded({"ids": FakeTensor([1, 2, 3, 4], FakeDevice("cpu")), "name": "text"}, "kept")
+    moved = mh.to(batch, GPU1)
+    assert type(moved) is Encoded
+    assert moved["ids"].device == GPU1
+    assert (moved["name"], moved.encodings) == ("text", "kept")
+    assert batch["ids"].device == FakeDevice("cpu")
+    shards = mh.split(Encoded({"ids": batch["ids"]}, "kept"), [GPU0, GPU1])
+    assert [shard["ids"].device for shard in shards] == [GPU0, GPU1]
+    assert type(mh.gather(shards, FakeDevice("cpu"))) is Encoded
