@@ -22,6 +22,7 @@ from manyhands.errors import type_in_words
 # Special methods that no operator, loop or attribute access calls on an existing object.
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__hash__"}
 _NOT_CALLED |= {"__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__", "__sizeof__", "__dir__"}
+_DESCRIBING = {"__doc__", "__module__", "__dict__", "__weakref__"}  # of every class; no computation depends on them
 _MAKING = ("__new__", "__init__", "__post_init__")  # called when a class is called
 
 
@@ -54,7 +55,8 @@ def _members(
 ) -> Iterator[tuple[type, str, Any]]:
     for owner in dict.fromkeys(owner for kind in classes for owner in kind.__mro__ if not is_foreign(owner)):
         for word, content in list(vars(owner).items()):
-            if (word in words or _is_operator(word, content)) and not isinstance(content, (type, types.ModuleType)):
+            used = word in words and word not in _DESCRIBING
+            if (used or _is_operator(word, content)) and not isinstance(content, (type, types.ModuleType)):
                 yield owner, word, content
 
 

@@ -109,7 +109,7 @@ def test_unrelated_changes_of_a_dict_cost_no_plan() -> None:
     assert facts.hold()
 
 
-def test_dicts_with_methods_of_their_own_are_asked_every_time() -> None:
+def test_what_the_methods_of_a_dict_read_is_guarded() -> None:
     class Counting(dict[str, int]):
         def __getitem__(self, key: str) -> int:
             return len(log)
@@ -117,7 +117,11 @@ def test_dicts_with_methods_of_their_own_are_asked_every_time() -> None:
     log: list[int] = []
     counting = Counting(a=0)
     assert not has_version(counting)
-    facts = Facts([Fact("a", "item", counting, "a", 0)])
-    assert facts.hold()
+    outside = Outside(lambda: counting["a"])
+    assert outside.holds()
     log.append(1)
-    assert not facts.hold()
+    assert not outside.holds()
+    log.pop()
+    assert outside.holds()
+    counting["a"] = 1
+    assert not outside.holds(), "what is stored counts, too"

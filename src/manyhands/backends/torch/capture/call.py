@@ -7,6 +7,7 @@ are the same. What a function reads from outside its arguments is guarded (``gua
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -260,7 +261,8 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_
     watch = Watch(outside, refuse_gradients=with_gradient, to_compile=to_compile)
     captured = trace_captured(function, call.tensors, call.others)
     if captured is None:
-        captured = _traced(function, call, watch)
+        # In a copy of the context: what the function sets there is not left behind.
+        captured = contextvars.copy_context().run(_traced, function, call, watch)
     captured = split(whole := captured)
     captured.unsplit = whole if captured is not whole else None
     if watch.seeded and any(step.task.token is not None for step in captured.steps):

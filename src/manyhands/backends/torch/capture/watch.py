@@ -22,6 +22,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.module_paths import ModulePaths
 from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.compat import FakeTensor, TorchDispatchMode, no_dispatch_modes, tree_leaves
+from manyhands.backends.torch.guards.executed import Executed
 from manyhands.backends.torch.guards.state import Outside
 from manyhands.backends.torch.virtual import VirtualTensor
 from manyhands.errors import CannotTrace, ChangesOutside, NotYet
@@ -66,6 +67,7 @@ class Watch:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with the gradient that they had
         self._gradients: set[int] = set()  # ids of leaves that may get a gradient, or whose gradient is read
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._executed = Executed(outside.installed)
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
@@ -78,6 +80,7 @@ class Watch:
         place: Any = torch.random
         self._stack.callback(setattr, place, "default_generator", place.default_generator)
         place.default_generator = _NoSeeds(self, place.default_generator)
+        self._stack.enter_context(self._executed)
         return self
 
     def watching(self) -> ExitStack:
@@ -134,6 +137,7 @@ class Watch:
             raise ChangesOutside(f"it changes {changed}, which is outside it")
         if self._filled_cache is not None:
             raise NotYet(f"{self._filled_cache} caches a result of this call: the next call is planned")
+        self._outside.only_executed(self._executed)
 
     def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Leaves from outside whose gradients matter, with the gradient that they had."""

@@ -106,13 +106,17 @@ def replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
         replacements.undo()
 
 
-def constants_without_source() -> AbstractContextManager[None]:
-    """Keep Dynamo from attaching a source to the constants None, True and False that all its captures share.
+def without_known_faults() -> AbstractContextManager[None]:
+    """Work around two faults of Dynamo while it captures.
 
-    PyTorch 2.12 and 2.13 do so for ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any
-    function, may then read its None from there, and fail (https://github.com/pytorch/pytorch/pull/194749).
+    PyTorch 2.12 and 2.13 attach a source to the constants None, True and False that all captures share, for
+    ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any function, may then read its None
+    from there, and fail (https://github.com/pytorch/pytorch/pull/194749).
+
+    The number that a ``random.Random`` of the user draws becomes a constant of the graph: every call would get the
+    same one (PyTorch 2.11 to 2.13). So Dynamo must not know that class, and leaves it to Python.
     """
-    from torch._dynamo.variables import TensorVariable, constant
+    from torch._dynamo.variables import TensorVariable, constant, misc
 
     kind: Any = TensorVariable
     names = ("CONSTANT_VARIABLE_NONE", "CONSTANT_VARIABLE_TRUE", "CONSTANT_VARIABLE_FALSE")
@@ -129,7 +133,9 @@ def constants_without_source() -> AbstractContextManager[None]:
 
     for constant_variable in shared:
         constant_variable.source = None  # an earlier capture may have left one
-    return replaced((kind, "var_getattr", var_getattr))
+    unknown = staticmethod(lambda generator: False)
+    random_object: Any = getattr(misc, "RandomVariable", None)
+    return replaced((kind, "var_getattr", var_getattr), (random_object, "is_supported_random_obj", unknown))
 
 
 # How Dynamo captures a function in pieces. Numbers and shapes are fixed: a plan is made for them. What Dynamo would do
@@ -170,7 +176,7 @@ class _Frames:
             settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
             try:
                 patch = config.patch(settings)
-                with convert_frame.compile_lock, patch, _quiet(), constants_without_source(), self._listening():
+                with convert_frame.compile_lock, patch, _quiet(), without_known_faults(), self._listening():
                     result = self._convert(frame, *arguments)
                 if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
                     return result

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from manyhands.backends.torch.compat.dynamo import constants_without_source, replaced
+from manyhands.backends.torch.compat.dynamo import replaced, without_known_faults
 
 # Settings for capturing a function for its guards: with the backward pass inside, and with recurrent layers.
 _FOR_GUARDS = {
@@ -64,7 +64,7 @@ def dynamo_enabled(layers: Layers) -> Iterator[None]:
     patch = torch._dynamo.config.patch(settings)
     with torch.compiler.set_stance("default"), patch, warnings.catch_warnings(), compile_lock:
         warnings.simplefilter("ignore")
-        others = _opaque_optimizers(), constants_without_source(), _known_layers(layers)
+        others = _opaque_optimizers(), without_known_faults(), _known_layers(layers)
         with others[0], others[1], others[2], _without_descriptions(), _without_imports():
             yield
 

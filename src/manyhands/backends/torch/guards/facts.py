@@ -17,6 +17,7 @@ closure's ``scale`` is 2.0" and "this list has 3 items" it reads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from manyhands.backends.torch.guards.dict_versions import DictVersions, has_vers
 from manyhands.python_code.generated import function
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
-_NOTHING = object()
+NOTHING = object()
 _NO = (LookupError, ValueError, RuntimeError, AttributeError)  # errors that a check may raise if its fact does not hold
 
 
@@ -36,7 +37,7 @@ class Fact:
     """Where to look, what was there, and its name in messages."""
 
     name: str
-    kind: str  # item, attribute, cell, length, content, whole, hooks, form, address, gradient
+    kind: str  # item, attribute, cell, context, length, content, whole, hooks, form, address, gradient
     holder: Any
     key: Any = None
     value: Any = None
@@ -96,12 +97,13 @@ def _is_true(fact: Fact) -> bool:
         return bool(sum(map(len, fact.holder)) == fact.value)
     if fact.kind == "whole":  # what is the same object is not compared further
         return bool(fact.holder == fact.value)
-    value = fact.holder.get(fact.key, _NOTHING)
+    value = dict.get(fact.holder, fact.key, NOTHING)
     return value is fact.value or (_is_compared(fact.value) and _same(value, fact.value))
 
 
 def _compiled(facts: Iterable[Fact], tensors_are_in_place: Callable[[], bool]) -> Callable[[], bool]:
-    names: dict[str, Any] = {"same": _same, "NO": _NO, "tensors_are_in_place": tensors_are_in_place}
+    names: dict[str, Any] = {"same": _same, "stored": dict.__getitem__, "in_context": in_context, "NO": _NO}
+    names["tensors_are_in_place"] = tensors_are_in_place
     name_of: dict[int, str] = {}
 
     def name(value: Any) -> str:
@@ -136,18 +138,33 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
         now = f"{holder}.grad is not None" if fact.value is ... else f"{holder}.grad is {name(fact.value)}"
         hooked = f"{holder}._backward_hooks or {holder}._post_accumulate_grad_hooks"
         return f"{now} and {holder}.requires_grad is {fact.key} and not ({hooked})"
-    now = f"{holder}{_inside(fact, name)}"
+    now = _now(fact, name)
     if _is_compared(fact.value):
         known = name(fact.value)
         return f"{now} is {known} or same({now}, {known})"
     return f"{now} is {name(fact.value)}"
 
 
-def _inside(fact: Fact, name: Callable[[Any], str]) -> str:
+def _now(fact: Fact, name: Callable[[Any], str]) -> str:
     """The expression for the value in its holder. A key is not written out: it may be a large tensor."""
+    holder = name(fact.holder)
     if fact.kind == "cell":
-        return ".cell_contents"
-    return f".{fact.key}" if fact.kind == "attribute" else f"[{name(fact.key)}]"
+        return f"{holder}.cell_contents"
+    if fact.kind == "context":
+        return f"in_context({holder})"
+    if fact.kind == "attribute":
+        return f"{holder}.{fact.key}"
+    if isinstance(fact.holder, dict):  # as it is stored: a subclass may make a new value each time it is asked
+        return f"stored({holder}, {name(fact.key)})"
+    return f"{holder}[{name(fact.key)}]"
+
+
+def in_context(variable: ContextVar[Any]) -> Any:
+    """The value of a context variable, or its default."""
+    try:
+        return variable.get()
+    except LookupError:
+        return NOTHING
 
 
 def _is_compared(value: Any) -> bool:

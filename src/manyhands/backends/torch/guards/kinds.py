@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,17 @@ from torch import nn
 
 from manyhands.errors import CannotTrace
 
-_OPAQUE = {"torch", "numpy", "optree", "builtins", "functools", "collections", "typing", "typing_extensions"}
+_OPAQUE = {
+    "torch",
+    "numpy",
+    "optree",
+    "builtins",
+    "functools",
+    "collections",
+    "dataclasses",
+    "typing",
+    "typing_extensions",
+}
 _MANY = 100_000  # the largest array that is compared before every call, in numbers
 
 
@@ -33,7 +44,10 @@ def content_of(value: Any) -> Callable[[Any], Any] | None:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a class or function is of PyTorch, NumPy, Python or manyhands: it is not followed."""
+    """Whether a class, function or module is of PyTorch, NumPy, Python or manyhands: it is not followed."""
+    if isinstance(value, types.ModuleType):
+        root = value.__name__.partition(".")[0]
+        return root in _OPAQUE or root == "manyhands" or (root in sys.stdlib_module_names and root != "__main__")
     module = str(getattr(value, "__module__", "") or "")
     if module.startswith(("manyhands.schedule", "manyhands.tasks", "manyhands.parallel", "manyhands.backends")):
         return True

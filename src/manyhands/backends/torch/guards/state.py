@@ -6,19 +6,23 @@ address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that n
 changes Python state, which is put back; before every call, all facts together are the guard of the plan
 (:class:`.facts.Facts`); and messages name what changes at every call.
 
-Not watched: attributes of installed modules; the inside of attributes of PyTorch's own layers that are no settings, and
+Of an installed package only the code that runs counts (:mod:`.executed`). Not watched: attributes of the modules of
+PyTorch, NumPy and Python; the inside of attributes of PyTorch's own layers that are no settings, and
 of elements of lists and dicts longer than ``_LONG`` (that they are the same objects is watched); what is reached only
 through C code.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
+import os
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,7 +30,8 @@ from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.guards.containers import put_back, put_back_item
-from manyhands.backends.torch.guards.facts import PLAIN, Fact, Facts, first_false
+from manyhands.backends.torch.guards.executed import Executed
+from manyhands.backends.torch.guards.facts import NOTHING, PLAIN, Fact, Facts, first_false, in_context
 from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
 from manyhands.backends.torch.guards.namespaces import Namespaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
@@ -41,8 +46,7 @@ from manyhands.python_code.names import (
     words_of,
 )
 
-# Names in a function that may look up values by other names, which its code does not show.
-_BY_OTHER_NAMES = ("globals", "environ", "getenv")
+_ENVIRONMENT = {"environ", "getenv"}  # a function with these names may read any variable of the environment
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Dicts of a module that may be replaced.
@@ -50,8 +54,8 @@ _CONTENT = {compat.PARAMETERS, compat.BUFFERS, compat.MODULES, *compat.HOOKS_OF_
 _OF_ALL = compat.HOOKS_OF_EVERY_MODULE
 _CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
 _WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # objects of PyTorch that users keep and change
+_ONCE = {"item", "attribute"}  # facts that are reached by many ways: a global variable, a logger
 _LONG = 1000
-_NOTHING = object()
 
 
 class Outside:
@@ -61,6 +65,7 @@ class Outside:
         """``function``: None if the caller watches it in another way; then only ``arguments`` are visited."""
         self._looks = function is not None
         self._facts: list[Fact] = []
+        self._placed: set[tuple[str, int, Any]] = set()
         self._seen: dict[int, Any] = {}
         self._whole: list[tuple[Any, Any]] = []  # lists and dicts with their copies, to put them back
         self._optimizer = self._in_module = False
@@ -70,6 +75,10 @@ class Outside:
         self.spaces = Namespaces()
         self._words = set(_CALLED)  # and names in the code seen so far
         self._looked: set[tuple[int, str]] = set()  # names that were looked up, by module
+        # The code of installed packages; and of some of it, why a function that runs it is refused.
+        self.installed: set[types.CodeType] = set()
+        self._refusals: dict[types.CodeType, CannotTrace] = {}
+        self._generators: dict[int, tuple[random.Random, Any]] = {}  # of that code, with their states
         self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen
         if function is not None:
             self._visit(function, getattr(function, "__name__", "function"))
@@ -117,17 +126,28 @@ class Outside:
                 if stored is before.get(torch.Tensor) and not isinstance(stored, PLAIN):
                     del holder[compat.FakeTensor]
 
+    def only_executed(self, executed: Executed) -> None:
+        """Drop the facts about code of installed packages that did not run; raise if what ran cannot be guarded."""
+        for code, error in self._refusals.items():
+            if executed.ran(code):
+                for generator, state in self._generators.values():
+                    generator.setstate(state)
+                raise error
+        idle = {code for code in self.installed if not executed.ran(code)}
+        self._facts = [fact for fact in self._facts if _code_of(fact) not in idle]
+        self._check = None
+
     def put_back(self) -> None:
         """Undo what was changed in Python; the numbers in tensors are not touched."""
         for holder, before in self._whole:
             put_back(holder, before)
         for fact in self._facts:
             if fact.kind == "item" and isinstance(fact.holder, dict):
-                if fact.holder.get(fact.key, _NOTHING) is not fact.value:
+                if dict.get(fact.holder, fact.key, NOTHING) is not fact.value:
                     put_back_item(fact.holder, fact.key, fact.value)
             elif fact.kind == "cell":
                 fact.holder.cell_contents = fact.value
-            elif fact.kind == "attribute" and getattr(fact.holder, fact.key, _NOTHING) is not fact.value:
+            elif fact.kind == "attribute" and getattr(fact.holder, fact.key, NOTHING) is not fact.value:
                 object.__setattr__(fact.holder, fact.key, fact.value)  # also where the class is frozen
 
     def add_address(self, tensor: torch.Tensor, name: str) -> None:
@@ -159,6 +179,11 @@ class Outside:
     # Walking
 
     def _add(self, fact: Fact) -> None:
+        if fact.kind in _ONCE:
+            place = (fact.kind, id(fact.holder), fact.key)
+            if place in self._placed:
+                return
+            self._placed.add(place)
         self._facts.append(fact)
         self._check = None
 
@@ -173,8 +198,11 @@ class Outside:
         if isinstance(value, logging.Logger):
             self._logger(value, name)
             return
-        if (kind := why_unwatched(value)) is not None:
-            raise CannotTrace(f"it uses {name}, {kind}, whose values cannot be guarded")
+        if isinstance(value, contextvars.ContextVar):
+            self._context_variable(value, name)
+            return
+        if (reason := _why_unguardable(value, name)) is not None:
+            raise CannotTrace(reason)
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.add_address(value, name)
@@ -194,6 +222,11 @@ class Outside:
             self._whole.append((value, value.copy()))
         elif isinstance(value, dict):
             self._dict(value, name, whole=True)
+            if not is_opaque(type(value)):  # with methods of its own
+                self._object(value, name)
+        elif isinstance(value, types.MappingProxyType):
+            self._add(Fact(f"the length of {name}", "length", value, value=len(value)))
+            self._dict(value, name)
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, types.MethodType):
@@ -220,12 +253,20 @@ class Outside:
             self._add(Fact(f"{name}.disabled", "attribute", logger, "disabled", logger.disabled))
             logger = logger.parent
 
+    def _context_variable(self, value: contextvars.ContextVar[Any], name: str) -> None:
+        content = in_context(value)
+        self._seen[id(value)] = value
+        self._add(Fact(name, "context", value, value=content))
+        self._visit(content, f"{name}.get()")
+
     def _object(self, value: Any, name: str) -> None:
-        if hasattr(value, "__dict__"):
+        if type(value).__module__ == "contextlib":  # as a decorator it makes a new generator for each call
+            self._dict({word: part for word, part in vars(value).items() if word != "gen"}, name)
+        elif hasattr(value, "__dict__"):
             self._dict(vars(value), name, whole=True)
         cls: type = type(value)
         for word in slots_of(cls):
-            if (content := getattr(value, word, _NOTHING)) is _NOTHING:
+            if (content := getattr(value, word, NOTHING)) is NOTHING:
                 self.spaces.empty(value, word, f"{name}.{word}")
             else:
                 self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
@@ -247,12 +288,17 @@ class Outside:
         if is_opaque(function):  # it may wrap a user's function: torch.no_grad()(net)
             self._visit(vars(function).get("__wrapped__"), name)
             return
+        if is_foreign(function):
+            self.installed.add(function.__code__)
         names = words_of(function.__code__)
-        if (word := next((word for word in names if word in _BY_OTHER_NAMES), None)) is not None:
-            raise CannotTrace(
-                f"{name} uses {word}, which can read anything and so cannot be guarded: read the value outside, and "
-                "pass it as an argument"
+        if "globals" in names:
+            self._refuse(
+                function,
+                f"{name} uses globals, which can read anything and so cannot be guarded: read the value outside, and "
+                "pass it as an argument",
             )
+        if not _ENVIRONMENT.isdisjoint(names):
+            self._visit(os.environ, "os.environ")
         self._words.update(names)
         self.spaces.space(function.__globals__, "")
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -262,9 +308,11 @@ class Outside:
                 self.spaces.empty(cell, "cell_contents", word)
                 continue
             self._add(Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
-            self._named(content, word, names)
+            if not self._refused(function, content, word):
+                self._named(content, word, names)
         for word in names:
-            self._item(function.__globals__, word, word, names)
+            if not self._refused(function, function.__globals__.get(word), word):
+                self._item(function.__globals__, word, word, names)
         for word, module in modules_named(
             set(names) - function.__globals__.keys(), function.__globals__.get("__package__")
         ):
@@ -275,11 +323,26 @@ class Outside:
         self._visit(function.__kwdefaults__, f"a default of {name}")
         self._dict(vars(function), name, whole=True)
 
+    def _refuse(self, function: types.FunctionType, reason: str) -> None:
+        """Refuse what a function does: at once, or, of an installed package, once it is known to have run."""
+        error = CannotTrace(reason)
+        if function.__code__ not in self.installed:
+            raise error
+        self._refusals.setdefault(function.__code__, error)
+
+    def _refused(self, function: types.FunctionType, content: Any, name: str) -> bool:
+        """Whether a name in a function's code stands for a source of random numbers, whose state can be put back."""
+        if not isinstance(content, random.Random):
+            return False
+        self._refuse(function, cast(str, _why_unguardable(content, name)))
+        self._generators[id(content)] = (content, content.getstate())
+        return True
+
     def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
         """A global variable; also a user's class, which may be redefined."""
-        content = holder.get(word, _NOTHING)
+        content = holder.get(word, NOTHING)
         fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_opaque(content))
-        if content is not _NOTHING and not fixed:
+        if content is not NOTHING and not fixed:
             self._add(Fact(name, "item", holder, word, content))
         self._named(content, name, names)
 
@@ -292,7 +355,7 @@ class Outside:
                 self._visit(function_behind(method), f"{owner.__name__}.{word}")
         elif not isinstance(content, types.ModuleType):
             self._visit(content, name)
-        elif not is_foreign(content):
+        elif not is_opaque(content):
             self.spaces.space(vars(content), name)
             for word in vars(content).keys() & set(names):
                 if (id(content), word) not in self._looked:
@@ -352,10 +415,28 @@ class Outside:
     def _dict(self, value: Any, name: str, *, whole: bool = False) -> None:
         if whole:
             self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
-            self._whole.append((value, dict(value)))
+            stored = dict(dict.items(value))
+            self._whole.append((value, stored))
             if len(value) > _LONG:
-                self._add(Fact(f"the content of {name}", "whole", value, value=dict(value)))
-        for key, item in list(value.items())[:_LONG]:
+                self._add(Fact(f"the content of {name}", "whole", value, value=stored))
+        # As they are stored: a subclass may make a new value each time it is asked.
+        items = dict.items(value) if isinstance(value, dict) else value.items()
+        for key, item in list(items)[:_LONG]:
             label = f"{name}.{key}" if isinstance(key, str) else name
             self._add(Fact(label, "item", value, key, item, self._optimizer))
             self._visit(item, label)
+
+
+def _code_of(fact: Fact) -> types.CodeType | None:
+    """The code that a fact is about: a function's settings, or a method of a class."""
+    behind = fact.holder if fact.kind == "attribute" else None
+    if fact.kind == "item" and isinstance(fact.holder, types.MappingProxyType):
+        behind = function_behind(fact.value)
+    return behind.__code__ if isinstance(behind, types.FunctionType) else None
+
+
+def _why_unguardable(value: Any, name: str) -> str | None:
+    if isinstance(value, (contextvars.ContextVar, types.MappingProxyType)):  # what they hold can be looked at
+        return None
+    kind = why_unwatched(value)
+    return None if kind is None else f"it uses {name}, {kind}, whose values cannot be guarded"
