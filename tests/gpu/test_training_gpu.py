@@ -205,6 +205,27 @@ def test_what_cannot_be_captured_falls_back_and_says_why() -> None:
     assert result.rows[-1]["samples"] == 330
 
 
+class AsksForCapture(torch.nn.Module):
+    """As models of transformers do: it reads values on the host, except in a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing() and bool((x > 1e6).all()):
+            return self.head(x * 0)
+        return self.head(x)
+
+
+def test_code_that_waits_only_outside_of_a_capture_is_captured() -> None:
+    x, y = torch.randn(256, 8), torch.arange(256) % 10
+    result = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True).fit(AsksForCapture(), (x, y))
+    assert any("one CUDA graph" in note for note in result.notes), result.notes
+    assert not any("could not be made" in note for note in result.notes), result.notes
+    assert not torch.cuda.is_current_stream_capturing()
+
+
 def test_a_model_that_cannot_do_with_bfloat16_is_given_float32() -> None:
     class Laid(torch.nn.Module):
         def __init__(self) -> None:

@@ -21,10 +21,13 @@ from manyhands.parallel.function import Parallel  # noqa: E402
 # A library as they are: code for other cases, which cannot be guarded, beside the code that runs.
 LIBRARY = """
 import contextlib
+import logging
 import random
+import sys
 
 FACTOR = [2.0]
 numbers = random.Random(0)
+handler = logging.StreamHandler(sys.stderr)
 
 def factor():
     return FACTOR[0]
@@ -34,6 +37,10 @@ def for_another_processor(x):
 
 def noisy(x):
     return x * numbers.random()
+
+def loud(x):
+    handler.setLevel(logging.INFO)
+    return x
 
 @contextlib.contextmanager
 def nothing():
@@ -45,6 +52,8 @@ def scaled(x, mode=""):
         return for_another_processor(x)
     if mode == "noisy":
         return noisy(x)
+    if mode == "loud":
+        return loud(x)
     return x * factor()
 """
 

@@ -178,7 +178,8 @@ class _Frames:
                 patch = config.patch(settings)
                 with convert_frame.compile_lock, patch, _quiet(), without_known_faults(), self._listening():
                     result = self._convert(frame, *arguments)
-                if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
+                skipped = str(getattr(result, "skip_reason", ""))  # PyTorch 2.11 does not say why
+                if result.guarded_code is not None or "skipfiles" in skipped:
                     return result
                 left = "alone"
             except Exception as error:

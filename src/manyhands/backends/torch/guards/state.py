@@ -198,6 +198,8 @@ class Outside:
         if isinstance(value, logging.Logger):
             self._logger(value, name)
             return
+        if isinstance(value, logging.Handler):  # it is asked only by a call that logs
+            return
         if isinstance(value, contextvars.ContextVar):
             self._context_variable(value, name)
             return

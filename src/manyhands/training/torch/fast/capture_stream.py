@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from manyhands.backends.torch.replacements import Replacements
 from manyhands.backends.torch.run.own_streams import new_stream
 
 
@@ -48,13 +49,19 @@ def _turn(device: torch.device) -> threading.RLock:
 
 
 @contextmanager
-def forbid_host_waits() -> Iterator[None]:
-    """A context in which an operation that makes the host wait for the GPU raises, as it would in a capture."""
+def rehearsal() -> Iterator[None]:
+    """A context in which code behaves as in a capture: an operation that makes the host wait for the GPU raises.
+
+    Libraries ask whether a stream is being captured, to avoid such operations there: they are told yes.
+    """
     before = torch.cuda.get_sync_debug_mode()
+    answers = Replacements()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that this mode does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
+        answers.replace(torch.cuda, "is_current_stream_capturing", lambda: True)
         yield
     finally:
+        answers.undo()
         torch.cuda.set_sync_debug_mode(before)

@@ -44,7 +44,7 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
-from manyhands.training.torch.fast.capture_stream import forbid_host_waits, on, stream_of
+from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_of
 from manyhands.training.torch.fast.compile_gain import CompileGain, FusibleWork
 from manyhands.training.torch.fast.forward import CountRight, already_counted, forward, forward_counting_later
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
@@ -345,7 +345,7 @@ class GraphStep:
             eager.undo.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
         # Only up to the update: a step that fails after it cannot be repeated.
-        with forbid_host_waits() if sized.warm == _WARM_UP - 1 else nullcontext():
+        with rehearsal() if sized.warm == _WARM_UP - 1 else nullcontext():
             results = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
         optimizer_step = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
