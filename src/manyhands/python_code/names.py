@@ -11,6 +11,7 @@ import collections
 import contextvars
 import functools
 import io
+import os
 import random
 import sys
 import types
@@ -112,7 +113,27 @@ def is_foreign(value: Any) -> bool:
     if root in sys.stdlib_module_names:
         return root != "__main__"
     file = str(getattr(sys.modules.get(module), "__file__", None) or "")
-    return root == "manyhands" or "site-packages" in file or "dist-packages" in file
+    return root == "manyhands" or _is_installed(file, module.count("."))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_installed(file: str, depth: int) -> bool:
+    """Whether a module's file is in a folder of installed packages; ``depth``: how many packages it is in."""
+    if "site-packages" in file or "dist-packages" in file:
+        return True
+    depth += os.path.basename(file) == "__init__.py"
+    folder = file
+    for _ in range(depth + 1):
+        folder = os.path.dirname(folder)
+    return bool(folder) and _has_packages(folder)  # as pip install --target makes it
+
+
+@functools.lru_cache(maxsize=1000)
+def _has_packages(folder: str) -> bool:
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 @functools.lru_cache(maxsize=1000)

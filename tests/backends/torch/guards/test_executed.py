@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import importlib
 import itertools
@@ -17,10 +18,12 @@ torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
+from manyhands.python_code.names import is_foreign  # noqa: E402
 
 # A library as they are: code for other cases, which cannot be guarded, beside the code that runs.
 LIBRARY = """
 import contextlib
+import functools
 import logging
 import random
 import sys
@@ -31,6 +34,16 @@ handler = logging.StreamHandler(sys.stderr)
 
 def factor():
     return FACTOR[0]
+
+calls = [0]
+
+def counted_and_noisy(x):
+    calls[0] += 1
+    return x * numbers.random()
+
+@functools.lru_cache(maxsize=1)
+def remembered(size):
+    return factor() * size
 
 def for_another_processor(x):
     return x * globals()["FACTOR"][0]
@@ -75,7 +88,8 @@ X = torch.arange(4.0)
 
 
 def planned(library: Any, mode: str = "") -> Parallel:
-    return Parallel(lambda x: library.scaled(x, mode), planning, synchronous=True)
+    scaled = library.scaled
+    return Parallel(lambda x: scaled(x, mode), planning, synchronous=True)
 
 
 def test_code_that_did_not_run_is_no_reason_to_refuse(library: Any) -> None:
@@ -125,3 +139,72 @@ def test_under_the_profiler_of_the_user_all_code_may_have_run(library: Any) -> N
     finally:
         profiler.disable()
     assert "cannot be traced" in fast.explain()
+
+
+def test_a_profiler_inside_the_function_hides_nothing(library: Any) -> None:
+    scaled = library.scaled
+
+    def profiled(x: Any) -> Any:
+        with cProfile.Profile():
+            y = x * 1
+        return scaled(y, "noisy")
+
+    fast = Parallel(profiled, planning, synchronous=True)
+    numbers = random.Random(0)
+    for _ in range(3):
+        assert torch.equal(fast(X), X * numbers.random())
+
+
+def test_random_numbers_are_put_back_whatever_the_reason_to_refuse(library: Any) -> None:
+    noisy = library.counted_and_noisy
+    fast = Parallel(lambda x: noisy(x), planning, synchronous=True)
+    numbers = random.Random(0)
+    for _ in range(3):
+        assert torch.equal(fast(X), X * numbers.random())
+    assert library.calls == [3]
+
+
+def test_code_below_a_cache_runs_again(library: Any) -> None:
+    scaled, remembered = library.scaled, library.remembered
+    fast = Parallel(lambda x: scaled(x) * remembered(len(x)), planning, synchronous=True)
+    for _ in range(3):
+        assert torch.equal(fast(X), X * 2 * 8)
+    library.factor.__code__ = (lambda: 3.0).__code__
+    remembered(99)  # it remembers one result
+    assert torch.equal(fast(X), X * 3 * 12)
+
+
+def test_a_context_manager_is_not_used_up() -> None:
+    """It can be entered once, and tracing would do so."""
+    once = contextlib.contextmanager(lambda: iter([3.0]))()
+
+    def scaled(x: Any) -> Any:
+        with once as factor:
+            return x * factor
+
+    assert torch.equal(Parallel(scaled, planning)(X), X * 3)
+
+
+def test_what_a_context_manager_gives_is_guarded() -> None:
+    context = contextlib.nullcontext(2.0)
+
+    def scaled(x: Any) -> Any:
+        with context as factor:
+            return x * factor
+
+    fast = Parallel(scaled, planning, synchronous=True)
+    assert torch.equal(fast(X), X * 2)
+    context.enter_result = 5.0
+    assert torch.equal(fast(X), X * 5)
+
+
+def test_packages_are_known_wherever_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, contents in (("target", "some.dist-info"), ("project", "some.egg-info")):
+        package = tmp_path / folder / f"package_in_{folder}" / "inner"
+        package.mkdir(parents=True)
+        (tmp_path / folder / contents).mkdir()
+        for place in (package.parent, package):
+            (place / "__init__.py").write_text("def function(): pass\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        for name in (f"package_in_{folder}", f"package_in_{folder}.inner"):
+            assert is_foreign(importlib.import_module(name).function) == (folder == "target")

@@ -67,7 +67,7 @@ class Watch:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with the gradient that they had
         self._gradients: set[int] = set()  # ids of leaves that may get a gradient, or whose gradient is read
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._executed = Executed(outside.installed)
+        self._executed = Executed(outside.doubtful())
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
@@ -113,6 +113,7 @@ class Watch:
         with torch.no_grad():
             for tensor, saved in self._saved.values():
                 tensor.copy_(saved)
+        self._outside.put_generators_back()
         self._outside.forget_stand_ins()
         self._fact = self._outside.changed() if not self._outside.holds() else None
         if self._fact is not None:

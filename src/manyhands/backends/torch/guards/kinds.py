@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +43,7 @@ def content_of(value: Any) -> Callable[[Any], Any] | None:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a class, function or module is of PyTorch, NumPy, Python or manyhands: it is not followed."""
-    if isinstance(value, types.ModuleType):
-        root = value.__name__.partition(".")[0]
-        return root in _OPAQUE or root == "manyhands" or (root in sys.stdlib_module_names and root != "__main__")
+    """Whether a class or function is of PyTorch, NumPy, Python or manyhands: it is not followed."""
     module = str(getattr(value, "__module__", "") or "")
     if module.startswith(("manyhands.schedule", "manyhands.tasks", "manyhands.parallel", "manyhands.backends")):
         return True

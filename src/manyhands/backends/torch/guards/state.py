@@ -6,8 +6,8 @@ address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that n
 changes Python state, which is put back; before every call, all facts together are the guard of the plan
 (:class:`.facts.Facts`); and messages name what changes at every call.
 
-Of an installed package only the code that runs counts (:mod:`.executed`). Not watched: attributes of the modules of
-PyTorch, NumPy and Python; the inside of attributes of PyTorch's own layers that are no settings, and
+Code of an installed package that cannot be guarded counts only if it runs (:mod:`.executed`). Not watched: attributes
+of installed modules; the inside of attributes of PyTorch's own layers that are no settings, and
 of elements of lists and dicts longer than ``_LONG`` (that they are the same objects is watched); what is reached only
 through C code.
 """
@@ -21,7 +21,7 @@ import os
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,13 @@ from manyhands.python_code.names import (
     words_of,
 )
 
-_ENVIRONMENT = {"environ", "getenv"}  # a function with these names may read any variable of the environment
+_RECREATED = "_recreate_cm"  # in contextlib.ContextDecorator
+_ENVIRONMENT = {
+    "environ",
+    "environb",
+    "getenv",
+    "getenvb",
+}  # a function with these names may read any variable of the environment
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Dicts of a module that may be replaced.
@@ -76,7 +82,9 @@ class Outside:
         self._words = set(_CALLED)  # and names in the code seen so far
         self._looked: set[tuple[int, str]] = set()  # names that were looked up, by module
         # The code of installed packages; and of some of it, why a function that runs it is refused.
-        self.installed: set[types.CodeType] = set()
+        self._installed: set[types.CodeType] = set()
+        self._cached: set[types.CodeType] = set()  # below a cache: it runs again once the cache is cleared
+        self._below_cache = False
         self._refusals: dict[types.CodeType, CannotTrace] = {}
         self._generators: dict[int, tuple[random.Random, Any]] = {}  # of that code, with their states
         self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen
@@ -121,21 +129,30 @@ class Outside:
         Libraries look up how to handle a class of tensors, and remember it.
         """
         for holder, before in self._whole:
-            if isinstance(holder, dict) and compat.FakeTensor in holder and compat.FakeTensor not in before:
-                stored = holder[compat.FakeTensor]
-                if stored is before.get(torch.Tensor) and not isinstance(stored, PLAIN):
+            if isinstance(holder, dict) and compat.FakeTensor not in before:
+                stored = dict.get(holder, compat.FakeTensor)
+                if stored is not None and stored is before.get(torch.Tensor) and not isinstance(stored, PLAIN):
                     del holder[compat.FakeTensor]
 
+    def doubtful(self) -> Collection[types.CodeType]:
+        """The code of installed packages, if it matters which of it runs."""
+        return self._installed if self._refusals else ()
+
     def only_executed(self, executed: Executed) -> None:
-        """Drop the facts about code of installed packages that did not run; raise if what ran cannot be guarded."""
+        """Raise if code ran that cannot be guarded; drop the facts about functions that did not run."""
         for code, error in self._refusals.items():
             if executed.ran(code):
-                for generator, state in self._generators.values():
-                    generator.setstate(state)
                 raise error
-        idle = {code for code in self.installed if not executed.ran(code)}
-        self._facts = [fact for fact in self._facts if _code_of(fact) not in idle]
-        self._check = None
+        if self._refusals:
+            idle = {code for code in self._installed - self._cached if not executed.ran(code)}
+            self._facts = [fact for fact in self._facts if _code_of(fact) not in idle]
+            self._check = None
+
+    def put_generators_back(self) -> None:
+        """Undo the draws of random numbers while tracing."""
+        for generator, state in self._generators.values():
+            if generator.getstate() != state:
+                generator.setstate(state)
 
     def put_back(self) -> None:
         """Undo what was changed in Python; the numbers in tensors are not touched."""
@@ -212,7 +229,9 @@ class Outside:
             self.spaces.space(vars(value), name)
         elif is_cache(value):
             self.spaces.cache(value, name)
+            before, self._below_cache = self._below_cache, True
             self._visit(value.__wrapped__, name)
+            self._below_cache = before
         elif isinstance(value, nn.Module):
             self._module(value, name)
         elif isinstance(value, torch.optim.Optimizer):
@@ -262,9 +281,7 @@ class Outside:
         self._visit(content, f"{name}.get()")
 
     def _object(self, value: Any, name: str) -> None:
-        if type(value).__module__ == "contextlib":  # as a decorator it makes a new generator for each call
-            self._dict({word: part for word, part in vars(value).items() if word != "gen"}, name)
-        elif hasattr(value, "__dict__"):
+        if hasattr(value, "__dict__"):
             self._dict(vars(value), name, whole=True)
         cls: type = type(value)
         for word in slots_of(cls):
@@ -291,7 +308,9 @@ class Outside:
             self._visit(vars(function).get("__wrapped__"), name)
             return
         if is_foreign(function):
-            self.installed.add(function.__code__)
+            self._installed.add(function.__code__)
+            if self._below_cache:
+                self._cached.add(function.__code__)
         names = words_of(function.__code__)
         if "globals" in names:
             self._refuse(
@@ -310,7 +329,10 @@ class Outside:
                 self.spaces.empty(cell, "cell_contents", word)
                 continue
             self._add(Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
-            if not self._refused(function, content, word):
+            if _RECREATED in names and word == "self":  # a context manager as a decorator makes a new one for each call
+                for part in ("func", "args", "kwds"):
+                    self._visit(getattr(content, part, None), f"{name}.{part}")
+            elif not self._refused(function, content, word):
                 self._named(content, word, names)
         for word in names:
             if not self._refused(function, function.__globals__.get(word), word):
@@ -328,7 +350,7 @@ class Outside:
     def _refuse(self, function: types.FunctionType, reason: str) -> None:
         """Refuse what a function does: at once, or, of an installed package, once it is known to have run."""
         error = CannotTrace(reason)
-        if function.__code__ not in self.installed:
+        if function.__code__ not in self._installed:
             raise error
         self._refusals.setdefault(function.__code__, error)
 
@@ -357,7 +379,7 @@ class Outside:
                 self._visit(function_behind(method), f"{owner.__name__}.{word}")
         elif not isinstance(content, types.ModuleType):
             self._visit(content, name)
-        elif not is_opaque(content):
+        elif not is_foreign(content):
             self.spaces.space(vars(content), name)
             for word in vars(content).keys() & set(names):
                 if (id(content), word) not in self._looked:
