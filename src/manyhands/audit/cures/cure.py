@@ -77,6 +77,8 @@ def cure(
     'total += loss.detach()'
     >>> cure(Kind.READ, "Tensor.__float__", "losses.append(float(loss))")
     'losses.append(loss.detach())'
+    >>> cure(Kind.READ, "Tensor.__float__", "sums = [a + float(b) for a, b in zip(sums, args)]")
+    'sums = [a + (b.detach() if hasattr(b, "detach") else b) for a, b in zip(sums, args)]'
     >>> cure(Kind.READ, "Array.__float__", "losses.append(float(loss))", framework="jax")
     'losses.append(loss)'
     >>> cure(Kind.READ, "Tensor.item", "print(step, loss.item())")
@@ -151,8 +153,18 @@ def _without(wait: _Wait, line: Statement, read: ast.Call) -> tuple[int, int, st
     if isinstance(function, ast.Name) and function.id == "int":
         return line.start(read), line.end(read), _INTEGER[wait.framework].format(_bracketed(value, text))
     on_device = _KEPT[wait.framework]
+    if on_device and _is_element(line, read, value):  # others may be plain numbers
+        return line.start(read), line.end(read), f'({text}{on_device} if hasattr({text}, "detach") else {text})'
     is_part = isinstance(line.parent(read), (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript))
     return line.start(read), line.end(read), (_bracketed(value, text) if on_device or is_part else text) + on_device
+
+
+def _is_element(line: Statement, read: ast.Call, value: ast.expr) -> bool:
+    """Whether a value is the variable of a comprehension around a read: one of many."""
+    loops = [node for node in line.above(read) if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp))]
+    targets = [ast.walk(generator.target) for loop in loops for generator in loop.generators]
+    names = {node.id for target in targets for node in target if isinstance(node, ast.Name)}
+    return isinstance(value, ast.Name) and value.id in names
 
 
 def _bracketed(node: ast.expr, text: str) -> str:
