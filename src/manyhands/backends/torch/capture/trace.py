@@ -458,5 +458,5 @@ def _name(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         raise CannotTrace(f"it computes on {device}: only CPUs and CUDA's GPUs are planned")
     if device.type == "cpu":
-        return str(device)  # a virtual device has a number
+        return "cpu" if device.index is None else f"virtual:{device.index}"
     return f"gpu:{device.index or 0}"
