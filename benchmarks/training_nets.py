@@ -1,6 +1,6 @@
 """Other people's nets through `Trainer.fit`, beside a tuned eager loop, a CUDA graph by hand and `torch.compile`.
 
-    python benchmarks/training_nets.py               every net (those of torchvision and transformers where installed)
+    python benchmarks/training_nets.py    every net (those of torchvision and transformers where installed)
     python benchmarks/training_nets.py --nets gpt,vgg16 --rows eager,manyhands
     python benchmarks/training_nets.py --tiny                        small sizes on any device: no figures to quote
 
@@ -139,13 +139,13 @@ def _transformers(tiny: bool, image: tuple[int, int, int], batch: int) -> dict[s
     if not transformers_nets.installed():
         return {}
     words, length, lines = (100, 16, 4) if tiny else (30_000, 128, 32)
-    made = transformers_nets.nets(tiny, words, image[1])
+    make = transformers_nets.nets(tiny, words, image[1])
     return {
-        "hf-bert": Net(made["hf-bert"], (length,), lines, words),
-        "hf-gpt2": Net(made["hf-gpt2"], (length,), lines, words, classes=words),
-        "hf-llama": Net(made["hf-llama"], (length,), lines, words, classes=words),
-        "hf-vit": Net(made["hf-vit"], image, batch),
-        "hf-convnext": Net(made["hf-convnext"], image, batch),
+        "hf-bert": Net(make["hf-bert"], (length,), lines, words),
+        "hf-gpt2": Net(make["hf-gpt2"], (length,), lines, words, classes=words),
+        "hf-llama": Net(make["hf-llama"], (length,), lines, words, classes=words),
+        "hf-vit": Net(make["hf-vit"], image, batch),
+        "hf-convnext": Net(make["hf-convnext"], image, batch),
     }
 
 

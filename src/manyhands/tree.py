@@ -96,7 +96,7 @@ def _new_branches(types: set[type]) -> bool:
     with _lock:
         branches = {cls for cls in types - _no_branches - _whole if dataclasses.is_dataclass(cls) or _is_dict(cls)}
         for cls in branches - _branches:
-            _register_dict(cls) if _is_dict(cls) else _register(cls)
+            _register_dict(cls) if _is_dict(cls) else _register_dataclass(cls)
         _branches.update(branches)
         _no_branches.update(types - branches)
     return bool(branches)
@@ -116,16 +116,10 @@ def _register_dict(cls: type) -> None:
         value.data = dict(zip(mould.fields, children, strict=True))
         return value
 
-    optree.register_pytree_node(
-        cls,
-        take_apart,
-        put_together,  # type: ignore[arg-type]
-        path_entry_type=optree.MappingEntry,
-        namespace=_NAMESPACE,
-    )
+    _register_node(cls, take_apart, put_together, optree.MappingEntry)
 
 
-def _register(cls: type) -> None:
+def _register_dataclass(cls: type) -> None:
     names = tuple(field.name for field in dataclasses.fields(cls))
     assign = setattr if issubclass(cls, dict) else object.__setattr__  # the latter also where frozen
 
@@ -139,13 +133,16 @@ def _register(cls: type) -> None:
             assign(value, name, child)
         return value
 
-    optree.register_pytree_node(
-        cls,
-        take_apart,
-        put_together,  # type: ignore[arg-type]
-        path_entry_type=optree.GetAttrEntry,
-        namespace=_NAMESPACE,
-    )
+    _register_node(cls, take_apart, put_together, optree.GetAttrEntry)
+
+
+def _register_node(
+    cls: type,
+    take_apart: Callable[[Any], Any],
+    put_together: Callable[[Any, Any], Any],
+    entry: type[optree.PyTreeEntry],
+) -> None:
+    optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=entry, namespace=_NAMESPACE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

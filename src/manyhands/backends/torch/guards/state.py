@@ -7,9 +7,8 @@ changes Python state, which is put back; before every call, all facts together a
 (:class:`.facts.Facts`); and messages name what changes at every call.
 
 Code of an installed package that cannot be guarded counts only if it runs (:mod:`.executed`). Not watched: attributes
-of installed modules; the inside of attributes of PyTorch's own layers that are no settings, and
-of elements of lists and dicts longer than ``_LONG`` (that they are the same objects is watched); what is reached only
-through C code.
+of installed modules; the inside of attributes of PyTorch's own layers that are no settings, and of elements of lists
+and dicts longer than ``_LONG`` (that they are the same objects is watched); what is reached only through C code.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,12 +46,8 @@ from manyhands.python_code.names import (
 )
 
 _RECREATED = "_recreate_cm"  # in contextlib.ContextDecorator
-_ENVIRONMENT = {
-    "environ",
-    "environb",
-    "getenv",
-    "getenvb",
-}  # a function with these names may read any variable of the environment
+# A function with these names may read any variable of the environment.
+_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Dicts of a module that may be replaced.
@@ -356,9 +351,10 @@ class Outside:
 
     def _refused(self, function: types.FunctionType, content: Any, name: str) -> bool:
         """Whether a name in a function's code stands for a source of random numbers, whose state can be put back."""
-        if not isinstance(content, random.Random):
+        reason = _why_unguardable(content, name)
+        if reason is None or not isinstance(content, random.Random):
             return False
-        self._refuse(function, cast(str, _why_unguardable(content, name)))
+        self._refuse(function, reason)
         self._generators[id(content)] = (content, content.getstate())
         return True
 

@@ -52,7 +52,7 @@ def _turn(device: torch.device) -> threading.RLock:
 def rehearsal() -> Iterator[None]:
     """A context in which code behaves as in a capture: an operation that makes the host wait for the GPU raises.
 
-    Libraries ask whether a stream is being captured, to avoid such operations there: they are told yes.
+    Libraries avoid such operations while ``torch.cuda.is_current_stream_capturing()``, so that is True here, too.
     """
     before = torch.cuda.get_sync_debug_mode()
     answers = Replacements()
