@@ -8,6 +8,7 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import run_python
@@ -161,6 +162,37 @@ def in_another_thread(work: Any) -> Any:
     thread.start()
     thread.join()
     return found[0]
+
+
+def test_a_shallow_copy_keeps_the_device_and_the_memory() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device=mh.gpu(1)))
+    twin = copy.copy(parameter)
+    assert isinstance(twin, torch.nn.Parameter)
+    assert twin.device == mh.gpu(1)
+    assert twin.requires_grad
+    with torch.no_grad():
+        parameter.zero_()
+    assert twin.tolist() == [0, 0, 0]
+
+
+def test_addresses_tell_shared_memory_apart() -> None:
+    """Programs compare them to find tied weights before they save a model."""
+    x, y = torch.ones(4, device=mh.gpu(0)), torch.ones(4, device=mh.gpu(0))
+    assert x.data_ptr() != y.data_ptr()
+    assert x[1:].data_ptr() == x.data_ptr() + x.element_size()
+    assert x[1:].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert x[1:].untyped_storage().nbytes() == 16
+    linear = torch.nn.Linear(2, 2).to(mh.gpu(1))
+    assert len({weight.data_ptr() for weight in linear.state_dict().values()}) == 2
+
+
+def test_other_libraries_do_not_get_the_memory_of_a_gpu() -> None:
+    x = torch.arange(3.0, device=mh.gpu(0))
+    for take in (np.from_dlpack, torch.from_dlpack):
+        with pytest.raises(BufferError, match=r"is a virtual device.*x\.detach\(\)\.cpu\(\)"):
+            take(x)
+    assert np.from_dlpack(x.detach().cpu()).tolist() == [0, 1, 2]
+    assert not hasattr(x, "__cuda_array_interface__")
 
 
 def test_placing_works_in_other_threads() -> None:

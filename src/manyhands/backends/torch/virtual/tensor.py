@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.virtual.memory import VirtualMemory
 from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, is_virtual, shown, stands_in
 
 # Called with every operation on a virtual device, its arguments and its result, as plain tensors.
@@ -64,7 +65,7 @@ def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
-class VirtualTensor(torch.Tensor):
+class VirtualTensor(VirtualMemory, torch.Tensor):
     """A tensor on a virtual device: its metadata here, its numbers in ``_inner`` on the host."""
 
     # With PyTorch's default, functions written in Python would run their bodies without our function mode.
@@ -155,29 +156,24 @@ class VirtualTensor(torch.Tensor):
         tensor = torch.tensor(readable(data), dtype=dtype or self.dtype, device=HOST)
         return place(tensor, self._home if device is None else actual(device)).requires_grad_(requires_grad)
 
-    def tolist(self) -> Any:
-        return self._inner.tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        if force:
-            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
-        )
+    def __copy__(self) -> torch.Tensor:
+        return self._holding(self._inner.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
-                copy: torch.Tensor = VirtualTensor(self._inner.clone(), self._home)
-            if isinstance(self, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, self.requires_grad)
-            else:
-                copy.requires_grad_(self.requires_grad)
+                copy = self._holding(self._inner.clone())
             if self.grad is not None:
                 copy.grad = self.grad.__deepcopy__(memo)
             memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    def _holding(self, inner: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same kind on the same device, with other numbers."""
+        copy: torch.Tensor = VirtualTensor(inner, self._home)
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(copy, self.requires_grad)
+        return copy.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as a tensor of the host, so that the file can be read without virtual devices."""
