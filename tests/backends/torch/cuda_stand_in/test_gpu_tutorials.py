@@ -101,6 +101,20 @@ def test_mixed_precision_with_a_scaler_and_pinned_batches() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_around_replicas(dtype: torch.dtype) -> None:
+    """The replicas' threads use float16, whatever the caller's precision is: so do PyTorch's on GPUs."""
+    net = nn.DataParallel(nn.Linear(3, 2).cuda(), device_ids=[0, 1])
+    x = torch.randn(4, 3, device="cuda")
+    with torch.autocast("cuda", dtype=dtype):
+        y = net(x)
+    assert y.dtype == torch.float16
+    assert torch.allclose(y.float(), net(x), atol=0.01)
+    y.float().sum().backward()
+    assert net.module.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_the_older_names_of_mixed_precision() -> None:
     with torch.cuda.amp.autocast():
         assert torch.mm(torch.ones(2, 2).cuda(), torch.ones(2, 2).cuda()).dtype == torch.float16

@@ -75,7 +75,9 @@ def gather(
     tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     _one_of("destination", destination, out, needed=False)
-    whole = torch.cat([_on(tensor, out.device.index if out is not None else destination) for tensor in tensors], dim)
+    parts = [_on(tensor, out.device.index if out is not None else destination) for tensor in tensors]
+    with torch.autocast("cpu", enabled=False):  # replicas may compute in another precision than the caller's
+        whole = torch.cat(parts, dim)
     return whole if out is None else out.copy_(whole)
 
 
