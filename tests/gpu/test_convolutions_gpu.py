@@ -216,7 +216,7 @@ def test_a_compiled_function_has_them() -> None:
     net = torch.nn.Sequential(down, torch.nn.ReLU(), torch.nn.Tanh())
     net = net.to("cuda", torch.bfloat16, memory_format=torch.channels_last).eval().requires_grad_(False)
     x = torch.rand(256, 64, 28, 28, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    trace = planning.fuse(planning.trace(net, planning.call((x,), {}), guarded=False))
+    trace = planning.fuse(planning.trace(net, planning.call((x,), {})))
     print(trace.passes)
     assert trace.passes == ["convolutions: 1 of 1 in faster ways"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,8 @@ from manyhands.schedule.lanes import (
     Lane,
     Schedule,
     schedule,
-    schedule_by_slack,
     schedule_chains,
     schedule_main_lane,
-    slacks,
 )
 from manyhands.schedule.simulate import bounds, simulate
 from manyhands.schedule.task import Task
@@ -86,12 +83,7 @@ def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> N
             assert (first, second) in ordered
 
 
-BY_SLACK = functools.partial(schedule_by_slack, wait_seconds=1e-6)
-
-
-@given(
-    PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_main_lane, schedule_chains, BY_SLACK])
-)
+@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_main_lane, schedule_chains]))
 @settings(max_examples=300)
 def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
     """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
@@ -203,25 +195,6 @@ def test_the_longest_chain_waits_for_nobody() -> None:
         "a cast follows its gradient"
     )
     assert not any(planned.waits.get(task) for task in range(0, 18, 3))
-
-
-def test_what_has_slack_goes_aside() -> None:
-    """Two branches, of which the shorter one may begin later; and a weight's gradient, which only the update needs."""
-    program = [
-        Task("input", writes=frozenset({0}), device="gpu:0", seconds=1e-3),
-        Task("long", frozenset({0}), frozenset({1}), "gpu:0", seconds=5e-3),
-        Task("short", frozenset({0}), frozenset({2}), "gpu:0", seconds=1e-3),
-        Task("add", frozenset({1, 2}), frozenset({3}), "gpu:0", seconds=1e-3),
-        Task("weight", frozenset({3}), frozenset({4}), "gpu:0", seconds=1e-3),
-        Task("backward", frozenset({3}), frozenset({5}), "gpu:0", seconds=9e-3),
-        Task("update", frozenset({4, 5}), frozenset({6}), "gpu:0", seconds=1e-3),
-    ]
-    whole = graph([dataclasses.replace(task, share=0.4) for task in program])
-    assert slacks(whole) == pytest.approx([0, 0, 4e-3, 0, 8e-3, 0, 0])
-    made = BY_SLACK(whole, lanes(2))
-    check(made)
-    assert [program[task].name for task in made.per_lane()[1]] == ["short", "weight"]
-    assert simulate(made).seconds == pytest.approx(17e-3)
 
 
 def test_independent_chains_get_a_lane_each() -> None:

@@ -11,7 +11,7 @@ A lane runs its tasks in order. A task waits for tasks on other lanes only where
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manyhands.schedule.clocks import Clocks
@@ -151,51 +151,11 @@ def schedule_main_lane(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
     """Put all that the end of the longest chain needs on one lane, which waits for no other; the rest on other lanes.
 
     In a backward pass the path from the loss to the first layer stays together; weight gradients, which nothing waits
-    for, go to the other lanes. Tasks are issued in program order.
+    for, go to the other lanes. Tasks are issued in program order, each on the lane on which it can begin first; among
+    equal ones, a lane that runs one of its needs comes first.
     """
     main = _critical_tasks(graph)
 
-    def candidates(task: int, choices: list[int], latest: int | None) -> list[int]:
-        first, *others = choices
-        return [first] if task in main or not others else others
-
-    return _in_program_order(graph, lanes, candidates)
-
-
-def schedule_by_slack(graph: Graph, lanes: Sequence[Lane], *, wait_seconds: float) -> Schedule:
-    """Put what the longest chain waits for on one lane, in program order; tasks that have time go to the others.
-
-    A task's slack is how much later than possible it may begin without making the longest chain longer. In a training
-    step the weight gradients have slack, because only the update needs them, and so has the shorter of two branches:
-
-        forward    conv1 -> conv2 -> add        conv2 and add have no slack
-                   shortcut --------> add       the shortcut may begin as late as conv2 allows
-        backward   dx2 -> dx1 -> ...            no slack
-                   dw2, dw1                     until the update
-
-    A task goes to another lane if its slack exceeds its own time and two waits. A task that takes no time stays on the
-    lane of the task that it follows.
-    """
-    slack = slacks(graph)
-
-    def candidates(task: int, choices: list[int], latest: int | None) -> list[int]:
-        seconds = graph.tasks[task].seconds
-        if seconds < wait_seconds and latest in choices:
-            return [latest]
-        first, *others = choices
-        return others if others and slack[task] > seconds + 2 * wait_seconds else [first]
-
-    return _in_program_order(graph, lanes, candidates)
-
-
-def _in_program_order(
-    graph: Graph, lanes: Sequence[Lane], candidates: Callable[[int, list[int], int | None], list[int]]
-) -> Schedule:
-    """A schedule that issues all tasks in the program's order, each on the candidate on which it can begin first.
-
-    ``candidates`` chooses among the lanes of a task's device and kind; it also gets the lane of the task that this one
-    waits for longest (None: it needs nothing). Among equal candidates, a lane that runs one of its needs comes first.
-    """
     choices = _choices(graph, lanes)
     free = [0.0] * len(lanes)
     end = [0.0] * len(graph)
@@ -203,9 +163,9 @@ def _in_program_order(
     for index, task in enumerate(graph.tasks):
         needs = graph.needs[index]
         ready = max((end[need] for need in needs), default=0.0)
-        latest = max(needs, key=end.__getitem__, default=None)
         of_needs = {lane_of[need] for need in needs}
-        suitable = candidates(index, choices[task.device, task.kind], None if latest is None else lane_of[latest])
+        first, *others = choices[task.device, task.kind]
+        suitable = [first] if index in main or not others else others
         lane = min(suitable, key=lambda lane: (max(free[lane], ready), lane not in of_needs, lane))
         lane_of.append(lane)
         end[index] = free[lane] = max(free[lane], ready) + task.seconds
@@ -214,16 +174,6 @@ def _in_program_order(
 
 def _with_waits(graph: Graph, lanes: Sequence[Lane], lane_of: Sequence[int], order: Sequence[int]) -> Schedule:
     return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
-
-
-def slacks(graph: Graph) -> list[float]:
-    """For each task, how many seconds it may start late without making the longest chain longer."""
-    rank = upward_ranks(graph)
-    begin = [0.0] * len(graph)
-    for index, needs in enumerate(graph.needs):
-        begin[index] = max((begin[need] + graph.tasks[need].seconds for need in needs), default=0.0)
-    longest = max(map(sum, zip(begin, rank, strict=True)), default=0.0)
-    return [longest - start - after for start, after in zip(begin, rank, strict=True)]
 
 
 def _critical_tasks(graph: Graph) -> set[int]:

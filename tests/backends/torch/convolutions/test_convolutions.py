@@ -251,7 +251,7 @@ def test_a_pass_puts_chosen_ways_into_a_trace() -> None:
         model(x).square().sum().backward()
 
     plain = _gradients(model, x)
-    trace = planning.trace(step, planning.call((), {}), guarded=False)
+    trace = planning.trace(step, planning.call((), {}))
     assert choose_convolutions(trace) == (trace, None)
     mode = ChosenConvolutions(steps=10)
     mode.recording = True

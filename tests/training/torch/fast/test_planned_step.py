@@ -24,6 +24,7 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
 from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
 from manyhands.training.torch.fast.progress import Progress
+from manyhands.training.torch.step.average import Average, Averaging
 
 RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
 
@@ -48,11 +49,14 @@ def job() -> tuple[Any, Progress, Callable[[], None]]:
     return eager, progress, as_written(eager, data, progress, torch.arange(4))
 
 
-def test_whoever_makes_a_step_it_is_the_same() -> None:
+@pytest.mark.parametrize("averages", [False, True])
+def test_whoever_makes_a_step_it_is_the_same(averages: bool) -> None:
     """The real planner: whether its plan is used depends on the machine, what comes of the steps does not."""
     (eager, progress, step), (plain, _, plainly) = job(), job()
-    for parameter in (eager, plain):
-        parameter.optimizer.zero_grad()
+    for twin in (eager, plain):
+        twin.optimizer.zero_grad()
+        if averages:
+            twin.average = Average(twin.model, Averaging(0.9))
     made = PlannedStep(ParallelPlan(step), step, progress)
     for run in (made, plainly):
         torch.manual_seed(1)
@@ -63,6 +67,9 @@ def test_whoever_makes_a_step_it_is_the_same() -> None:
     for parameter, other in zip(eager.parameters, plain.parameters, strict=True):
         assert torch.equal(parameter, other)
     assert torch.equal(eager.metrics.sums, plain.metrics.sums)
+    if averages:
+        assert all(map(torch.equal, eager.average.tensors, plain.average.tensors))
+        assert not all(map(torch.equal, eager.average.tensors, eager.parameters))
 
 
 def test_a_step_can_be_planned() -> None:

@@ -244,19 +244,18 @@ def _random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 # Tracing
 
 
-def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True, to_compile: bool = False) -> Trace:
+def trace(function: Callable[..., Any], call: Call, *, to_compile: bool = False) -> Trace:
     """Trace the function for calls of this signature.
 
-    ``guarded``: watch what the function reaches, so that a later call notices a change. (The trainer's step is our own
-    code, and the trainer watches it.) ``to_compile``: trace attention layers as the small operations that they use for
-    compilers, not as the one operation that plain execution uses in eval mode; the compiler gets ready meanwhile.
+    ``to_compile``: trace attention layers as the small operations that they use for compilers, not as the one operation
+    that plain execution uses in eval mode; the compiler gets ready meanwhile.
     """
     if (reason := _why_plain()) is not None:
         raise MustRunAsWritten(reason)
     if to_compile:
         compat.prepare_inductor(call.tensors)
     refuse_uncomparable_arguments(call.tensors, call.others)
-    outside = Outside(function if guarded else None, call.others)
+    outside = Outside(function, call.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient, to_compile=to_compile)
     captured = trace_captured(function, call.tensors, call.others)

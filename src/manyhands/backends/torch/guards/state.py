@@ -62,9 +62,7 @@ _LONG = 1000
 class Outside:
     """The facts about what a function and its arguments reach."""
 
-    def __init__(self, function: Callable[..., Any] | None, arguments: Iterable[Any] = ()) -> None:
-        """``function``: None if the caller watches it in another way; then only ``arguments`` are visited."""
-        self._looks = function is not None
+    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         self._facts: list[Fact] = []
         self._placed: set[tuple[str, int, Any]] = set()
         self._seen: dict[int, Any] = {}
@@ -83,8 +81,7 @@ class Outside:
         self._refusals: dict[types.CodeType, CannotTrace] = {}
         self._generators: dict[int, tuple[random.Random, Any]] = {}  # of that code, with their states
         self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen
-        if function is not None:
-            self._visit(function, getattr(function, "__name__", "function"))
+        self._visit(function, getattr(function, "__name__", "function"))
         for number, argument in enumerate(arguments):
             self._visit(argument, f"argument {number}")
         for owner, word, content in members(self._classes, self._words, is_opaque):
@@ -201,8 +198,7 @@ class Outside:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Visit an optimizer: its settings, and its state as far as its first step has created it."""
-        if self._looks:
-            self._visit(optimizer, type(optimizer).__name__)
+        self._visit(optimizer, type(optimizer).__name__)
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:

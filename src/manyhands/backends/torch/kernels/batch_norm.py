@@ -107,16 +107,6 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     return x.data_ptr() % _VECTOR == 0 and _fits_kernels(x, channels)
 
 
-def fits_form(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
-    """The same for fake tensors of a trace, which have offsets but no addresses: allocated memory is aligned."""
-    if x.device.type == "cpu":
-        return fits(x, *channels)
-    if x.dim() < 2 or not is_by_channel(x) or x.dtype not in _NUMBERS:
-        return False
-    aligned = x.storage_offset() * x.element_size() % _VECTOR == 0
-    return aligned and _fits_kernels(x, channels)
-
-
 def _fits_kernels(x: torch.Tensor, channels: Sequence[torch.Tensor | None]) -> bool:
     row = x.shape[1] * x.element_size()
     if not row or row % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:

@@ -41,7 +41,7 @@ def make_pure(trace: Trace) -> Trace:
             node.args = (*node.args[:3], None, None, *node.args[5:])
     copies = [copy for node in old for copy in _make_forward_pure(graph, node)]
     pure = trace.rewritten(graph)
-    return count_together(trace.rewritten(graph) if _copy_together(pure, copies) else pure)[0]
+    return count_together(trace.rewritten(graph) if _copy_together(pure, copies) else pure)
 
 
 def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:

@@ -107,7 +107,7 @@ def fuse(trace: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     units = _units(trace, wanted, compiler)
     if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
-    fused, _ = cast_together(trace.rewritten(_Writer(trace).write(_ordered(units, wanted))))
+    fused = cast_together(trace.rewritten(_Writer(trace).write(_ordered(units, wanted))))
     fused, tuned = tune_convolutions(fused, _CALLS)
     fused.passes += [f"convolutions: {tuned}"] if tuned is not None else []
     return _described(fused, as_written)

@@ -12,6 +12,7 @@ results are the same to the bit:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ from manyhands.backends.torch.passes.rewriting import Rewriting
 _aten = torch.ops.aten
 
 
-def cast_together(trace: Trace) -> tuple[Trace, str | None]:
+def cast_together(trace: Trace) -> Trace:
     """Move all casts of the caller's tensors to the place of the first one.
 
     The arguments of the first operation are cast separately: it does not wait for the weights of all later layers.
@@ -32,7 +33,7 @@ def cast_together(trace: Trace) -> tuple[Trace, str | None]:
     rewriting = Rewriting(trace)
     casts = [node for node in rewriting.nodes(_aten._to_copy.default) if _needs_nothing(node)]
     first = rewriting.takers(casts[0]) if casts else set()
-    done = 0
+    changed = False
     for group in _groups(node for node in casts[1:] if not first & rewriting.takers(node)):
         place = group[0]
         group = [node for node in group if rewriting.unchanged(node.args, place, node)]
@@ -41,12 +42,12 @@ def cast_together(trace: Trace) -> tuple[Trace, str | None]:
         with rewriting.graph.inserting_before(place):
             sources = [rewriting.node_of_input(node.args[0]) for node in group]
             results = [rewriting.empty(node.meta["val"]) for node in group]
-            rewriting.call(_aten._foreach_copy_.default, (results, sources))
+            rewriting.call_in_place(_aten._foreach_copy_.default, (results, sources))
         for node, result in zip(group, results, strict=True):
             node.replace_all_uses_with(result)
             rewriting.graph.erase_node(node)
-        done += len(group)
-    return (rewriting.done(), f"{done} of weights") if done else (trace, None)
+        changed = True
+    return rewriting.done() if changed else trace
 
 
 def _needs_nothing(node: Node) -> bool:
@@ -65,29 +66,25 @@ def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
     return list(groups.values())
 
 
-def count_together(trace: Trace) -> tuple[Trace, str | None]:
+def count_together(trace: Trace) -> Trace:
     """Add to all counters at the place of the last one, unless something reads them earlier."""
     rewriting = Rewriting(trace)
     counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if _is_count(node)]
     if len(counts) < 2:
-        return trace, None
+        return trace
     last = counts[-1]
     groups: dict[Any, list[Node]] = {}
     for node in counts:
         if node is last or rewriting.untouched(node.args[:1], node, last):
             value: Any = node.all_input_nodes[0].meta["val"]
             groups.setdefault((value.device, node.args[1]), []).append(node)
-    done = 0
-    for (_, amount), group in groups.items():
-        if len(group) < 2:
-            continue
+    several = {key: group for key, group in groups.items() if len(group) > 1}
+    for (_, amount), group in several.items():
         with rewriting.graph.inserting_after(last):
-            rewriting.call(_aten._foreach_add_.Scalar, ([node.args[0] for node in group], amount))
-        done += len(group)
-    for group in groups.values():
-        for node in group if len(group) > 1 else ():
-            rewriting.graph.erase_node(node)
-    return (rewriting.done(), f"{done}") if done else (trace, None)
+            rewriting.call_in_place(_aten._foreach_add_.Scalar, ([node.args[0] for node in group], amount))
+    for node in itertools.chain(*several.values()):
+        rewriting.graph.erase_node(node)
+    return rewriting.done() if several else trace
 
 
 def _is_count(node: Node) -> bool:

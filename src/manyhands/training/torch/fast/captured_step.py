@@ -52,10 +52,9 @@ from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.choice import fused_norms
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
-from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, StepPlan, as_written
+from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
 from manyhands.training.torch.fast.progress import Progress
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
-from manyhands.training.torch.fast.traced_step import TracedStep
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
@@ -117,9 +116,9 @@ class GraphStep:
         self._stream = stream_of(eager.device)
         trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
         # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
-        self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=self._held) if side_lanes else None
-        # By feature ("norms", "convolutions", "lanes", "compiler"): why it is not used although it was wanted.
+        held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=held) if side_lanes else None
+        # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
         self.reasons: dict[str, str] = {}
         self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
@@ -260,7 +259,9 @@ class GraphStep:
     def notes(self) -> list[str]:
         """For the job's result: which features are not used and why, and whether the plan is used."""
         gain = [] if self._gain is None else [self._gain.explain(self._steps)]
-        reasons = [self.reasons[feature] for feature in ("norms", "lanes", "compiler") if feature in self.reasons]
+        reasons = [
+            self.reasons[feature] for feature in ("norms", "lanes", "compiler", "plan") if feature in self.reasons
+        ]
         return [*gain, *reasons] if self.planned is None else [*gain, *reasons, self.planned.outcome]
 
     def explain(self) -> str:
@@ -270,7 +271,9 @@ class GraphStep:
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "not compiled"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
-            features = ("compiler", "norms", "convolutions") if size == self._size else ("norms", "convolutions")
+            features = ["norms", "convolutions"]
+            if size == self._size:
+                features = ["compiler", *features, "plan"]
             reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
             gain = [] if self._gain is None or size != self._size else [self._gain.explain(self._steps)]
@@ -326,29 +329,34 @@ class GraphStep:
         """The captured step; with ``parallel``, the faster of the captured step and a plan of the whole step."""
         if not self._parallel or len(sized.window) != self._size or self._is_compiled(self._size):
             return captured
-        self.planned = PlannedStep(self._plan_of(sized, captured), captured, self._progress)
+        why = self._why_no_plan(sized)
+        if why is not None:
+            self._note_reason("plan", f"the whole step is not planned: {why}")
+            return captured
+        plan = ParallelPlan(as_written(self._eager, self._data, self._progress, sized.window))
+        self.planned = PlannedStep(plan, captured, self._progress)
         return self.planned
 
-    def _plan_of(self, sized: _SizedStep, captured: Callable[[], object]) -> StepPlan:
-        """A plan of ``parallel`` if the captured step uses only PyTorch's kernels, else a plan with our kernels."""
-        eager = self._eager
-        keeps_more = eager.average is not None or eager.undo is not None or eager.scale is not None
-        if self._norms is None and sized.redundant is None and not keeps_more:
-            return ParallelPlan(as_written(eager, self._data, self._progress, sized.window))
-        step = functools.partial(self._work, sized, as_written=True)
-        return TracedStep(step, captured, eager.device, lanes=self._lanes is not None, held=self._held)
+    def _why_no_plan(self, sized: _SizedStep) -> str | None:
+        if self._norms is not None:
+            return "our kernels for normalisation are not in a plan (Step(fused_norms=False) leaves them out)"
+        if sized.redundant is not None:
+            return "biases that a BatchNorm cancels are left out, which a plan does not do"
+        if self._eager.undo is not None:
+            return "on_nan='continue' and fp16 take updates back, which a plan does not do"
+        return None
 
-    def _work(self, sized: _SizedStep, *, as_written: bool = False) -> None:
-        """Run the whole step; ``as_written``: without dispatch modes, for a trace."""
+    def _work(self, sized: _SizedStep) -> None:
+        """Run the whole step."""
         eager, size = self._eager, len(sized.window)
         if eager.undo is not None:
             eager.undo.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
         # Only up to the update: a step that fails after it cannot be repeated.
         with rehearsal() if sized.warm == _WARM_UP - 1 else nullcontext():
-            results = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
+            results = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        optimizer_step = None if as_written or sized.warm < 0 else functools.partial(self._optimizer_step, sized)
+        optimizer_step = None if sized.warm < 0 else functools.partial(self._optimizer_step, sized)
         eager.update([results.loss.detach()], self._progress.step, optimizer_step)
         # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
         # They are issued last, so that a step that fails before its update has changed nothing.

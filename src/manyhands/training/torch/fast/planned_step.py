@@ -2,9 +2,8 @@
 
 Side lanes (:mod:`.lanes.eager`) keep the program order and only move weight gradients off the main lane. A plan traces
 the step and schedules all of its operations: branches of the forward pass run in parallel, and an update begins as soon
-as its gradient is ready. Planning takes seconds, runs the step many times, and restores all that the step changes.
-There are two kinds of plans: a plan of ``parallel`` with PyTorch's kernels (:class:`ParallelPlan`), and one with our
-kernels for BatchNorm (:mod:`.traced_step`).
+as its gradient is ready. Planning takes seconds, runs the step many times, and restores all that the step changes. A
+plan uses PyTorch's kernels, so a step that has ours for normalisation is not planned.
 
 A plan must give the captured step's results, equal to the bit, or it is not used. So either can run a training step.
 They alternate during training, the device times them, and the faster one runs from then on:
@@ -20,7 +19,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,28 +43,18 @@ def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch
         loss, correct = forward(eager, data, progress.order, progress.position + window)
         loss.backward()
         eager.clip_gradients()
-        eager.optimizer.step()
+        eager.update([loss.detach()], progress.step)
         eager.metrics.add(loss, correct, len(window), progress.step)
         progress.advance(len(window))
 
     return step
 
 
-class StepPlan(Protocol):
-    """A plan of the whole step. The first call plans and runs one step; ``replay`` runs each later step."""
-
-    def __call__(self) -> object: ...
-
-    def replay(self) -> object: ...
-
-    def why_not(self) -> str | None:
-        """After the first call: why the plan is not used, or None."""
-
-    def explain(self) -> str: ...
-
-
 class ParallelPlan:
-    """A plan that ``parallel`` makes of the step: the same operations, with results equal to the bit."""
+    """A plan that ``parallel`` makes of the step: the same operations, with results equal to the bit.
+
+    The first call plans and runs one step; ``replay`` runs each later step.
+    """
 
     def __init__(self, step: Step) -> None:
         self._fast: Parallel[[], object] = Parallel(step, planning, reuse_outputs=True)
@@ -79,6 +68,7 @@ class ParallelPlan:
         self._fast.planned.run([], (), {})
 
     def why_not(self) -> str | None:
+        """After the first call: why the plan is not used, or None."""
         planned = self._fast.planned
         if planned.way.is_plain:
             return "; ".join(planned.notes) or "lanes are not faster"
@@ -93,9 +83,9 @@ class ParallelPlan:
 class PlannedStep:
     """Runs one step per call: by a plan and by a captured step in turns, then by the faster of the two."""
 
-    def __init__(self, plan: StepPlan, captured: Step, progress: Progress) -> None:
+    def __init__(self, plan: ParallelPlan, captured: Step, progress: Progress) -> None:
         self._progress = progress
-        self._plan: StepPlan | None = plan
+        self._plan: ParallelPlan | None = plan
         self._winner: Step | None = None
         self._seconds: tuple[float, float] | None = None  # per step: the plan's, the captured step's
         self._why: str | None = None  # why there is no plan
@@ -105,7 +95,7 @@ class PlannedStep:
         step = self._winner or next(self._turns)
         step()
 
-    def _race(self, plan: StepPlan, captured: Step) -> Iterator[Step]:
+    def _race(self, plan: ParallelPlan, captured: Step) -> Iterator[Step]:
         """The steps to run, one after the other, until the faster way is known."""
         yield functools.partial(self._first, plan, captured)
         planned = plan.replay
@@ -125,7 +115,7 @@ class PlannedStep:
         step()
         times.append((begin, self._mark()))
 
-    def _first(self, plan: StepPlan, captured: Step) -> None:
+    def _first(self, plan: ParallelPlan, captured: Step) -> None:
         """Plan in the first step. If planning fails before the step changed anything, run the captured step instead."""
         before = int(self._progress.position)
         try:
