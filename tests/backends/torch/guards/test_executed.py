@@ -129,7 +129,7 @@ def test_the_code_of_a_function_that_ran_is_guarded(library: Any) -> None:
     assert torch.equal(fast(X), X * 3)
 
 
-def test_under_the_profiler_of_the_user_all_code_may_have_run(library: Any) -> None:
+def test_under_the_profiler_of_the_user_nothing_changes_but_the_plan(library: Any) -> None:
     fast = planned(library)
     profiler = cProfile.Profile()
     profiler.enable()
@@ -138,7 +138,8 @@ def test_under_the_profiler_of_the_user_all_code_may_have_run(library: Any) -> N
         assert profiler.getstats(), "the user's profile goes on"
     finally:
         profiler.disable()
-    assert "cannot be traced" in fast.explain()
+    # From Python 3.12 on, what runs is noted without a profiler. Before that, all code may have run.
+    assert ("cannot be traced" in fast.explain()) == (sys.version_info < (3, 12))
 
 
 def test_a_profiler_inside_the_function_hides_nothing(library: Any) -> None:
