@@ -25,10 +25,14 @@ class Stall:
 
     @property
     def cure(self) -> str:
+        return self.cure_if(rare=False)
+
+    def cure_if(self, *, rare: bool) -> str:
+        """The cure; ``rare``: the wait happens in a few steps only."""
         library = self.site.library.file if self.site.library is not None else ""
         line = self.site.user
         place = line.file, line.number
-        return cure(self.kind, self.call, line.code, library, framework=self.framework, place=place)
+        return cure(self.kind, self.call, line.code, library, framework=self.framework, place=place, rare=rare)
 
     def __str__(self) -> str:
         beside = f" (in {self.site.library})" if self.site.library is not None else ""

@@ -126,6 +126,12 @@ def test_libraries_that_are_known_have_cures_of_their_own() -> None:
     assert "validate_args=False" in cure(Kind.CONTROL_FLOW, "Tensor.__bool__", "d = Normal(m, s)", library)
     assert "the library's code" in cure(Kind.READ, "Tensor.item", "o.step(f)", "/torch/optim/lbfgs.py")
     assert "fused=True" in cure(Kind.READ, "Tensor.item", "scaler.step(o)", "/torch/amp/grad_scaler.py")
+    trainer = "C:\\site-packages\\transformers\\trainer.py"
+    assert "logging_nan_inf_filter=False" in cure(Kind.CONTROL_FLOW, "Tensor.__bool__", "t.train()", trainer)
+    assert "logging_steps" in cure(Kind.READ, "Tensor.item", "t.train()", trainer)
+    sent = "/accelerate/utils/operations.py"
+    assert "non_blocking=True" in cure(Kind.BLOCKING, "Tensor.to", "for batch in loader:", sent)
+    assert "the library's code" in cure(Kind.TO_HOST, "Tensor.cpu", "accelerator.gather(x)", sent)
 
 
 def test_a_statement_of_several_lines_and_code_without_a_file(tmp_path: Path) -> None:

@@ -236,6 +236,22 @@ def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
     assert "): 1 wait\n" in table.text(audited) + "\n"
 
 
+def test_a_print_once_an_epoch_needs_no_cure(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "for epoch in range(2):\n    for x in data:\n        print(x.item())\n    print(epoch, y.item())\n"
+    )
+    made = _recorder(0)
+    for step in range(20):
+        made.launch(1e-5)
+        for line in (3, 4) if step % 10 == 9 else (3,):
+            made.after(watch.Event(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
+        made.step("optimizer")
+    each, rare = sorted(report.make(made, program="p", warmup=0).findings, key=lambda finding: finding.line)
+    assert each.cure == "count the steps, and: if step % 100 == 0: print(x.item())"
+    assert rare.cure.startswith("none needed: it waits in a few steps only")
+
+
 class _Depth(int):
     site = functools.cached_property(sites.current)
 
@@ -295,12 +311,15 @@ def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding(
     (finding,) = audited.findings
     audited.findings = [replace(finding, file=file, line=line, source=source) for file, line, source in places]
     audited.findings[1].moves = True
+    audited.findings[2].library = "transformers/trainer.py:2249"
     (run,) = json.loads(json.dumps(sarif.log(audited)))["runs"]
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == [kind.value for kind in Kind]
     for result in run["results"]:
         assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == "read"
         assert result["message"]["text"].startswith("The host waits for a value from the device: ")
+    named = ["in transformers/trainer.py:2249." in result["message"]["text"] for result in run["results"]]
+    assert named == [False, False, True, False]
     assert [result["level"] for result in run["results"]] == ["warning", "note", "warning", "warning"]
     assert run["originalUriBaseIds"]["%SRCROOT%"]["uri"] == f"{tmp_path.as_uri()}/"
     below, absolute, made, _ = (result["locations"][0]["physicalLocation"] for result in run["results"])

@@ -11,19 +11,13 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from manyhands.audit.cures.libraries import setting_for
 from manyhands.audit.cures.statement import Statement, ValueUse, name_of
 from manyhands.audit.kinds import Kind
 
 _OPTION = "non_blocking=True"
+_LEAVE = "none needed: it waits in a few steps only; the comment '# manyhands: wait-ok <reason>' silences it"
 _REMOVE = "remove this line: the device keeps its work in order"
-_SCALER = (
-    "make the optimizer with fused=True: the scaler then looks for infinities on the device; or compute in bfloat16, "
-    "which needs no scaler"
-)
-_DISTRIBUTION = (
-    "make the distribution with validate_args=False, or call "
-    "torch.distributions.Distribution.set_default_validate_args(False) once"
-)
 # The suffix of a value that stays on its device, and int() of such a value.
 _KEPT = {"torch": ".detach()", "jax": "", "tensorflow": "", "mxnet": ".detach()"}
 _INTEGER = {
@@ -52,6 +46,7 @@ class _Wait(NamedTuple):
     kind: Kind
     call: str
     framework: str
+    rare: bool
 
     @property
     def in_words(self) -> str:
@@ -70,8 +65,11 @@ def cure(
     *,
     framework: str = "torch",
     place: tuple[str, int] | None = None,
+    rare: bool = False,
 ) -> str:
-    """What to write instead of a line that waits, perhaps in a library; ``place``: its file and number.
+    """What to write instead of a line that waits, perhaps in a library.
+
+    ``place`` is its file and number; ``rare`` says that it waits in a few steps only, once an epoch for example.
 
     >>> cure(Kind.READ, "Tensor.item", "total += loss.item()")
     'total += loss.detach()'
@@ -96,11 +94,9 @@ def cure(
     >>> cure(Kind.SYNCHRONIZE, "torch.cuda.synchronize", "torch.cuda.synchronize()")
     'remove this line: the device keeps its work in order'
     """
-    wait = _Wait(kind, call, framework)
-    if library.endswith("grad_scaler.py"):
-        return _SCALER
-    if "torch/distributions/" in library.replace("\\", "/"):
-        return _DISTRIBUTION
+    wait = _Wait(kind, call, framework, rare)
+    if (setting := setting_for(kind, library)) is not None:
+        return setting
     if "error_if_nonfinite=True" in code:
         return re.sub(r",?\s*error_if_nonfinite=True", "", code)
     if library:
@@ -177,6 +173,8 @@ def _rarely(wait: _Wait, line: Statement) -> str | None:
         return wait.in_words
     if not isinstance(line.whole(), ast.Expr):
         return None
+    if wait.rare:
+        return _LEAVE
     counter = line.counter()
     begin = "" if counter is not None else "count the steps, and: "
     return f"{begin}if {counter or 'step'} % 100 == 0: {line.code}"

@@ -20,6 +20,7 @@ _DRAWN = 3  # steps of the timeline
 _MOST_SPANS = 2000
 _FEWEST = 3  # waits of a line in a program without steps: fewer are not a loop
 _IDLE = 0.3  # of a step: less is no sign of a host that is too slow
+_RARE = 0.1  # waits per step: once an epoch, or every tenth step
 _LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
 
 
@@ -270,6 +271,7 @@ def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, 
 
 def _finding(key: Stall, count: int, waited: float, gained: float | None, report: Report) -> Finding:
     line = key.site.user
+    per_step = count / report.counted_steps if report.counted_steps else None
     return Finding(
         kind=key.kind.value,
         file=shown_path(line.file),
@@ -279,11 +281,11 @@ def _finding(key: Stall, count: int, waited: float, gained: float | None, report
         call=key.call,
         library=str(key.site.library) if key.site.library is not None else None,
         count=count,
-        per_step=count / report.counted_steps if report.counted_steps else None,
+        per_step=per_step,
         waited=waited,
         gained=gained,
         moves=gained is not None and waited > 0 and gained < 0.05 * waited,
-        cure=key.cure,
+        cure=key.cure_if(rare=per_step is not None and per_step <= _RARE),
         framework=key.framework,
     )
 

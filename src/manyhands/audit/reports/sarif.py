@@ -67,13 +67,14 @@ def _result(finding: Finding, report: Report, seen: Counter[str]) -> dict[str, A
         gain = " Removing it alone gains nothing: the next wait takes as much longer."
     elif finding.gained is not None:
         gain = f" Removing it gains {seconds(finding.gained / steps)}."
+    inside = f" It happens in {finding.library}." if finding.library else ""
     digest = hashlib.sha256("\0".join((finding.file, finding.source, finding.kind)).encode()).hexdigest()[:16]
     seen[digest] += 1
     return {
         "ruleId": finding.kind,
         "ruleIndex": [kind.value for kind in _KINDS].index(finding.kind),
         "level": "note" if finding.moves else "warning",
-        "message": _message(f"{_sentence(finding.what)[:-1]}: {waited}{predicted}.{gain} Cure: {finding.cure}"),
+        "message": _message(f"{_sentence(finding.what)[:-1]}: {waited}{predicted}.{inside}{gain} Cure: {finding.cure}"),
         "locations": [{"physicalLocation": _location(finding)}],
         "partialFingerprints": {"primaryLocationLineHash": f"{digest}:{seen[digest]}"},
     }
