@@ -29,13 +29,17 @@ _whole: set[type] = set()
 Structure = optree.PyTreeSpec
 
 
-def flatten(tree: object) -> tuple[list[Any], Structure]:
-    """The leaves in order, and the structure from which ``unflatten`` rebuilds the tree."""
+def flatten(tree: object, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[Any], Structure]:
+    """The leaves in order, and the structure from which ``unflatten`` rebuilds the tree.
+
+    ``is_leaf``: what else is a leaf, in a framework that takes it apart itself.
+    """
     branch: Any = tree
+    whole = is_leaf or (_is_whole if _whole else None)
     try:
-        leaves, structure = optree.tree_flatten(branch, _is_whole if _whole else None, namespace=_NAMESPACE)
-        while _new_branches(set(map(type, leaves))):
-            leaves, structure = optree.tree_flatten(branch, _is_whole if _whole else None, namespace=_NAMESPACE)
+        leaves, structure = optree.tree_flatten(branch, whole, namespace=_NAMESPACE)
+        while _new_branches(_kinds(leaves, is_leaf)):
+            leaves, structure = optree.tree_flatten(branch, whole, namespace=_NAMESPACE)
     except RecursionError:
         raise BadBatch(_ENDLESS) from None
     return leaves, structure
@@ -83,6 +87,13 @@ def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
 def paths(structure: Structure, root: str = "") -> list[str]:
     """The path of each leaf as a Python expression: ``batch['x'][0].mask`` for root ``batch``."""
     return [accessor.codify(root) for accessor in structure.accessors()]
+
+
+def _kinds(leaves: list[Any], is_leaf: Callable[[object], bool] | None) -> set[type]:
+    """The types of leaves that could be branches."""
+    if is_leaf is None:
+        return set(map(type, leaves))
+    return {kind for kind, leaf in {type(leaf): leaf for leaf in leaves}.items() if not is_leaf(leaf)}
 
 
 def _new_branches(types: set[type]) -> bool:

@@ -189,15 +189,20 @@ class Outputs:
 
 
 def split_result(
-    flat: Flat, tensors: Sequence[object], computed: Callable[[object], object | None], constant: tuple[type, ...]
+    flat: Flat,
+    tensors: Sequence[object],
+    computed: Callable[[object], object | None],
+    constant: tuple[type, ...],
+    others: Sequence[object] = (),
 ) -> tuple[list[object], Outputs]:
     """What a function computes of its result, and how the result is put together from that.
 
     ``computed``: what stands for a leaf that is computed, else None. ``constant``: what may be given back at every
-    call as it is.
+    call as it is. ``others``: the arguments that are no tensors; a call with other ones has another signature.
     """
     leaves, unflatten, _ = flat
     places = {id(tensor): number for number, tensor in enumerate(tensors)}
+    known = set(map(id, others))
     values: list[object] = []
     kinds: list[Argument | Constant | None] = []
     for leaf in leaves:
@@ -206,7 +211,7 @@ def split_result(
         elif (value := computed(leaf)) is not None:
             values.append(value)
             kinds.append(None)
-        elif isinstance(leaf, constant):
+        elif isinstance(leaf, constant) or id(leaf) in known:
             kinds.append(Constant(leaf))
         else:
             raise CannotTrace(f"a result is {type_in_words(leaf)}, and every call would return the same object")

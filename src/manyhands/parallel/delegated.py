@@ -153,8 +153,9 @@ class Parallel(ParallelFunction[P, R]):
             if isinstance(value, self.backend.BY_VALUE) or callable(value) or not is_foreign(type(value)):
                 continue
             if self.backend.tasks.parts_of(value) is None:
+                of = f" of {dtype}" if (dtype := getattr(value, "dtype", None)) is not None else ""
                 raise CannotTrace(
-                    f"an argument is {type_in_words(value)}, whose contents may change unnoticed: make it a tensor"
+                    f"an argument is {type_in_words(value)}{of}, whose contents may change unnoticed: make it a tensor"
                 )
         for value in reached.objects:
             if (kind := why_unwatched(value)) is not None:

@@ -306,3 +306,94 @@ def test_a_task_that_changes_a_module_has_to_declare_it() -> None:
             mh.task(change)(net)
         with mh.parallel(threads=2):
             mh.task(change, writes=(net,))(net)
+
+
+def test_batches_of_numpy_are_tensors() -> None:
+    fast, batch = mh.parallel(lambda x, y: jnp.sum(x * y)), np.ones(3, np.float32)
+    for number in range(3):
+        batch[:] = number
+        assert fast(jnp.ones(3), batch).item() == 3 * number
+    assert "run as jax.jit" in fast.explain()
+    if mh.num_gpus() > 1:
+        there = mh.to(jnp.ones(3), mh.gpu(1))
+        for _ in range(2):
+            assert mh.device_of(fast(there, batch)) == mh.gpu(1)
+        assert "run as jax.jit" in fast.explain()
+
+
+def test_numpy_arrays_that_a_compiled_function_would_treat_otherwise() -> None:
+    def function(x: Any, counts: Any) -> Any:
+        counts += 1
+        return x + 1
+
+    fast, counts = mh.parallel(function), np.zeros(2, np.float32)
+    for _ in range(3):
+        fast(jnp.ones(3), counts)
+    assert counts.tolist() == [3, 3]
+    assert "changes a NumPy array" in fast.explain()
+    for dtype in (np.float64, object):
+        fast = mh.parallel(lambda x, numbers: x + numbers[0])
+        for _ in range(2):
+            fast(jnp.ones(3), np.zeros(2, dtype))
+        assert f"ndarray of {np.dtype(dtype)}" in fast.explain()
+
+
+def test_states_of_flax_go_in_and_come_out() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    struct = pytest.importorskip("flax.struct")
+
+    @struct.dataclass
+    class State:
+        weights: Any
+        graph: Any
+        apply: Any = struct.field(pytree_node=False)
+
+    def step(state: State, x: Any) -> State:
+        def loss(weights: Any) -> Any:
+            return jnp.mean(state.apply(nnx.merge(state.graph, weights)(x)) ** 2)
+
+        slope = jax.grad(loss)(state.weights)
+        return state.replace(weights=jax.tree.map(lambda old, new: old - new, state.weights, slope))
+
+    graph, weights = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    fast = mh.parallel(step)
+    state = plain = State(weights, graph, jnp.tanh)
+    for number in range(3):
+        x = jnp.full((4, 3), float(number))
+        state, plain = fast(state, x), step(plain, x)
+    assert "run as jax.jit" in fast.explain()
+    assert state.apply is jnp.tanh
+    assert type(state.weights["kernel"]) is nnx.Param
+    assert np.allclose(state.weights["kernel"][...], plain.weights["kernel"][...])
+
+    def in_place(weights: Any) -> Any:
+        weights["bias"][...] += 1
+        return weights["bias"][...] * 2
+
+    fast = mh.parallel(in_place)
+    assert [float(fast(weights)[0]) for _ in range(4)] == [2, 4, 6, 8]
+
+
+def test_functions_in_a_tree_come_back_as_they_were() -> None:
+    fast = mh.parallel(lambda layers, x: ([*layers], layers[1](x @ layers[0])))
+    for activation in (jax.nn.relu, jnp.tanh, jax.nn.relu):
+        layers, result = fast([jnp.eye(3), activation], -jnp.ones(3))
+        assert layers[1] is activation
+        assert np.allclose(result, activation(-jnp.ones(3)))
+        assert "run as jax.jit" in fast.explain()
+
+
+def test_a_setting_of_random_numbers_is_another_signature() -> None:
+    fast = mh.parallel(lambda x: x + jax.random.uniform(jax.random.key(0)))
+    for kind in ("threefry2x32", "rbg", "threefry2x32"):
+        with jax.default_prng_impl(kind):
+            expected = 1 + jax.random.uniform(jax.random.key(0))
+            assert [float(fast(jnp.ones(()))) for _ in range(2)] == [float(expected)] * 2
+
+
+def test_a_donated_argument_is_no_trouble() -> None:
+    fast, x = mh.parallel(jax.jit(lambda x: x + 1, donate_argnums=0)), jnp.zeros(3)
+    for _ in range(3):
+        x = fast(x)
+    assert x.tolist() == [3, 3, 3]
+    assert "donates an argument" in fast.explain()

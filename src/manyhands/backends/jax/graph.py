@@ -34,7 +34,9 @@ class Graph:
         values += [*zip(closed.jaxpr.invars, tensors, strict=True)]
         for variable, value in values:
             self._device[self._of(variable)] = _place(value)
-        self.devices = {_place(tensor) for tensor in tensors}
+        # NumPy's arrays follow the others to their device.
+        placed = [tensor for tensor in tensors if isinstance(tensor, jax.Array)]
+        self.devices = {_place(tensor) for tensor in placed or tensors}
         self._add(closed.jaxpr)
 
     def _of(self, variable: Any) -> int:

@@ -30,12 +30,26 @@ WAY = "jax.jit"
 BATCH = "jax.vmap over stacked arrays makes them one operation"
 LANES = "XLA decides which operations are fused, and their order"
 PROFILER = "JAX does not report when each operation ran; use jax.profiler.trace(folder)"
-BY_VALUE: tuple[type, ...] = PLAIN_VALUES
+BY_VALUE: tuple[type, ...] = (*PLAIN_VALUES, type(jax.tree.structure(0)))
+# What decides how a function is traced, or which random numbers it draws.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_disable_jit",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_random_seed_offset",
+    "jax_debug_nans",
+    "jax_debug_infs",
+)
 
 
 def version_of(value: Any) -> Any:
     """A Flax variable is traced as its current value, a module with its current attributes."""
-    if tasks.is_nnx(value) and not tasks.is_variable(value):
+    if tasks.is_module(value):
         return Held([*(tasks.parts_of(value) or ())])
     return tasks.version_of(value)
 
@@ -45,11 +59,11 @@ def is_tracing(leaves: Sequence[Any]) -> bool:
 
 
 def flatten(value: Any) -> Flat:
-    """By our trees, which keep the order of dicts; what is registered with JAX alone is taken apart by JAX."""
-    outer, structure = tree.flatten(value)
+    """By our trees, which keep the order of dicts; what is registered with JAX is taken apart by JAX."""
+    outer, structure = tree.flatten(value, _is_by_jax)
     if all(isinstance(leaf, (jax.Array, *BY_VALUE)) for leaf in outer):
         return outer, structure.unflatten, structure
-    inner = [jax.tree.flatten(leaf, is_leaf=tasks.is_nnx) for leaf in outer]
+    inner = [jax.tree.flatten(leaf, is_leaf=tasks.is_module) for leaf in outer]
 
     def unflatten(values: list[Any]) -> Any:
         left = iter(values)
@@ -60,23 +74,55 @@ def flatten(value: Any) -> Flat:
     return leaves, unflatten, (structure, tuple(treedef for _, treedef in inner))
 
 
+_by_jax: dict[type, bool] = dict.fromkeys((dict, list, tuple, type(None), int, float), False)
+
+
+def _is_by_jax(value: Any) -> bool:
+    """Whether a class is registered with JAX: the author of a dataclass has then said which fields are static."""
+    kind = value.__class__
+    known = _by_jax.get(kind)
+    if known is None:
+        is_tuple = isinstance(value, tuple)
+        known = _by_jax[kind] = not is_tuple and not jax.tree_util.all_leaves([value])
+    return known
+
+
 def form(leaf: Any) -> Hashable | None:
-    return (leaf.aval, leaf.sharding, leaf.committed) if isinstance(leaf, jax.Array) else None
+    if isinstance(leaf, jax.Array):
+        return leaf.aval, leaf.sharding, leaf.committed
+    return (np.ndarray, leaf.dtype, leaf.shape) if _is_as_in_jax(leaf) else None
+
+
+def _is_as_in_jax(leaf: Any) -> bool:
+    """Whether it is a NumPy array that ``jax.jit`` takes as it is.
+
+    It would round float64 to float32, also where the function computes in NumPy's double precision.
+    """
+    if type(leaf) is not np.ndarray or leaf.dtype.kind in "OSUmM":  # objects, texts, dates
+        return False
+    return bool(jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype)
 
 
 def modes() -> Hashable:
-    config = jax.config
-    return (
-        config.jax_enable_x64,
-        config.jax_default_device,
-        config.jax_default_matmul_precision,
-        config.jax_disable_jit,
-        config.jax_numpy_dtype_promotion,
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh, *(getattr(jax.config, setting, None) for setting in _SETTINGS)
 
 
 def observe(call: Call) -> tuple[Any, Tracer]:
-    return wait(call.plainly()), lambda reached: trace(call)
+    on_host = [(array, array.tobytes()) for array in call.tensors if isinstance(array, np.ndarray)]
+    result = wait(call.plainly())
+    if any(array.tobytes() != before for array, before in on_host):
+        return result, _refuse("it changes a NumPy array that it is given")
+    if any(isinstance(array, jax.Array) and array.is_deleted() for array in call.tensors):
+        return result, _refuse("it donates an argument (donate_argnums), which a trial would need again")
+    return result, lambda reached: trace(call)
+
+
+def _refuse(why: str) -> Tracer:
+    def trace(reached: Sequence[Any]) -> Traced:
+        raise CannotTrace(why)
+
+    return trace
 
 
 def wait(result: Any) -> Any:
@@ -112,7 +158,7 @@ def trace(call: Call) -> Traced:
     def flat(*tensors: Any) -> list[Any]:
         arguments, keywords = call.rebuild(tensors)
         result = flatten(call.function(*arguments, **keywords))
-        computed, how = split_result(result, tensors, _tracer, (*BY_VALUE, jax.Array))
+        computed, how = split_result(result, tensors, _tracer, (*BY_VALUE, jax.Array), call.others)
         outputs.append(how)
         return computed
 

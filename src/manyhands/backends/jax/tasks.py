@@ -36,6 +36,10 @@ def is_nnx(value: Any) -> bool:
     return isinstance(value, _nnx_classes())
 
 
+def is_module(value: Any) -> bool:
+    return isinstance(value, _nnx_classes()[:1])
+
+
 def is_variable(value: Any) -> bool:
     return isinstance(value, _nnx_classes()[1:])
 
@@ -87,7 +91,7 @@ _TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval
 
 def exclusive(objects: list[Any], words: Set[str]) -> list[Any]:
     """Flax modules, if the task calls a Flax transform, which empties them and fills them again."""
-    modules = [value for value in objects if isinstance(value, _nnx_classes()[:1])]
+    modules = [value for value in objects if is_module(value)]
     if not modules or not (words & _TRANSFORMS or any(_is_transform(value) for value in objects)):
         return []
     return modules
