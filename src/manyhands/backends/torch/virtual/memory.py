@@ -29,17 +29,6 @@ class VirtualMemory:
     def untyped_storage(self) -> torch.UntypedStorage:
         return self._inner.untyped_storage()
 
-    def tolist(self) -> Any:
-        return self._inner.tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        if force:
-            return self._inner.detach().clone().resolve_conj().resolve_neg().numpy()
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
-        )
-
     def __dlpack__(self, **how: Any) -> NoReturn:
         raise BufferError(self._not_on_a_gpu("__dlpack__"))
 

@@ -156,6 +156,17 @@ class VirtualTensor(VirtualMemory, torch.Tensor):
         tensor = torch.tensor(readable(data), dtype=dtype or self.dtype, device=HOST)
         return place(tensor, self._home if device is None else actual(device)).requires_grad_(requires_grad)
 
+    def tolist(self) -> Any:
+        return self._inner.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+
     def __copy__(self) -> torch.Tensor:
         return self._holding(self._inner.detach())
 
