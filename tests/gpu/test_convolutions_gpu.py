@@ -62,7 +62,7 @@ def test_ways_give_pytorchs_results_eagerly_and_in_a_graph(case: tuple[int, ...]
         ways: list[Any] = products.candidates(problem, trial.result)
         ways += list(cudnn_plans.candidates(problem, trial.result, 4))
         for way in ways:
-            assert trial.is_right(way)
+            assert trial.is_correct(way)
             eager = way(*trial._operands)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -81,7 +81,7 @@ def test_ways_add_the_bias(case: tuple[int, ...]) -> None:
     ways: list[Any] = products.candidates(trial.problem, trial.result)
     ways += list(cudnn_plans.candidates(trial.problem, trial.result, 4))
     for way in ways:
-        assert trial.is_right(way)
+        assert trial.is_correct(way)
         assert not torch.equal(way(*trial._operands, trial._bias), way(*trial._operands))
     assert ways or (case[3] > 1 and case[0] > 4 and cudnn_plans.missing() is not None)
 

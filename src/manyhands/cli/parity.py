@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     mh.Trainer(1, devices=f"cpu:{options.devices}")  # creates the devices before anything is computed
-    model, data, loss = _what(options.model, recipes)
+    model, data, loss = _subject(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     comparisons = parity.compare(
         lambda way: recipes.trained(model, data, way, loss), data.count, options.devices, batch_size=options.batch_size
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     return 1
 
 
-def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
+def _subject(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
     """Model, data and loss, by name or from the user's script."""
     from manyhands.training.commands.recipes import MODELS
     from manyhands.training.data import fashion_mnist

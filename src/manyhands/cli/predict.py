@@ -120,7 +120,7 @@ def _stored(options: argparse.Namespace, between: Link | None) -> Prediction:
 
 def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
     entry = _framework(flags.framework(options))
-    name, model, batch, loss = _what(options, entry)
+    name, model, batch, loss = _subject(options, entry)
     prediction: Prediction = entry.predict(
         model,
         batch,
@@ -144,7 +144,7 @@ def _framework(name: str) -> Any:
     return importlib.import_module(modules["predict"].format(framework=name))
 
 
-def _what(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
+def _subject(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
     """A name, model, batch and loss, from one of our models or from the user's script."""
     if options.script is None:
         on_gpu = entry.has_gpu()

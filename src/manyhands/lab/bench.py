@@ -111,7 +111,7 @@ class Bench:
         """Show a line of progress."""
         self._say(text)
 
-    def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, what: str = "the two ways") -> None:
+    def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, compared: str = "the two ways") -> None:
         """Raise :class:`ResultsDiffer` unless both hold the same numbers, in tensors, numbers or trees of them.
 
         ``tolerance``: the largest difference allowed, relative to the largest number; 0 is to the bit.
@@ -120,15 +120,17 @@ class Bench:
 
         result_leaves, expected_leaves = tree.flatten(results)[0], tree.flatten(expected)[0]
         if len(result_leaves) != len(expected_leaves):
-            raise ResultsDiffer(f"{what}: {counted(len(result_leaves), 'result')} instead of {len(expected_leaves)}")
+            raise ResultsDiffer(
+                f"{compared}: {counted(len(result_leaves), 'result')} instead of {len(expected_leaves)}"
+            )
         for position, (result, other) in enumerate(zip(result_leaves, expected_leaves, strict=True)):
             a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (result, other))
             if a.shape != b.shape:
-                raise ResultsDiffer(f"{what}: result {position} has the shape {a.shape} instead of {b.shape}")
+                raise ResultsDiffer(f"{compared}: result {position} has the shape {a.shape} instead of {b.shape}")
             far = float(numpy.max(numpy.abs(a - b), initial=0.0))
             allowed = tolerance * float(numpy.max(numpy.abs(b), initial=0.0))
             if not far <= allowed:  # also true for NaN
-                raise ResultsDiffer(f"{what} differ: result {position} by {far:.3g}, {allowed:.3g} is allowed")
+                raise ResultsDiffer(f"{compared} differ: result {position} by {far:.3g}, {allowed:.3g} is allowed")
 
     def trials(
         self, ways: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0

@@ -19,9 +19,9 @@ def not_a_model(model: Any, kind: str) -> BadSettings:
 
 def no_target(batch: Any) -> BadBatch:
     """The error for a batch without a target where the loss needs one."""
-    what = "this one has only one part" if isinstance(batch, (tuple, list)) else f"this is {type_in_words(batch)}"
+    problem = "this one has only one part" if isinstance(batch, (tuple, list)) else f"this is {type_in_words(batch)}"
     return BadBatch(
-        f"a batch (inputs, target) is needed, and {what}: give both, or a model with its own training_step(batch)"
+        f"a batch (inputs, target) is needed, and {problem}: give both, or a model with its own training_step(batch)"
     )
 
 

@@ -28,8 +28,8 @@ from manyhands.training.choices import devices as device_choice
 from manyhands.training.choices import option_names
 from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.sources import is_array, not_finite
+from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
-from manyhands.training.evaluation.standalone import Evaluating
 from manyhands.training.limits import stop_signals
 from manyhands.training.limits.ending import ENDLESS
 from manyhands.training.limits.find_batch_size import FindingBatchSize

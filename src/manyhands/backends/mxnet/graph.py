@@ -110,9 +110,9 @@ class Recording:
         for array in results:
             array.wait_to_read()
         spent = time.perf_counter() - start
-        what = sys._getframe(1).f_code.co_name  # MXNet makes a Python function for each operation
+        name = sys._getframe(1).f_code.co_name  # MXNet makes a Python function for each operation
         self.operations.append(
-            _Operation(what, handle, list(inputs), results, list(keys), list(values), is_numpy, out is not None, spent)
+            _Operation(name, handle, list(inputs), results, list(keys), list(values), is_numpy, out is not None, spent)
         )
         return result
 

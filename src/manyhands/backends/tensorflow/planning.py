@@ -125,10 +125,10 @@ def trace(call: Call) -> Traced:
     kinds = _operations(concrete)
     strange = sorted(kind for kind in kinds if _is_stateful(kind) and not _is_harmless(kind))
     if strange:
-        what = (
+        reason = (
             "random numbers would come in a different order" if any("Random" in kind for kind in strange) else "effects"
         )
-        traced.notes.append(f"tf.function is not used: its graph has {', '.join(strange)} ({what})")
+        traced.notes.append(f"tf.function is not used: its graph has {', '.join(strange)} ({reason})")
         return traced
     if any(kind.startswith(ASSIGNS) for kind in kinds):
         traced.writes = concrete.graph.variables

@@ -54,7 +54,7 @@ def _products(bench: Bench, size: int) -> Times:
         ways["GPU"] = lambda: matmul(there, there)
         ways["GPU, with copies there and back"] = lambda: mh.to(_square(bench, mh.copy(x, gpu)), mh.cpu())
         for name, way in ways.items():
-            bench.equal(way(), matmul(x, x), tolerance=1e-2, what=f"{name} and CPU")  # TF32 has 10 bits
+            bench.equal(way(), matmul(x, x), tolerance=1e-2, compared=f"{name} and CPU")  # TF32 has 10 bits
     return bench.trials(ways, {"size": size})
 
 

@@ -59,9 +59,9 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
     # The tolerance below: some GPUs multiply with 10 bits, and different kernels round differently.
     bench.say(f"planning {size} on the {name}")
     expected = as_written(*inputs)
-    bench.equal(tasks(), expected, tolerance=1e-2, what="tasks and as written")
+    bench.equal(tasks(), expected, tolerance=1e-2, compared="tasks and as written")
     for _ in range(2):  # the first call plans
-        bench.equal(planned(*inputs), expected, tolerance=1e-2, what="mh.parallel and as written")
+        bench.equal(planned(*inputs), expected, tolerance=1e-2, compared="mh.parallel and as written")
     ways = {
         _ALONE: lambda: chain(inputs[0]),
         _WRITTEN: lambda: as_written(*inputs),

@@ -96,7 +96,7 @@ def run(bench: Bench) -> Finding:
         bench.say(f"planning {name}")
         fast = bench.mh.parallel(function)
         fast(*arguments)  # plans
-        bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, what=name)
+        bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, compared=name)
         ways = {"as written": lambda: function(*arguments), "mh.parallel": lambda: fast(*arguments)}  # noqa: B023
         times = all_times[name] = bench.trials(ways, {"graph": name})
         planned = fast.planned

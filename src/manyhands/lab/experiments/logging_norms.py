@@ -59,7 +59,7 @@ def run(bench: Bench) -> Finding:
     expected = read_each()
     for name in list(ways)[1:]:
         bench.say(f"checking: {name}")
-        bench.equal(ways[name](), expected, tolerance=1e-2, what=f"{name} and read each norm")
+        bench.equal(ways[name](), expected, tolerance=1e-2, compared=f"{name} and read each norm")
     times = bench.trials(ways, {"size": _SIZE, "products": products})
     keeping, best = (times.compare(name, to="read each norm") for name in list(ways)[1:])
     conclusion = f"{_of_keeping(keeping)} Captured, it {best}."

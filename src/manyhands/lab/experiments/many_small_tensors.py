@@ -33,7 +33,7 @@ def run(bench: Bench) -> Finding:
         tensors = [bench.random((count // pieces,), bench.mh.cpu(), seed) for seed in range(pieces)]
         ways = _ways(bench, tensors)
         for name, way in ways.items():
-            bench.equal(way()[-1], tensors[-1], what=name)
+            bench.equal(way()[-1], tensors[-1], compared=name)
         times = bench.trials(ways, {"tensors": pieces, "bytes": 4 * count})
         for name in ways:
             rates.setdefault(name, []).append(4 * count / times.median(name) / 1e9)
@@ -73,7 +73,7 @@ def _host_memory(bench: Bench, count: int) -> Times:
         ways["pageable, to the GPU"] = lambda: mh.to(pageable, gpu)
         pinned = bench.operations.pin(pageable)
         if pinned is not None:
-            bench.equal(mh.to(pinned, gpu), pageable, what="pinned and pageable")
+            bench.equal(mh.to(pinned, gpu), pageable, compared="pinned and pageable")
             ways["pinned, to the GPU"] = lambda: mh.to(pinned, gpu)
     return bench.trials(ways, {"bytes": 4 * count})
 

@@ -48,7 +48,7 @@ def run(bench: Bench) -> Finding:
         "computed on the device": lambda: [x * 0.5 for x in parameters],
     }
     for way in ("tensor by tensor", "all at once", "joined first"):
-        bench.equal((reading[way](), writing[way]()), (values, values), what=f"parameters, {way}")
+        bench.equal((reading[way](), writing[way]()), (values, values), compared=f"parameters, {way}")
     count = sum(rows * columns for rows, columns in shapes)
     each: dict[str, dict[str, float]] = {}
     rows = []

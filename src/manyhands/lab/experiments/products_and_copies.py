@@ -52,7 +52,7 @@ def run(bench: Bench) -> Finding:
         notes.append(f"mh.to(..., wait=False) is left out: on virtual devices it {instead} in this framework.")
     expected = products_then_copies()
     for name, way in overlapped.items():
-        bench.equal(way(), expected, what=f"{name} and products, then copies")
+        bench.equal(way(), expected, compared=f"{name} and products, then copies")
     ways = {
         "products alone": products,
         "copies alone": lambda: [mh.copy(result, host) for result in computed],

@@ -63,7 +63,7 @@ def run(bench: Bench) -> Finding:
     }
     expected = train(0)
     for in_flight in (1, 2, steps):
-        bench.equal(train(in_flight), expected, what=f"losses with {counted(in_flight, 'step')} in flight")
+        bench.equal(train(in_flight), expected, compared=f"losses with {counted(in_flight, 'step')} in flight")
     times = bench.trials({**ways, "the host's work alone": host_alone}, {"steps": steps, "width": width})
     host = times.median("the host's work alone")
     del times["the host's work alone"]

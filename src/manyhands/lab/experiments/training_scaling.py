@@ -54,7 +54,7 @@ def run(bench: Bench) -> Finding:
         # Only the first epoch's loss: rounding and each device's BatchNorm statistics diverge later.
         close = 0.01 if job.model == "lenet" else 0.2
         losses = outcomes[job].first_loss, outcomes[alone].first_loss
-        bench.equal(*losses, tolerance=close, what=f"{job.model} on 1 and {_devices(job)}")
+        bench.equal(*losses, tolerance=close, compared=f"{job.model} on 1 and {_devices(job)}")
     notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
     return Finding(conclusion(outcomes), [_table(outcomes)], [_speed_plot(outcomes), _accuracy_plot(outcomes)], notes)
 

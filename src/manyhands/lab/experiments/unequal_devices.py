@@ -55,7 +55,7 @@ def run(bench: Bench) -> Finding:
     tolerance, compared = (1e-2, 2) if has_gpu else (1e-3, None)
     expected = losses["the fast one alone"][:compared]
     for name in ways:
-        bench.equal(losses[name][:compared], expected, tolerance=tolerance, what=f"the losses of {name}")
+        bench.equal(losses[name][:compared], expected, tolerance=tolerance, compared=f"the losses of {name}")
     measured = shares["measured shares"]
     base = times.median("equal shares")
     rows = [

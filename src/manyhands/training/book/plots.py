@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from manyhands.training.data.labels import OWN_STEP, own_step
+from manyhands.training.loss import own_step
 
 
 class Plotting:
@@ -100,8 +100,8 @@ def call_step(model: Any, name: str, batch: Any) -> tuple[Any, Any | None]:
 
 def why_no_accuracy(model: Any, *, training: bool) -> str | None:
     """Why there will be no accuracy of a model with its own step; None: its validation step plots something."""
-    name = own_step(model, training=training)
+    name = own_step.step_name(model, training=training)
     code = getattr(getattr(type(model), name, None), "__code__", None)
     if name == "validation_step" and is_of_the_book(model) and "plot" in getattr(code, "co_names", ()):
         return None
-    return OWN_STEP.format(name)
+    return own_step.why_no_accuracy(name)

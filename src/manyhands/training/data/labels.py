@@ -26,14 +26,6 @@ def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
     )
 
 
-OWN_STEP = "{} computes the loss itself, and the trainer does not see the outputs"
-
-
-def own_step(model: Any, *, training: bool) -> str:
-    """Which method is called of a model with its own ``training_step``."""
-    return "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
-
-
 def why_no_classes(dtype: str, shape: Sequence[int]) -> str | None:
     """Why targets of this kind are no class numbers, one per sample; None: they may be."""
     if "float" in dtype:

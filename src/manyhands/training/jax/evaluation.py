@@ -64,7 +64,7 @@ class Evaluation:
             outputs.add((pair, window.size))
             alive()
         outputs.finish()
-        return running_sums.mean_of(total, counted=self.steps.tests_right)
+        return running_sums.mean_of(total, counted=self.steps.tests_count_correct)
 
     def predict(self, state: State, data: Source, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""

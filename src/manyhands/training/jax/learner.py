@@ -206,11 +206,11 @@ class JaxLearner:
         return {} if self.job.rate is None else named_rates([self.job.rate * factor])
 
     def read(self) -> list[Figures]:
-        everything = running_sums.figures(self.sums, counted=self.steps.counts_right)
+        everything = running_sums.figures(self.sums, counted=self.steps.counts_correct)
         return [everything, *[Figures(counted=everything.counted)] * (self.size - 1)]
 
     def _figures_of(self, so_far: Sums) -> Figures:
-        return running_sums.figures(so_far, counted=self.steps.counts_right)
+        return running_sums.figures(so_far, counted=self.steps.counts_correct)
 
     def reset(self) -> None:
         self.sums = self.world.put_copy(running_sums.from_figures(Figures()))
@@ -263,20 +263,20 @@ class JaxLearner:
         weights = tensors.fitting(blobs["model"], expected, "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
-        for part, what in (
+        for part, refusal in (
             ("optimizer", "numbers of another optimizer"),
             ("random", "random numbers of another model"),
         ):
             if part in blobs:  # weights from another framework come alone
                 expected = named(self.state[part])
-                saved_part = tensors.fitting(blobs[part], expected, what)
+                saved_part = tensors.fitting(blobs[part], expected, refusal)
                 job_options = [name for name in expected if saving.is_kept(name, self.optimizer_options, saved)]
                 self._refill(part, {**saved_part, **{name: expected[name] for name in job_options}})
         if "average" in self.state:
             self._restore_average(blobs)
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
-        self.steps.counts_right = first.counted
+        self.steps.counts_correct = first.counted
         self.sums = self.world.put_copy(running_sums.from_figures(first))
 
     def _refill(self, part: str, numbers: Mapping[str, Any]) -> None:

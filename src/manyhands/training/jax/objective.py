@@ -22,10 +22,11 @@ from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.book.plots import call_step
-from manyhands.training.data.labels import ClassLabels, own_step
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import step_name
 
 Batch = tuple[Any, ...]
 Loss = Callable[[Any, Any], Any]
@@ -97,7 +98,7 @@ class OwnStep:
         return False
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
-        name = own_step(model, training=training)
+        name = step_name(model, training=training)
         value, accuracy = call_step(model, name, batch)
         correct = None if accuracy is None else jnp.round(accuracy * len(batch[-1]))
         return _value(value, f"{name} of {type(model).__name__}", correct)

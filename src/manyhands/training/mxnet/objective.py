@@ -16,8 +16,9 @@ from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.book.plots import call_step
-from manyhands.training.data.labels import ClassLabels, own_step
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import step_name
 from manyhands.training.mxnet.book.accuracy import count_correct
 from manyhands.training.mxnet.book.module import Module
 from manyhands.training.mxnet.step import replicas, sample_weights
@@ -55,7 +56,7 @@ class Objective:
     def __call__(self, batch: Batch, *, training: bool) -> Loss:
         size = len(batch[0])
         if self.loss is None:
-            name = own_step(self.model, training=training)
+            name = step_name(self.model, training=training)
             value, accuracy = call_step(self.model, name, batch)
             correct = (accuracy * size).round() if isinstance(accuracy, mx.nd.NDArray) else None
             return _loss(value, size, f"{name} of {type(self.model).__name__}", correct)

@@ -23,7 +23,7 @@ from manyhands.training.tensorflow.data.feed import Feed
 from manyhands.training.tensorflow.objective import Objective, Supervised
 from manyhands.training.tensorflow.ranks.world import World
 from manyhands.training.tensorflow.step.function import Function
-from manyhands.training.tensorflow.step.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
+from manyhands.training.tensorflow.step.step import BAD_STEP, CORRECT, COUNT, LOSS, MOST_SUMS, Step
 
 
 class Evaluation:
@@ -85,13 +85,13 @@ class Evaluation:
     def _tested(self, *, counted: bool) -> Figures:
         """The figures over all processes; sums with a count of their own are divided now."""
         sums_here = np.sum([sums.numpy() for sums in self.step.on_each(self.step.test_sums)], axis=0)
-        sums_here[BAD_STEP] = self.step.counts_right or counted
+        sums_here[BAD_STEP] = self.step.counts_correct or counted
         whole = np.sum(self.world.gather(sums_here.tolist()), axis=0)
         totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
         means = np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)
         means[: self.step.sums_of_loss][counts[: self.step.sums_of_loss] == 0] = self.step.nothing_counts
         loss = whole[LOSS] + sum(means) * whole[COUNT]
-        return Figures(float(loss), float(whole[RIGHT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
+        return Figures(float(loss), float(whole[CORRECT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
 
 
 class Evaluator:

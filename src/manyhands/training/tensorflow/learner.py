@@ -187,7 +187,7 @@ class KerasLearner:
         values = [part.numpy() for part in parts]
         loss, correct, count = (float(total) for total in np.sum(values, axis=0)[:BAD_STEP])
         bad = min(float(value[BAD_STEP]) for value in values)
-        counted = self.step_of.counts_right or self._counted
+        counted = self.step_of.counts_correct or self._counted
         return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), counted)
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:

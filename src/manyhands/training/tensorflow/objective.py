@@ -12,8 +12,9 @@ from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.book.plots import call_step
-from manyhands.training.data.labels import ClassLabels, own_step
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Batch
+from manyhands.training.loss.own_step import step_name
 from manyhands.training.tensorflow.book.module import Module, before_softmax, cross_entropy
 from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_output, parts_of
 from manyhands.training.tensorflow.loss.keras_losses import (
@@ -100,7 +101,7 @@ class OwnStep:
     is_mean: bool = False
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
-        name = own_step(model, training=training)
+        name = step_name(model, training=training)
         value, accuracy = call_step(model, name, batch)
         losses = reduced(value, name=f"{name} of {type(model).__name__}")
         if accuracy is None:

@@ -28,7 +28,7 @@ from manyhands.training.torch.step.known_means import ClassWeightsCast, KnownMea
 
 
 class Scored(NamedTuple):
-    """Class scores and their targets, of which the correct predictions can be counted (:func:`count_right`)."""
+    """Class scores and their targets, of which the correct predictions can be counted (:func:`count_correct`)."""
 
     output: torch.Tensor
     target: torch.Tensor
@@ -105,7 +105,7 @@ class Objective(abc.ABC):
 
     def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
         """The number of correct predictions of the batch whose value was asked for last; None: not class scores."""
-        return count_right(scored)
+        return count_correct(scored)
 
 
 _TWO_KINDS = (
@@ -378,7 +378,7 @@ def class_scores(output: Any, target: Any) -> Scored | None:
     return Scored(output, target)
 
 
-def count_right(scored: Scored | None) -> torch.Tensor | None:
+def count_correct(scored: Scored | None) -> torch.Tensor | None:
     """How many rows of class scores are largest at the target; None if these are not class scores."""
     return None if scored is None else (scored.output.detach().argmax(1) == scored.target).sum()
 

@@ -33,7 +33,7 @@ from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import evaluation, optimizers, schedulers, standalone
+from manyhands.training.torch import evaluation, evaluation_job, optimizers, schedulers
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
@@ -273,10 +273,10 @@ class Trainer(BaseTrainer):
     def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
         if launcher.is_launched():
             with self._as_rank(job.settings, _warn) as here:
-                return standalone.in_process(job, here, take)
+                return evaluation_job.in_process(job, here, take)
         if len(self.ranks) == 1:
-            return standalone.in_process(job, world.World(0, 1, self.ranks[0]), take)
-        return standalone.with_workers(_on_host(job), self.ranks, take)
+            return evaluation_job.in_process(job, world.World(0, 1, self.ranks[0]), take)
+        return evaluation_job.with_workers(_on_host(job), self.ranks, take)
 
 
 def _no_optimizer(model: Any) -> Any:
@@ -307,7 +307,7 @@ def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_e
 def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     """Train in this process; leave the model, and the caller's random numbers, where they were."""
     device = next(job.model.parameters()).device
-    dtypes = {name: tensor.dtype for name, tensor in standalone.model_tensors(job.model)}
+    dtypes = {name: tensor.dtype for name, tensor in evaluation_job.model_tensors(job.model)}
     try:
         with randomness.preserved(here.device), modes_preserved(job.model):
             loop, rank = loop_of(job, here, dispatcher.event)
@@ -317,7 +317,7 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     finally:
         job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        for name, tensor in standalone.model_tensors(job.model):
+        for name, tensor in evaluation_job.model_tensors(job.model):
             tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
             if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
                 tensor.grad = tensor.grad.to(tensor.dtype)

@@ -169,7 +169,7 @@ def _remembered(problem: Problem, entry: Any) -> Chosen | None:
             way = products.candidates(problem, result)[0]
         elif data is not None:
             way = cudnn_plans.remembered(problem, result, data)
-            if not _Trial(problem).is_right(way):
+            if not _Trial(problem).is_correct(way):
                 return None
         return Chosen(way, result, float(seconds), float(default_seconds), is_complete=bool(complete))
     except Exception:  # no entry, another version, or edited by hand
@@ -237,7 +237,7 @@ class _Trial:
                 continue
             if len(timed) - min(timed)[1] > _PATIENCE:
                 break
-        correct = (way for *_, way in sorted(timed) if self.is_right(way))
+        correct = (way for *_, way in sorted(timed) if self.is_correct(way))
         finalists: list[Way | None] = [None, *([before] if before is not None else [])]
         finalists += itertools.islice(correct, _FINALISTS)
         best = self._race(finalists)
@@ -258,7 +258,7 @@ class _Trial:
     def _run(self, way: Way | None) -> Callable[[], object]:
         return self._pytorch_result if way is None else lambda: way(*self._operands, self._bias)
 
-    def is_right(self, way: Way) -> bool:
+    def is_correct(self, way: Way) -> bool:
         """Whether the way's result equals PyTorch's up to rounding, has the same form, and is the same each time."""
         try:
             first, second = (way(*self._operands, self._bias) for _ in range(2))

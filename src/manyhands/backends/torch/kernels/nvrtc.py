@@ -241,8 +241,8 @@ def _library(*names: str) -> ctypes.CDLL:
     raise CannotCompile(f"the library {names[0]} is not there")
 
 
-def _check(driver: ctypes.CDLL, status: int, what: str) -> None:
+def _check(driver: ctypes.CDLL, status: int, action: str) -> None:
     if status:
         words = ctypes.c_char_p()
         driver.cuGetErrorString(status, ctypes.byref(words))
-        raise CannotCompile(f"{what}: {words.value.decode() if words.value else f'error {status}'}")
+        raise CannotCompile(f"{action}: {words.value.decode() if words.value else f'error {status}'}")

@@ -63,8 +63,8 @@ class Steps:
     world: World
     dtype: Any  # what layers compute in; None: in that of their parameters
     settings: Settings
-    counts_right: bool = False  # whether answers can be right; known once a program is traced
-    tests_right: bool = False  # the same of evaluations
+    counts_correct: bool = False  # whether there is an accuracy; known once a program is traced
+    tests_count_correct: bool = False  # the same of evaluations
 
     decay: float | None = None  # of the moving average of the weights; None: there is none
 
@@ -129,7 +129,7 @@ class Steps:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         with self._watched(model):
             value = self.objective(model, batch, None, training=False)
-        self.tests_right = value.correct is not None
+        self.tests_count_correct = value.correct is not None
         so_far = running_sums.add(so_far, value.loss, value.correct, division.size, divisor=value.count)
         if not with_outputs:
             return so_far, None
@@ -222,7 +222,7 @@ class Steps:
             models.computing_in(model, self.dtype, statistics=True)
         with self._watched(model):
             value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
-        self.counts_right = value.correct is not None
+        self.counts_correct = value.correct is not None
         numbers = self.skeleton.numbers(model)
         return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value)
 

@@ -35,17 +35,17 @@ class Metrics:
 
     def __init__(self, device: mx.Context, *, over_all: bool = False) -> None:
         self.device, self.over_all = device, over_all
-        self.counts_right = False
+        self.counts_correct = False
         with numpy_like():
             self._never = mx.np.full((), math.inf, dtype="float64", ctx=device)
         self.reset()
 
     def reset(self) -> None:
-        self.restore(Figures(counted=self.counts_right))
+        self.restore(Figures(counted=self.counts_correct))
 
     def restore(self, figures: Figures) -> None:
         """Go on from the sums of a checkpoint."""
-        self.counts_right = figures.counted
+        self.counts_correct = figures.counted
         self._count = int(figures.count)
         with numpy_like():
             self._loss = mx.np.full((), figures.loss_sum, dtype="float64", ctx=self.device)
@@ -60,7 +60,7 @@ class Metrics:
 
     def add(self, loss: Loss) -> None:
         """A part of the step."""
-        self.counts_right = self.counts_right or loss.correct is not None
+        self.counts_correct = self.counts_correct or loss.correct is not None
         self._shards.append(loss)
 
     def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
@@ -130,5 +130,5 @@ class Metrics:
     def _figures(self, count: int, sums: Any) -> Figures:
         numbers = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
         loss, correct, bad, divisor = numbers
-        figures = Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        figures = Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
         return figures.weighed(divisor) if self._weighed else figures

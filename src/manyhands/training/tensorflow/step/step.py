@@ -34,7 +34,7 @@ from manyhands.training.tensorflow.step.function import Function
 
 Prepare = Callable[[Batch], Batch]
 
-LOSS, RIGHT, COUNT, BAD_STEP = range(4)
+LOSS, CORRECT, COUNT, BAD_STEP = range(4)
 MOST_SUMS = 8  # losses with a divisor of their own: one for each masked output, or one of the user's
 _NONE_BAD = np.inf
 _HOST = "/device:CPU:0"
@@ -59,7 +59,7 @@ class Step:
         self.replicas: int = strategy.num_replicas_in_sync
         # Statistics over the whole batch need every replica in every layer, also one without samples.
         self.all_take_part = settings.step.batch_stats == "global" and self.replicas > 1
-        self.counts_right = False
+        self.counts_correct = False
         self.nothing_counts = 0.0  # the mean of a sum whose count is 0; known when the loss was traced
         self.sums_of_loss = 0
         self._terms = 1  # of the loss: its mean over samples, and the sums; known when it was traced
@@ -263,7 +263,7 @@ class Step:
             raise BadSettings(
                 f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most"
             )
-        self.counts_right |= losses.correct is not None
+        self.counts_correct |= losses.correct is not None
         self.nothing_counts = np.nan if losses.by_user else 0.0
         count, zero = tf.cast(size, tf.float64), tf.zeros((), tf.float64)
         loss = zero if losses.mean is None else tf.cast(losses.mean, tf.float64) * count

@@ -46,7 +46,7 @@ from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_of
 from manyhands.training.torch.fast.compile_gain import CompileGain, FusibleWork
-from manyhands.training.torch.fast.forward import CountRight, already_counted, forward, forward_counting_later
+from manyhands.training.torch.fast.forward import CountCorrect, already_counted, forward, forward_counting_later
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
@@ -62,7 +62,7 @@ _WARM_UP = 3
 _AS_WRITTEN = 2  # steps before the warm-up, if something is searched for or counted (in the last of these steps)
 _LONGEST_REASON = 300  # characters
 # Takes an epoch's order, and positions in it.
-_Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountRight]]
+_Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountCorrect]]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class _PassResults:
     """The results of a step's passes that its metrics need."""
 
     loss: torch.Tensor
-    count_right: CountRight
+    count_correct: CountCorrect
     after_forward: Any = None  # a mark on the main lane, if metrics may run in parallel with the backward pass
 
 
@@ -228,7 +228,7 @@ class GraphStep:
         options: dict[str, Any] = {"post_grad_custom_post_pass": StepPasses(*convolutions, *lanes)}
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
-        def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountRight]:
+        def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountCorrect]:
             loss, correct = compiled(order, places)  # the compiled function also counts correct predictions
             return loss, already_counted(correct)
 
@@ -362,7 +362,7 @@ class GraphStep:
         # They are issued last, so that a step that fails before its update has changed nothing.
         lanes = None if results.after_forward is None else self._lanes
         with nullcontext() if lanes is None else lanes.on_metrics_lane(results.after_forward):
-            eager.metrics.add(results.loss, results.count_right(), size, self._progress.step)
+            eager.metrics.add(results.loss, results.count_correct(), size, self._progress.step)
         self._progress.advance(size)
 
     def _optimizer_step(self, sized: _SizedStep) -> None:
@@ -387,7 +387,7 @@ class GraphStep:
                 convolutions.problems.clear()  # of a warm-up that failed
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
             with self._tuned_convolutions(compiled), casts or nullcontext(), norms or nullcontext():
-                loss, count_right = sized.forward(*self._places(sized))
+                loss, count_correct = sized.forward(*self._places(sized))
             # No mark with a loss scale: then the update writes to the metrics, too.
             mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
             side_lanes = nullcontext() if lanes is None else lanes.during_backward(size, compiled=compiled)
@@ -402,7 +402,7 @@ class GraphStep:
             sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:
             self._check_for_poison(loss)
-        return _PassResults(loss, count_right, mark)
+        return _PassResults(loss, count_correct, mark)
 
     def _tuned_convolutions(self, compiled: bool) -> AbstractContextManager[Any]:
         if self._convolutions is None:

@@ -18,10 +18,10 @@ import torch
 
 from manyhands.backends.torch.compat import memory_id
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.objective import Scored, count_right
+from manyhands.training.torch.objective import Scored, count_correct
 from manyhands.training.torch.step.eager import EagerStep
 
-CountRight = Callable[[], torch.Tensor | None]
+CountCorrect = Callable[[], torch.Tensor | None]
 # Names of PyTorch's nodes, such as AddmmBackward0. Other nodes belong to extensions, or may run their functions.
 _OF_TORCH = re.compile(r"\w+Backward\d+|torch::autograd::AccumulateGrad")
 
@@ -31,20 +31,20 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss and number of correct predictions of the samples at these positions of an epoch's order."""
     loss, scored = _scored(eager, data, order, places)
-    return loss, count_right(scored)
+    return loss, count_correct(scored)
 
 
 def forward_counting_later(
     eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
-) -> tuple[torch.Tensor, CountRight]:
+) -> tuple[torch.Tensor, CountCorrect]:
     """The loss, and a function that counts the correct predictions."""
     loss, scored = _scored(eager, data, order, places)
     if scored is None or not is_torchs_alone(loss) or _is_of(eager.model, scored.output):
-        return loss, already_counted(count_right(scored))
-    return loss, functools.partial(count_right, Scored(scored.output.detach(), scored.target))
+        return loss, already_counted(count_correct(scored))
+    return loss, functools.partial(count_correct, Scored(scored.output.detach(), scored.target))
 
 
-def already_counted(correct: torch.Tensor | None) -> CountRight:
+def already_counted(correct: torch.Tensor | None) -> CountCorrect:
     """Wrap a count that is already known."""
     return lambda: correct
 

@@ -17,7 +17,7 @@ from manyhands.backends.torch import devices as backend
 from manyhands.training.running_sums import Figures
 from manyhands.training.torch.ranks.world import World
 
-_LOSS, _RIGHT, _COUNT, _BAD_STEP = range(4)
+_LOSS, _CORRECT, _COUNT, _BAD_STEP = range(4)
 
 
 class Metrics:
@@ -25,7 +25,7 @@ class Metrics:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self.counts_right = False
+        self.counts_correct = False
         self._arrival: Arrival[torch.Tensor] | None = None
         self._shown: Figures | None = None
         self._sent: deque[_Sent] = deque()
@@ -54,8 +54,8 @@ class Metrics:
         loss = loss.detach().double()
         self.sums[_LOSS] += loss * (count * weight)
         if correct is not None:
-            self.counts_right = True
-            self.sums[_RIGHT] += correct
+            self.counts_correct = True
+            self.sums[_CORRECT] += correct
         self.sums[_COUNT] += count if counted else 0
         self.mark(loss, step)
 
@@ -84,7 +84,7 @@ class Metrics:
         while self._sent and (wait or self._sent[0].is_ready()):
             sent = self._sent.popleft()
             loss, correct, count = sent.sums()
-            figures.append((sent.step, Figures(loss, correct, count, None, self.counts_right)))
+            figures.append((sent.step, Figures(loss, correct, count, None, self.counts_correct)))
         return figures
 
     def read(self) -> Figures:
@@ -93,11 +93,11 @@ class Metrics:
     def restore(self, loss_sum: float, correct: float, count: float, *, counted: bool) -> None:
         """Go on from the sums of a checkpoint."""
         self.sums[:_BAD_STEP] = torch.tensor([loss_sum, correct, count], dtype=torch.float64)
-        self.counts_right = counted
+        self.counts_correct = counted
 
     def _figures(self, sums: torch.Tensor) -> Figures:
         loss, correct, count, bad = sums.tolist()
-        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
 
 
 class _Sent:

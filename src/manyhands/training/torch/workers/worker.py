@@ -27,7 +27,7 @@ import torch
 
 from manyhands.training.learner import Say
 from manyhands.training.limits import stop_signals
-from manyhands.training.torch import standalone
+from manyhands.training.torch import evaluation_job
 from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
@@ -122,7 +122,7 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
 
             return real_steps.in_worker(job, here, say)
         if job.purpose != "fit":
-            return standalone.in_worker(job, here, say)
+            return evaluation_job.in_worker(job, here, say)
         outside = Outside(job) if here.first else None
         loop, worker = loop_of(job, here, say)
         try:
