@@ -13,6 +13,41 @@ from training_cases import difference, fit, mlp, same, vectors
 from manyhands.errors import BadSettings
 from manyhands.training.torch.state import job_state
 
+
+class CountsPerGroup(torch.optim.Optimizer):
+    """Counts its steps once for all parameters, in a tensor of their group, as timm's Lamb does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = torch.zeros(())
+            group["step"] += 1
+            for parameter in group["params"]:
+                parameter -= group["lr"] / float(group["step"]) * parameter.grad
+
+
+class Around(torch.optim.Optimizer):
+    """Has the state of another optimizer, not its own, as timm's Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
@@ -20,6 +55,8 @@ OPTIMIZERS: dict[str, Any] = {
     "rprop": torch.optim.Rprop,
     "adafactor": torch.optim.Adafactor,
     "nadam": torch.optim.NAdam,
+    "a count of each group": CountsPerGroup,
+    "around another": lambda parameters: Around(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
 }
 
 

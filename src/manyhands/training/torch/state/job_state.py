@@ -19,6 +19,7 @@ from manyhands.training.checkpoints.tensors import refuse_others
 
 _RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
 _NOT_SAVED = ("params", "differentiable", *_RUN_OPTIONS)
+_GROUP = "group"  # of parameters: what an optimizer counts for all of them is saved as 'group.0.step'
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -73,7 +74,12 @@ def _part_of(value: torch.Tensor, like: torch.Tensor) -> Any:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of an optimizer's state by name, and the rest as JSON."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {
+        f"{_GROUP}.{number}.{name}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, torch.Tensor) and name not in _NOT_SAVED
+    }
     numbers: dict[str, Any] = {}
     for index, values in optimizer.state_dict()["state"].items():
         for name, value in values.items():
@@ -168,8 +174,13 @@ def restore_optimizer(
     """
     now = _same_parameters(optimizer, *names)
     state: dict[int, dict[str, Any]] = {}
+    of_groups: list[tuple[int, str, torch.Tensor]] = []
     for name, value in [*unpack(blob).items(), *numbers.items()]:
         index, _, key = name.partition(".")
+        if index == _GROUP:
+            group_number, _, key = key.partition(".")
+            of_groups.append((int(group_number), key, value))
+            continue
         state.setdefault(now.get(int(index), int(index)), {})[key] = value
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
@@ -181,12 +192,22 @@ def restore_optimizer(
         for name, value in saved.items():
             if not stays(prefix + name):
                 group[name] = _as_it_was(value, group.get(name))
+    for number, name, value in of_groups:
+        if number < len(own_groups):
+            own_groups[number][name] = _where_it_counts(value, optimizer.param_groups[number])
     _load_state(optimizer, {"state": state, "param_groups": own_groups})
     settle(optimizer)
 
 
 def _as_it_was(value: Any, current: Any) -> Any:
     return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
+
+
+def _where_it_counts(value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor of a group of parameters: counts are on the host, unless the optimizer reads them on the device."""
+    if not value.dim() and not (group.get("capturable") or group.get("fused")):
+        return value
+    return value.to(group["params"][0].device)
 
 
 def _load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -205,9 +226,9 @@ def _load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, before in saved["state"].items():
         parameter = parameters[number]
-        now = optimizer.state[parameter]
+        now = optimizer.state.get(parameter, {})
         for name, value in before.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or name not in now:  # an optimizer around another has it inside
                 continue
             if not value.dim():
                 now[name] = now[name].to(value.dtype)
