@@ -20,11 +20,9 @@ from manyhands.backends.torch import compat  # noqa: E402
 from manyhands.backends.torch.run import float64  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
-from manyhands.training.torch.fast import captured_step  # noqa: E402
 from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
 from manyhands.training.torch.fast.lanes.lanes import StepLanes  # noqa: E402
-from manyhands.training.torch.fast.lanes.update_halves import update_in_halves  # noqa: E402
 
 DEVICE = "cuda:0"
 COUNT = 320
@@ -170,33 +168,6 @@ def test_figures_are_the_same_beside_the_backward_pass(loss: Any) -> None:
     assert not unequal(plain, lanes)
     for name in ("train_loss", "train_acc"):
         assert [row[name] for row in told.rows] == [row[name] for row in told_too.rows]
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.001),
-    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.001, fused=True),
-}
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_update_in_halves_is_the_same(optimizer: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def noted(*args: Any, **options: Any) -> bool:
-        made.append(update_in_halves(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(captured_step, "update_in_halves", noted)
-    options: dict[str, Any] = {"epochs": 4, "lr": None, "optimizer": OPTIMIZERS[optimizer], "precision": precision}
-    plain, told = trained("resnet-18", step=Step(side_lanes=False), **options)
-    assert not made
-    lanes, told_too = trained("resnet-18", step=Step(side_lanes=True), **options)
-    assert made
-    assert all(made)
-    assert not unequal(plain, lanes)
-    assert [row["train_loss"] for row in told.rows] == [row["train_loss"] for row in told_too.rows]
 
 
 @pytest.mark.parametrize("max_held", [None, 1 << 20])

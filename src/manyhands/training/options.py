@@ -73,7 +73,7 @@ class Step(_Topic):
         parallel: Plan the whole step over lanes, as ``mh.parallel`` does, and keep the plan if it is faster.
             Default: None, where the job is long enough to pay for it.
         side_lanes: Run work beside the chain of kernels, on separate lanes: weight gradients, casts of weights,
-            metrics, half of the update. Default: True.
+            metrics. Default: True.
         fused_norms: Fuse BatchNorm with the addition and ReLU that follow it, GroupNorm with its activation and the
             casts of autocast. Default: True.
         tuned_convolutions: Time several ways to compute each convolution (other plans of cuDNN, where

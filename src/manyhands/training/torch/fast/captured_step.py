@@ -15,10 +15,9 @@ Two steps as written, neither compiled nor on lanes, may come first. The second 
 are left out from then on (:mod:`.redundant_biases`). In long jobs it also counts what a compiler could fuse, to decide
 whether compiling pays off (:mod:`.compile_gain`).
 
-With side lanes, four kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
-of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), metrics during
-everything after the forward pass (:mod:`.forward`), and one half of the update during the other
-(:mod:`.lanes.update_halves`).
+With side lanes, three kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
+of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), and metrics during
+everything after the forward pass (:mod:`.forward`).
 
 The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster one is
 used.
@@ -48,7 +47,6 @@ from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_o
 from manyhands.training.torch.fast.compile_gain import CompileGain, FusibleWork
 from manyhands.training.torch.fast.forward import CountCorrect, already_counted, forward, forward_counting_later
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
-from manyhands.training.torch.fast.lanes.update_halves import update_in_halves
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.choice import fused_norms
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
@@ -356,20 +354,13 @@ class GraphStep:
         with rehearsal() if sized.warm == _WARM_UP - 1 else nullcontext():
             results = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        optimizer_step = None if sized.warm < 0 else functools.partial(self._optimizer_step, sized)
-        eager.update([results.loss.detach()], self._progress.step, optimizer_step)
+        eager.update([results.loss.detach()], self._progress.step)
         # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
         # They are issued last, so that a step that fails before its update has changed nothing.
         lanes = None if results.after_forward is None else self._lanes
         with nullcontext() if lanes is None else lanes.on_metrics_lane(results.after_forward):
             eager.metrics.add(results.loss, results.count_correct(), size, self._progress.step)
         self._progress.advance(size)
-
-    def _optimizer_step(self, sized: _SizedStep) -> None:
-        if self._lanes is not None and update_in_halves(self._eager.optimizer, self._lanes.forked):
-            sized.notes.append("update: in two halves, one on a side lane")
-        else:
-            self._eager.optimizer.step()
 
     def _passes(self, sized: _SizedStep) -> _PassResults:
         """Forward and backward."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,17 +146,9 @@ class EagerStep:
             self.scale.unscale(self.parameters)
         self.clip_gradients()
 
-    def update(
-        self,
-        losses: Sequence[torch.Tensor],
-        step: torch.Tensor | int,
-        optimizer_step: Callable[[], object] | None = None,
-    ) -> None:
-        """Update the weights; where ``undo`` is there, take it back if a loss (in fp16 a gradient) is not finite.
-
-        ``optimizer_step``: instead of the optimizer's own.
-        """
-        (optimizer_step or self.optimizer.step)()
+    def update(self, losses: Sequence[torch.Tensor], step: torch.Tensor | int) -> None:
+        """Update the weights; where ``undo`` is there, take it back if a loss (in fp16 a gradient) is not finite."""
+        self.optimizer.step()
         if self.average is not None:
             self.average.update()
         if self.undo is not None:

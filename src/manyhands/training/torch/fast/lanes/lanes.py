@@ -1,7 +1,7 @@
 """The side lanes of a fast step, for each batch size, and their description.
 
 In a step that is not compiled, a dispatch mode assigns the lanes (:mod:`.eager`); a compiled step has them in its graph
-(:mod:`.compiled`). Casts of weights and one half of the update also run on a lane (:mod:`.forked`). The order is
+(:mod:`.compiled`). Casts of weights also run on a lane (:mod:`.forked`). The order is
 checked each time a step is issued, in the warm-up and in the capture; replays repeat that order.
 """
 
@@ -36,7 +36,7 @@ class StepLanes:
         self._lanes, self._device = lanes, device
         self._max_held, self._min_product = max_held, min_product
         self._of: dict[int, SideLanes | CompiledLanes] = {}
-        self.forked = ForkedWork(lanes, device)  # for casts of weights, and half of the update
+        self.forked = ForkedWork(lanes, device)  # for casts of weights
 
     @classmethod
     def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, max_held: int | None = None) -> StepLanes:
