@@ -41,7 +41,7 @@ class Waits:
         self._kept: list[Any] = []  # an address that is used again would hide something
         for name in WAITING:
             monkeypatch.setattr(mx.base._LIB, name, self._watched(getattr(mx.base._LIB, name)))
-        set_out = running_sums.Metrics._on_the_way
+        set_out = running_sums.RunningSums._on_the_way
 
         def watched(sums: Any) -> Any:
             coming = set_out(sums)
@@ -49,7 +49,7 @@ class Waits:
             self._kept.append(coming)
             return coming
 
-        monkeypatch.setattr(running_sums.Metrics, "_on_the_way", watched)
+        monkeypatch.setattr(running_sums.RunningSums, "_on_the_way", watched)
 
     def _watched(self, wait: Any) -> Any:
         def call(*arguments: Any) -> Any:

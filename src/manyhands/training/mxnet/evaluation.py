@@ -16,7 +16,7 @@ from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_s
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_output
-from manyhands.training.mxnet.step.running_sums import Metrics
+from manyhands.training.mxnet.step.running_sums import RunningSums
 from manyhands.training.mxnet.step.step import evaluate
 from manyhands.training.python_attributes import Attributes
 from manyhands.training.running_sums import Figures
@@ -57,7 +57,7 @@ def figures(
     take: Take | None = None,
 ) -> Figures:
     """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
-    sums, outputs = Metrics(feed.devices[0], over_all=True), _outputs(take)
+    sums, outputs = RunningSums(feed.devices[0], over_all=True), _outputs(take)
     for shards in _batches(feed, settings, whole=not objective.is_gluons):
         computed = evaluate(objective, shards, sums, attributes)
         if take is not None:

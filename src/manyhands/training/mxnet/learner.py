@@ -27,7 +27,7 @@ from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
 from manyhands.training.mxnet.step.batch_norm import GlobalBatchNorm
-from manyhands.training.mxnet.step.running_sums import Metrics
+from manyhands.training.mxnet.step.running_sums import RunningSums
 from manyhands.training.mxnet.step.step import Step
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
@@ -67,7 +67,7 @@ class GluonLearner:
         whole = settings.step.batch_stats == "global"
         self.feed = Feed(data, devices, dtype, least=2 if several and not whole else 1, look=look)
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
-        self.metrics = Metrics(self.devices[0])
+        self.metrics = RunningSums(self.devices[0])
         together = GlobalBatchNorm(model, len(devices)) if several and whole else None
         self.plain_step = Step(trainer, objective, self.metrics, settings, together)
         self.draws = _draws_numbers(model) or not objective.is_gluons

@@ -42,7 +42,7 @@ from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.eager import NumberFormat
-from manyhands.training.torch.step.running_sums import Metrics
+from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
 
 _HOST = torch.device("cpu")
@@ -70,7 +70,7 @@ class Evaluation:
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
         """Loss and accuracy over all ranks; every sample counts once, and ``take`` gets the outputs and targets."""
         objective, device = self.objective, self.world.device
-        sums = Metrics(device)
+        sums = RunningSums(device)
         counts = sums.sums.new_zeros(())
         watched = objective.sums is not False
         recorded = None if take is None else _RecordedOutputs(self.model)

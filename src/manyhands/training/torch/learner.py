@@ -43,7 +43,7 @@ from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.build import build_step
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.loss_scale import LossScale
-from manyhands.training.torch.step.running_sums import Metrics
+from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.several_optimizers import Several
 
 _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
@@ -75,8 +75,9 @@ class Rank:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.notes: list[str] = [*job.notes]
+        self._precision_note = self._shares_note = ""  # those of the notes that later ones replace
         self.module_state = ModuleState(job.model)
-        self.metrics = Metrics(world.device)
+        self.metrics = RunningSums(world.device)
         is_measured = job.settings.step.shares == "measured"
         self.shares = [1 / world.size] * world.size if is_measured else job.settings.fixed_shares
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
@@ -163,7 +164,8 @@ class Rank:
                 job_state.settle(self.optimizer)
 
     def _note_precision(self, choice: precision.Choice) -> None:
-        self.notes = [str(choice), *(note for note in self.notes if not note.startswith("precision "))]
+        self.notes = [str(choice), *(note for note in self.notes if note != self._precision_note)]
+        self._precision_note = str(choice)
         if self.job.run is not None and self.world.first:
             RunFolder(self.job.run.path).record_precision(choice.precision, choice.why)
 
@@ -338,11 +340,10 @@ class Rank:
         per_sample = torch.tensor([self.plain_step.clock.per_sample()], dtype=torch.float64)
         seconds = [float(figure) for figure in self.world.gather(per_sample)]
         self.shares = measured_shares.shares_from(seconds, self.shares)
-        self.notes = [note for note in self.notes if not note.startswith("shares")]
-        shown = ", ".join(f"{share:.2f}" for share in self.shares)
-        self.notes.append(
-            f"shares measured: [{shown}]; all together could be {measured_shares.worth(seconds):.2f}x the fastest alone"
-        )
+        shown, worth = ", ".join(f"{share:.2f}" for share in self.shares), measured_shares.worth(seconds)
+        self.notes = [note for note in self.notes if note != self._shares_note]
+        self._shares_note = f"shares measured: [{shown}]; all together could be {worth:.2f}x the fastest alone"
+        self.notes.append(self._shares_note)
 
     # Figures
 

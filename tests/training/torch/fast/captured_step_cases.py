@@ -14,7 +14,7 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.step.eager import EagerStep, NumberFormat
-from manyhands.training.torch.step.running_sums import Metrics
+from manyhands.training.torch.step.running_sums import RunningSums
 
 CPU = torch.device("cpu")
 COUNT = 7 * 16  # samples, in batches of 16
@@ -80,7 +80,7 @@ class Failing:
 
 def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy) -> EagerStep:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
-    return EagerStep(net, optimizer, Supervised(loss), Metrics(CPU), CPU, NumberFormat())
+    return EagerStep(net, optimizer, Supervised(loss), RunningSums(CPU), CPU, NumberFormat())
 
 
 def graph_step(

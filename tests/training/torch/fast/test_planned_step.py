@@ -23,7 +23,7 @@ from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
 from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
-from manyhands.training.torch.fast.progress import Progress
+from manyhands.training.torch.fast.position import Position
 from manyhands.training.torch.step.average import Average, Averaging
 
 RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
@@ -41,29 +41,29 @@ class Towers(nn.Module):
         return torch.stack([tower(x) for tower in self.towers]).mean(0)
 
 
-def job() -> tuple[Any, Progress, Callable[[], None]]:
+def job() -> tuple[Any, Position, Callable[[], None]]:
     torch.manual_seed(0)
     eager, data = eager_step(Towers().double()), Arrays(vectors(COUNT))
     eager.clip = 1.0
-    progress = Progress(COUNT, CPU)
-    return eager, progress, as_written(eager, data, progress, torch.arange(4))
+    position = Position(COUNT, CPU)
+    return eager, position, as_written(eager, data, position, torch.arange(4))
 
 
 @pytest.mark.parametrize("averages", [False, True])
 def test_whoever_makes_a_step_it_is_the_same(averages: bool) -> None:
     """The real planner: whether its plan is used depends on the machine, what comes of the steps does not."""
-    (eager, progress, step), (plain, _, plainly) = job(), job()
+    (eager, position, step), (plain, _, plainly) = job(), job()
     for twin in (eager, plain):
         twin.optimizer.zero_grad()
         if averages:
             twin.average = Average(twin.model, Averaging(0.9))
-    made = PlannedStep(ParallelPlan(step), step, progress)
+    made = PlannedStep(ParallelPlan(step), step, position)
     for run in (made, plainly):
         torch.manual_seed(1)
         for _ in range(20):
             run()
-    assert int(progress.position) == 80
-    assert int(progress.step) == 20
+    assert int(position.sample) == 80
+    assert int(position.step) == 20
     for parameter, other in zip(eager.parameters, plain.parameters, strict=True):
         assert torch.equal(parameter, other)
     assert torch.equal(eager.metrics.sums, plain.metrics.sums)
@@ -74,12 +74,12 @@ def test_whoever_makes_a_step_it_is_the_same(averages: bool) -> None:
 
 def test_a_step_can_be_planned() -> None:
     """All that it reaches can be watched, the trainer's own code included."""
-    _, progress, step = job()
+    _, position, step = job()
     step()  # makes the optimizer's state
     fast = Parallel(step, planning, synchronous=True)
     fast()
     assert "synchronous" in fast.explain(), fast.explain()
-    assert int(progress.step) == 2
+    assert int(position.step) == 2
 
 
 def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
     plan = Parallel._plan
     monkeypatch.setattr(Parallel, "_plan", lambda *arguments, **how: planned.append(1) or plan(*arguments, **how))
-    eager, progress, step = job()
-    made = PlannedStep(ParallelPlan(step), step, progress)
+    eager, position, step = job()
+    made = PlannedStep(ParallelPlan(step), step, position)
     for _ in range(20):
         made()
         eager.metrics.peek()
@@ -143,7 +143,7 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PlannedStep, Pl
 
         times = clock()
         monkeypatch.setattr(PlannedStep, "_mark", lambda _: next(times))
-        return PlannedStep(ParallelPlan(lambda: None), one, Progress(8, CPU)), plan, one
+        return PlannedStep(ParallelPlan(lambda: None), one, Position(8, CPU)), plan, one
 
     return begin
 
@@ -202,13 +202,13 @@ def test_planning_that_fails_costs_no_step(race: Any) -> None:
 
 
 def test_a_step_that_fails_half_way_is_an_error() -> None:
-    progress = Progress(8, CPU)
+    position = Position(8, CPU)
 
     def half() -> None:
-        progress.advance(4)
+        position.advance(4)
         raise ValueError("half way")
 
-    made = PlannedStep(ParallelPlan(half), lambda: None, progress)
+    made = PlannedStep(ParallelPlan(half), lambda: None, position)
     with pytest.raises(ValueError, match="half way"):
         made()
 

@@ -26,7 +26,7 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import Rank
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.step.running_sums import Metrics
+from manyhands.training.torch.step.running_sums import RunningSums
 
 
 class Changing(nn.Module):
@@ -149,7 +149,7 @@ def test_an_update_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("after the update")
 
-    monkeypatch.setattr(Metrics, "add", broken)
+    monkeypatch.setattr(RunningSums, "add", broken)
     with pytest.raises(ValueError, match="after the update"):
         graph_step(mlp(), 1)
 

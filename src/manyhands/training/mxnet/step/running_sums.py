@@ -23,7 +23,7 @@ from manyhands.training.running_sums import Figures
 _IN_FLIGHT = 2  # steps that may be issued and not done
 
 
-class Metrics:
+class RunningSums:
     """Four numbers on a device: sum of losses, correct predictions, first bad step (or infinity), and a divisor.
 
     Samples are counted here. A LossSum is divided by its count step by step; with ``over_all``, as in a test, all sums

@@ -34,7 +34,7 @@ from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
 from manyhands.training.mxnet.step.batch_norm import GlobalBatchNorm
-from manyhands.training.mxnet.step.running_sums import Metrics
+from manyhands.training.mxnet.step.running_sums import RunningSums
 from manyhands.training.mxnet.step.skip_nan import StepUndo
 from manyhands.training.python_attributes import Attributes
 from manyhands.training.settings import Settings
@@ -50,7 +50,7 @@ class Step:
         self,
         trainer: gluon.Trainer,
         objective: Objective,
-        metrics: Metrics,
+        metrics: RunningSums,
         settings: Settings,
         together: GlobalBatchNorm | None,
     ) -> None:
@@ -196,7 +196,7 @@ def _backward(losses: list[Any]) -> None:
         ) from error
 
 
-def evaluate(objective: Objective, shards: Shards, metrics: Metrics, attributes: Attributes) -> list[Any]:
+def evaluate(objective: Objective, shards: Shards, metrics: RunningSums, attributes: Attributes) -> list[Any]:
     """Add a batch to the metrics, with layers in evaluation mode; returns the model's output for each shard.
 
     An output is None where the objective does not return it.

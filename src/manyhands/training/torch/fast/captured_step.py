@@ -51,7 +51,7 @@ from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_c
 from manyhands.training.torch.fast.norms.choice import fused_norms
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
 from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
-from manyhands.training.torch.fast.progress import Progress
+from manyhands.training.torch.fast.position import Position
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
@@ -109,7 +109,7 @@ class GraphStep:
         self._eager, self._data, self._size, self._steps = eager, data, batch_size, steps
         self.compiled = compiled  # None: decided after the steps as written
         self._gain: CompileGain | None = None  # what the decision is based on
-        self._progress = Progress(data.count, eager.device)
+        self._position = Position(data.count, eager.device)
         self._parallel = parallel
         self._stream = stream_of(eager.device)
         trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
@@ -133,7 +133,7 @@ class GraphStep:
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
         """Take the order of an epoch, and where in it to begin."""
-        self._progress.begin(order, sample, step)
+        self._position.begin(order, sample, step)
 
     def __call__(self, size: int) -> bool:
         """Make the step of the epoch's next batch; False where it and all later steps have to be plain.
@@ -331,8 +331,8 @@ class GraphStep:
         if why is not None:
             self._note_reason("plan", f"the whole step is not planned: {why}")
             return captured
-        plan = ParallelPlan(as_written(self._eager, self._data, self._progress, sized.window))
-        self.planned = PlannedStep(plan, captured, self._progress)
+        plan = ParallelPlan(as_written(self._eager, self._data, self._position, sized.window))
+        self.planned = PlannedStep(plan, captured, self._position)
         return self.planned
 
     def _why_no_plan(self, sized: _SizedStep) -> str | None:
@@ -354,13 +354,13 @@ class GraphStep:
         with rehearsal() if sized.warm == _WARM_UP - 1 else nullcontext():
             results = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
             eager.prepare_gradients()
-        eager.update([results.loss.detach()], self._progress.step)
+        eager.update([results.loss.detach()], self._position.step)
         # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
         # They are issued last, so that a step that fails before its update has changed nothing.
         lanes = None if results.after_forward is None else self._lanes
         with nullcontext() if lanes is None else lanes.on_metrics_lane(results.after_forward):
-            eager.metrics.add(results.loss, results.count_correct(), size, self._progress.step)
-        self._progress.advance(size)
+            eager.metrics.add(results.loss, results.count_correct(), size, self._position.step)
+        self._position.advance(size)
 
     def _passes(self, sized: _SizedStep) -> _PassResults:
         """Forward and backward."""
@@ -427,7 +427,7 @@ class GraphStep:
         sized.forward = self._forward_of(self._size)
 
     def _places(self, sized: _SizedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._progress.order, self._progress.position + sized.window
+        return self._position.order, self._position.sample + sized.window
 
     def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return forward(self._eager, self._data, order, places)

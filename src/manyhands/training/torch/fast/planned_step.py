@@ -27,7 +27,7 @@ from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.forward import forward
-from manyhands.training.torch.fast.progress import Progress
+from manyhands.training.torch.fast.position import Position
 from manyhands.training.torch.step.eager import EagerStep
 
 _TURNS, _STEPS = 3, 8
@@ -35,17 +35,17 @@ _Mark = Any  # an event of a GPU, or the seconds of a clock
 Step = Callable[[], object]
 
 
-def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch.Tensor) -> Step:
+def as_written(eager: EagerStep, data: Arrays, position: Position, window: torch.Tensor) -> Step:
     """The training step for the next batch in plain PyTorch, without our kernels."""
 
     def step() -> None:
         eager.optimizer.zero_grad(set_to_none=True)
-        loss, correct = forward(eager, data, progress.order, progress.position + window)
+        loss, correct = forward(eager, data, position.order, position.sample + window)
         loss.backward()
         eager.clip_gradients()
-        eager.update([loss.detach()], progress.step)
-        eager.metrics.add(loss, correct, len(window), progress.step)
-        progress.advance(len(window))
+        eager.update([loss.detach()], position.step)
+        eager.metrics.add(loss, correct, len(window), position.step)
+        position.advance(len(window))
 
     return step
 
@@ -83,8 +83,8 @@ class ParallelPlan:
 class PlannedStep:
     """Runs one step per call: by a plan and by a captured step in turns, then by the faster of the two."""
 
-    def __init__(self, plan: ParallelPlan, captured: Step, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, plan: ParallelPlan, captured: Step, position: Position) -> None:
+        self._position = position
         self._plan: ParallelPlan | None = plan
         self._winner: Step | None = None
         self._seconds: tuple[float, float] | None = None  # per step: the plan's, the captured step's
@@ -117,11 +117,11 @@ class PlannedStep:
 
     def _first(self, plan: ParallelPlan, captured: Step) -> None:
         """Plan in the first step. If planning fails before the step changed anything, run the captured step instead."""
-        before = int(self._progress.position)
+        before = int(self._position.sample)
         try:
             plan()
         except Exception as error:
-            if int(self._progress.position) != before:
+            if int(self._position.sample) != before:
                 raise
             self._why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             captured()
@@ -138,7 +138,7 @@ class PlannedStep:
         return step
 
     def _mark(self) -> _Mark:
-        if self._progress.position.device.type != "cuda":
+        if self._position.sample.device.type != "cuda":
             return time.perf_counter()
         mark = torch.cuda.Event(enable_timing=True)
         mark.record()

@@ -30,7 +30,7 @@ from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
-from manyhands.training.torch.step.running_sums import Metrics
+from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.skip_nan import StepUndo
 
 
@@ -84,7 +84,7 @@ class EagerStep:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         objective: Objective,
-        metrics: Metrics,
+        metrics: RunningSums,
         device: torch.device,
         number_format: NumberFormat,
         *,

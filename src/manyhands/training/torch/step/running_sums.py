@@ -1,7 +1,7 @@
 """Loss and accuracy of an epoch, summed on the device and read late.
 
-Adding to them makes no host wait. :meth:`Metrics.peek` starts a copy to the host and gives the newest one that has
-arrived; :meth:`Metrics.read` waits, and is for the end of an epoch.
+Adding to them makes no host wait. :meth:`RunningSums.peek` starts a copy to the host and gives the newest one that has
+arrived; :meth:`RunningSums.read` waits, and is for the end of an epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.training.torch.ranks.world import World
 _LOSS, _CORRECT, _COUNT, _BAD_STEP = range(4)
 
 
-class Metrics:
+class RunningSums:
     """Four numbers on the device: sum of losses, correct predictions, samples, first bad step (or infinity)."""
 
     def __init__(self, device: torch.device) -> None:
