@@ -203,8 +203,8 @@ def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:
     """The factor that the schedule returns; refuses any other value."""
     try:
         value: Any = function(at)
-    except TypeError as error:
-        if "is not an Optimizer" not in str(error):
+    except (TypeError, AttributeError) as error:
+        if not any(words in str(error) for words in ("is not an Optimizer", "'param_groups'")):
             raise
         raise BadSettings(f"schedule is a function of an optimizer, and {HINT}") from error
     try:

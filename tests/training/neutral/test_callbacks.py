@@ -280,6 +280,25 @@ def test_a_moment_of_another_library_is_refused() -> None:
     assert len(checked("callbacks", [Own(), EarlyStopping("val_loss")], Callback)) == 2
 
 
+def test_figures_of_steps_need_a_number_of_steps() -> None:
+    class Steps(Callback):
+        def on_steps(self, *_: Any) -> None: ...
+
+    class Chosen(Steps):
+        def __init__(self, every: int | None = None) -> None:
+            self.every = every
+
+    with pytest.raises(BadSettings, match=r"Steps\.on_steps would never be called: .* every = 10"):
+        checked("callbacks", [Steps()], Callback)
+    assert len(checked("callbacks", [Chosen(), Chosen(5)], Callback)) == 2
+
+
+def test_a_callback_that_asks_for_the_model_is_told_why_not() -> None:
+    with pytest.raises(AttributeError, match="a callback does not see the model: it may be in another process"):
+        _ = Training(3).model
+    assert not hasattr(Training(3), "nothing_like_it")
+
+
 @pytest.mark.parametrize("callback", [EarlyStopping("val_f1"), BestCheckpoint("val_f1")])
 def test_a_figure_of_several_values_cannot_be_followed(callback: Any, tmp_path: Path) -> None:
     training = Training(3, tmp_path)

@@ -112,6 +112,8 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
 def test_what_is_no_schedule() -> None:
     with pytest.raises(BadSettings, match=r"mh\.PerStep\(\.\.\.\) or mh\.PerEpoch"):
         mh.Trainer(schedule=lr_scheduler.StepLR)
+    with pytest.raises(BadSettings, match="schedule is a function of an optimizer"):
+        fit(mlp(), vectors(), 1, schedule=lambda optimizer: optimizer.param_groups[0])
     with pytest.raises(BadSettings, match="give a function from an optimizer to a scheduler"):
         mh.PerStep(3)
     with pytest.raises(BadSettings, match="the function gave an int"):

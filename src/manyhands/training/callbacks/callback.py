@@ -59,6 +59,14 @@ class Training:
         self.stopped_by = ""
         self.wanted: list[str] = []
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("model", "module", "optimizer", "trainer"):
+            raise AttributeError(
+                f"a callback does not see the {name}: it may be in another process. After fit() the model has the "
+                "trained weights; mh.EMA averages them; what has to happen in each step belongs into training_step"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def stop(self, reason: str, by: str = "stopped by callback") -> None:
         """End the training; ``result.stopped`` will be the reason, and ``result.ended`` "stopped by callback: reason".
 

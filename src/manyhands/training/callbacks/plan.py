@@ -61,6 +61,7 @@ def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
                 + (" (callbacks of Keras and Lightning have other events)" if name == "Callback" else "")
             )
         _check_events(value)
+        _check_steps(value)
         every = value.every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise BadSettings(f"{type(value).__name__}: every={every!r}, give a number of steps of at least 1, or None")
@@ -83,6 +84,15 @@ def _check_events(callback: Callback) -> None:
                     f"{kind.__name__}.{name} is not an event of the training and would never be called.{meant} The "
                     f"events are {', '.join(events)}"
                 )
+
+
+def _check_steps(callback: Callback) -> None:
+    """Refuse an ``on_steps`` that would never be called, because nothing says how often."""
+    own_kinds = [kind for kind in type(callback).__mro__ if not kind.__module__.startswith("manyhands.")]
+    says_when = "every" in vars(callback) or any("every" in vars(kind) for kind in own_kinds)
+    if callback.every is None and not says_when and any("on_steps" in vars(kind) for kind in own_kinds):
+        name = type(callback).__name__
+        raise BadSettings(f"{name}.on_steps would never be called: say after how many steps, every = 10 in {name}")
 
 
 def names(callbacks: Iterable[Callback]) -> list[str]:
