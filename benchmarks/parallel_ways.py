@@ -9,6 +9,7 @@ import torch
 from parallel_case import Case
 
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
 from manyhands.backends.torch.run.streams import reset_generator
 from manyhands.parallel.function import Parallel
 
@@ -28,12 +29,14 @@ def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: t
     """The function in one CUDA graph, on one stream unless it uses more itself."""
     if device.type != "cuda":
         return lambda: function(*arguments)
-    side = torch.cuda.Stream(device)
+    side = new_stream(device)  # its workspaces survive the compiled way, which frees all others
     side.wait_stream(torch.cuda.current_stream(device))
+    reserve_workspaces([side], device)
     with torch.cuda.stream(side):
         for _ in range(3):
             function(*arguments)
     torch.cuda.current_stream(device).wait_stream(side)
+    reserve_workspaces([side], device)
     torch.cuda.synchronize(device)
     taken = torch.cuda.CUDAGraph()
     try:

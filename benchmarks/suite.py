@@ -90,10 +90,17 @@ def ready(way: str, program: Any, device: Any, dtype: Any) -> tuple[Callable[[],
 
 
 def _captured(running: Any, device: Any) -> Callable[[], Any]:
-    """One CUDA graph on one stream, as PyTorch's documentation has it."""
+    """One CUDA graph on one stream, as PyTorch's documentation has it.
+
+    But for its stream: `torch.compile(mode="reduce-overhead")` frees the workspaces of cuBLAS when it records a graph,
+    and a graph of the same process that was captured earlier still writes to them.
+    """
     import torch
 
-    side = torch.cuda.Stream(device)
+    from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
+
+    side = new_stream(device)
+    reserve_workspaces([side], device)
     side.wait_stream(torch.cuda.current_stream(device))
     before = [tensor.clone() for tensor in running.state()]
     with torch.cuda.stream(side):
@@ -101,8 +108,9 @@ def _captured(running: Any, device: Any) -> Callable[[], Any]:
             running.call(*running.arguments)
     torch.cuda.current_stream(device).wait_stream(side)
     running.put_back(before)
+    reserve_workspaces([side], device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         result = running.call(*running.arguments)
 
     def replay(alive: Any = running) -> Any:  # its weights and arguments: the graph knows no more than addresses

@@ -121,7 +121,7 @@ def test_casts_begin_on_a_side_lane(name: str, monkeypatch: pytest.MonkeyPatch, 
 
     def noted(casts: Any, weights: Any) -> None:
         if weights[0].is_cuda:
-            streams.append((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream))
+            streams.append((compat.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream))
         copies(casts, weights)
 
     monkeypatch.setattr(compat, "foreach_copy_", noted)
@@ -133,10 +133,10 @@ def test_casts_begin_on_a_side_lane(name: str, monkeypatch: pytest.MonkeyPatch, 
         assert any(captured for captured, _ in streams)
         assert all((stream != main) == (side_lanes and captured) for captured, stream in streams)
         assert ("casts on a side lane" in (run / "step.txt").read_text()) == side_lanes
-    (plain, told), (lanes, told_too) = results
+    (plain, plain_result), (lanes, lanes_result) = results
     assert not unequal(plain, lanes)
-    assert [row["train_loss"] for row in told.rows] == [row["train_loss"] for row in told_too.rows]
-    assert [row["train_acc"] for row in told.rows] == [row["train_acc"] for row in told_too.rows]
+    for figure in ("train_loss", "train_acc"):
+        assert [row[figure] for row in plain_result.rows] == [row[figure] for row in lanes_result.rows]
 
 
 class _Reusing(torch.autograd.Function):  # type: ignore[misc]

@@ -73,8 +73,9 @@ class ActivationCheckpoints:
             def contexts() -> tuple[Any, Any]:
                 return contextlib.nullcontext(), _statistics_preserved(module)
 
-            # In a CUDA graph the state of random numbers cannot be read; what is captured has drawn none.
-            captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            # In a CUDA graph the state of random numbers cannot be read; what is captured has drawn none. (The public
+            # function also says yes in a rehearsal, which is a step like any other.)
+            captured = torch.cuda.is_available() and compat.is_current_stream_capturing()
             before = None if captured else _random_numbers()
             output = checkpoint(
                 call, *args, use_reentrant=False, preserve_rng_state=not captured, context_fn=contexts, **options
