@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from support import eventually, run_python
 
 from manyhands.errors import EngineError, TaskCancelled, WaitsForItself
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.scope import Future, parallel, task, waitall
 
 
@@ -131,7 +132,7 @@ def test_shared_memory_is_asked_for() -> None:
         time.sleep(0.02)
         view[0] = 7
 
-    with parallel(threads=2, memory_of=lambda value: id(value.obj) if isinstance(value, memoryview) else id(value)):
+    with parallel(threads=2, hooks=Hooks(lambda value: id(value.obj) if isinstance(value, memoryview) else id(value))):
         task(write, writes=(one,))(one)
         assert task(lambda view: view[0])(other).result() == 7
 
@@ -142,7 +143,7 @@ def test_what_cannot_be_asked_for_its_memory_is_an_error_of_the_call() -> None:
             raise NotImplementedError("no storage")
         return id(value)
 
-    with parallel(threads=1, memory_of=memory_of):
+    with parallel(threads=1, hooks=Hooks(memory_of)):
         with pytest.raises(NotImplementedError, match="no storage"):
             task(len)(bytearray(1))
         assert task(add)(1, 1).result() == 2
@@ -549,7 +550,7 @@ def test_functions_are_bound_where_they_are_given() -> None:
 
         return run
 
-    with parallel(threads=2, bound=bound):
+    with parallel(threads=2, hooks=Hooks(bound=bound)):
         assert task(lambda: local.mode)().result() == "mine"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import TaskCancelled, UndeclaredWrite
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.scope import Future, parallel, task
 
 
@@ -126,7 +127,7 @@ def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
             time.sleep(0.02)
         return id(value)
 
-    with parallel(threads=1, memory_of=memory_of):
+    with parallel(threads=1, hooks=Hooks(memory_of)):
         first = task(lambda: go.wait(60) and ended.set())()
         second = task(lambda *_: None)(first, bytearray(1))
         for _ in range(5000):
@@ -212,7 +213,7 @@ def test_a_result_that_cannot_be_asked_for_its_memory_is_an_error_of_its_task() 
         return id(value)
 
     go = threading.Event()
-    with parallel(threads=1, memory_of=memory_of):
+    with parallel(threads=1, hooks=Hooks(memory_of)):
         bad = task(lambda: bytearray(go.wait(60)))()
         follows = task(len)(bad)
         go.set()

@@ -70,7 +70,7 @@ Tracer = Callable[[Sequence[object]], Traced]
 
 
 class TaskHooks(Protocol):
-    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.scope.parallel`."""
+    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.hooks.Hooks`."""
 
     def memory_of(self, value: object, /) -> Hashable: ...
     def parts_of(self, value: object, /) -> Collection[object] | None: ...

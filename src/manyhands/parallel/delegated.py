@@ -43,6 +43,7 @@ from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Lane, Schedule, schedule
 from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import simulate
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.reachable import Objects, Reached
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
@@ -66,8 +67,7 @@ class Parallel(ParallelFunction[P, R]):
         super().__init__(function)
         self.backend = backend
         self._plans: Plans[Planned] = Plans()
-        hooks = backend.tasks
-        self._objects = Objects(hooks.memory_of, hooks.parts_of, backend.version_of, None, None)
+        self._objects = Objects(Hooks(backend.tasks.memory_of, backend.tasks.parts_of, backend.version_of))
 
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         call = call_of(self.backend, self.function, arguments, keywords)
@@ -282,16 +282,9 @@ class _ScopeOrDecorator(Scope):
     """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
 
     def __init__(self, backend: Runtime, threads: int | None, synchronous: bool) -> None:
-        hooks = backend.tasks
-        super().__init__(
-            threads,
-            synchronous=synchronous,
-            memory_of=hooks.memory_of,
-            parts_of=hooks.parts_of,
-            version_of=hooks.version_of,
-            bound=hooks.bound,
-            exclusive=hooks.exclusive,
-        )
+        tasks = backend.tasks
+        hooks = Hooks(tasks.memory_of, tasks.parts_of, tasks.version_of, tasks.bound, tasks.exclusive)
+        super().__init__(threads, synchronous=synchronous, hooks=hooks)
         self._backend = backend
 
     def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:

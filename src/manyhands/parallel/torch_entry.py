@@ -11,6 +11,7 @@ from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.interface import P, R
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
@@ -40,14 +41,8 @@ class _ScopeOrDecorator(Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
     def __init__(self, threads: int | None, options: Options) -> None:
-        super().__init__(
-            threads,
-            synchronous=options["synchronous"],
-            memory_of=tasks.memory_of,
-            parts_of=tasks.parts_of,
-            version_of=tasks.version_of,
-            bound=tasks.bound,
-        )
+        hooks = Hooks(tasks.memory_of, tasks.parts_of, tasks.version_of, tasks.bound)
+        super().__init__(threads, synchronous=options["synchronous"], hooks=hooks)
         self._options = options
 
     def __enter__(self) -> Scope:

@@ -57,7 +57,7 @@ class Call(Job):
         super().__init__(workers, name_of(function), unsettled)
         self._objects, self._function, self._writes = objects, function, writes
         self._arguments, self._keywords = arguments, keywords
-        self._done_by = objects.bound(function) if objects.bound else function
+        self._done_by = objects.hooks.bound(function) if objects.hooks.bound else function
         self._context: contextvars.Context | None = contextvars.copy_context()
         self._reached: Reached | None = None  # what it reads, known when it was submitted
 

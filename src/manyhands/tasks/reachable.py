@@ -28,12 +28,13 @@ import threading
 import types
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Set
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Never, TypeAlias, cast
 
 from manyhands.addresses import span_of_array, span_of_buffer
 from manyhands.python_code.names import function_behind, is_foreign, slots_of, words_of
 from manyhands.tasks import containers
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.node import Future, Job
 
 if TYPE_CHECKING:
@@ -115,18 +116,10 @@ _Kind: TypeAlias = "Callable[[Objects, object, _Walk], None]"
 
 
 class Objects:
-    """What the framework tells about objects: see :class:`manyhands.tasks.scope.parallel`."""
+    """What the framework tells about objects, and what values lead to."""
 
-    def __init__(
-        self,
-        memory_of: Callable[[object], Hashable],
-        parts_of: Callable[[object], Collection[object] | None],
-        version_of: Callable[[object], object] | None,
-        bound: Callable[[Callable[..., object]], Callable[..., object]] | None,
-        exclusive: Callable[[list[object], Set[str]], Collection[object]] | None,
-    ) -> None:
-        self.exclusive = exclusive
-        self.memory_of, self.parts_of, self.version_of, self.bound = memory_of, parts_of, version_of, bound
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
         self.rebound: set[Hashable] = set()  # variables that some task has declared to write
         self._kinds: dict[type, _Kind | None] = {}
 
@@ -141,8 +134,8 @@ class Objects:
                 walk.stack, walk.later = walk.later, []
                 self._through(walk)
             reached.inputs, reached.futures = inputs, reached.inputs
-        if self.exclusive is not None:
-            reached.exclusive = self.exclusive(reached.objects, walk.words)
+        if self.hooks.exclusive is not None:
+            reached.exclusive = self.hooks.exclusive(reached.objects, walk.words)
         return reached
 
     def _has_more(self, walk: _Walk) -> bool:
@@ -246,7 +239,7 @@ class Objects:
 
     def _buffer(self, buffer: object, walk: _Walk) -> None:
         walk.reached.arrays.append(buffer)
-        walk.reached.memories.add(self.memory_of(buffer))
+        walk.reached.memories.add(self.hooks.memory_of(buffer))
         if (span := span_of_buffer(buffer)) is not None:
             walk.reached.for_good = False  # a bytearray that grows moves
             walk.reached.memories.add(span)
@@ -331,13 +324,13 @@ class Objects:
 
     def _is_array(self, value: object) -> bool:
         handle = self._kinds[type(value)] if type(value) in self._kinds else self._kind(type(value))
-        return handle is Objects._array or (handle is Objects._foreign and self.parts_of(value) is not None)
+        return handle is Objects._array or (handle is Objects._foreign and self.hooks.parts_of(value) is not None)
 
     def _known(self, value: object, walk: _Walk) -> bool:
         """Whether the framework knows the parts of a value, which are then followed."""
-        walk.reached.memories.add(self.memory_of(value))
+        walk.reached.memories.add(self.hooks.memory_of(value))
         walk.reached.objects.append(value)
-        if (parts := self.parts_of(value)) is None:
+        if (parts := self.hooks.parts_of(value)) is None:
             return False
         if parts:
             walk.reached.for_good = False

@@ -14,7 +14,7 @@
 The results are those of the same calls made one after the other. A task *reads* all that its function and
 its arguments lead to (:mod:`manyhands.tasks.reachable`: containers, attributes, closures, defaults, globals), and
 *writes* what it declares. Of two tasks that touch the same object, one of them writing, the earlier one goes first
-(read after write, write after read, write after write). ``memory_of`` says which objects share memory; by
+(read after write, write after read, write after write). ``Hooks.memory_of`` says which objects share memory; by
 default each object is separate, and NumPy arrays are identified by their addresses. ``parts_of`` says what an object
 consists of (a module: its parameters). Until a task is done, its result may be, or share memory with, any of its
 arguments.
@@ -40,7 +40,7 @@ from __future__ import annotations
 import functools
 import numbers
 import os
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
@@ -48,6 +48,7 @@ from typing import TypeVar
 from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
 from manyhands.tasks.call import Call, call_at_once, filled, name_of, thread_state
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.node import Future, Job, raise_first_error
 from manyhands.tasks.reachable import PLAIN, Objects
 from manyhands.tasks.workers import WorkerPool
@@ -55,37 +56,25 @@ from manyhands.tasks.workers import WorkerPool
 __all__ = ["Future", "inline_tasks", "no_threads", "parallel", "task", "waitall"]
 
 T = TypeVar("T")
+_HOOKS_OF_PYTHON = Hooks()
 
 
 class parallel:
     """A scope whose tasks run in parallel where their order does not matter.
 
     ``threads``: how many tasks run at once (by default one per usable core). ``synchronous``: for debugging, every task
-    runs when it is submitted, in the caller's thread; errors are raised where they would be otherwise. ``memory_of``:
-    gives the same key for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to one is a
-    write to the other. ``parts_of``: what else is read and written with an object; None: its attributes.
-    ``version_of``: something that every write to an object changes, or None. ``bound``: applied to each function in the
-    thread that submits the task, to carry over that thread's state (a framework's modes). ``exclusive``: given the
-    objects that a task reaches and the words in its code, those objects that change inside when they are only used (a
-    block that is traced at its first call): tasks that share one run one after the other, in any order.
+    runs when it is submitted, in the caller's thread; errors are raised where they would be otherwise. ``hooks``: what
+    the framework says of its objects.
     """
 
     def __init__(
-        self,
-        threads: int | None = None,
-        *,
-        synchronous: bool = False,
-        memory_of: Callable[[object], Hashable] = id,
-        parts_of: Callable[[object], Collection[object] | None] = lambda value: None,
-        version_of: Callable[[object], object] | None = None,
-        bound: Callable[[Callable[..., object]], Callable[..., object]] | None = None,
-        exclusive: Callable[[list[object], Set[str]], Collection[object]] | None = None,
+        self, threads: int | None = None, *, synchronous: bool = False, hooks: Hooks = _HOOKS_OF_PYTHON
     ) -> None:
         _must_be_threads(threads)
         if threads is not None and threads < 1:
             raise EngineError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
-        self._objects = Objects(memory_of, parts_of, version_of, bound, exclusive)
+        self._objects = Objects(hooks)
         self._jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
         self._workers: WorkerPool | None = None
         self._outer: parallel | None = None

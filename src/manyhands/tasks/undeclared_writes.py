@@ -28,10 +28,10 @@ class Watch:
             holders, variables = [], []
         if written:
             arrays = [array for array in arrays if not share([_span_of(array) or id(array)], written)]
-            watched = [value for value in watched if not share([objects.memory_of(value)], written)]
+            watched = [value for value in watched if not share([objects.hooks.memory_of(value)], written)]
             holders = [holder for holder in holders if id(holder) not in written]
             variables = [variable for variable in variables if variable.key() not in written]
-        self._version_of = version_of = objects.version_of if watched else None
+        self._version_of = version_of = objects.hooks.version_of if watched else None
         self._versions = [(value, version_of(value)) for value in watched] if version_of else ()
         self._arrays = [(array, _content_of(array)) for array in arrays] if arrays else ()
         self._words = reached.words

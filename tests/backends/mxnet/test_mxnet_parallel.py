@@ -16,6 +16,7 @@ from mxnet.ndarray import register
 from manyhands import mxnet as mh
 from manyhands.backends.mxnet import planning
 from manyhands.backends.runtime import Traced, call_of
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.reachable import Objects
 
 
@@ -29,7 +30,7 @@ def nothing_is_left_noting() -> Iterator[None]:
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Traced, Any]:
     call = call_of(planning, function, arguments, {})
     assert call is not None
-    objects = Objects(planning.tasks.memory_of, planning.tasks.parts_of, None, None, None).look(function).objects
+    objects = Objects(Hooks(planning.tasks.memory_of, planning.tasks.parts_of)).look(function).objects
     _, trace = planning.observe(call)
     return trace(objects), call
 

@@ -24,6 +24,7 @@ from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.tasks import bound, memory_of
 from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.function import Parallel
+from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.scope import parallel, task
 
 pytestmark = pytest.mark.skipif(
@@ -354,7 +355,7 @@ def test_autocast_is_not_applied_twice() -> None:
 def test_explicit_tasks_know_views_and_carry_the_grad_mode() -> None:
     x = torch.zeros(4)
     top, whole = x[:2], x.view(2, 2)
-    with torch.no_grad(), parallel(threads=2, memory_of=memory_of, bound=bound):
+    with torch.no_grad(), parallel(threads=2, hooks=Hooks(memory_of, bound=bound)):
         task(lambda t: time.sleep(0.02) or t.add_(1), writes=(top,))(top)
         assert task(lambda t: t.sum().item())(whole).result() == 2
         assert task(torch.is_grad_enabled)().result() is False
