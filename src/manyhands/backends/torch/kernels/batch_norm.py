@@ -5,9 +5,9 @@ write it: statistics, normalisation, addition, ReLU; and as three more backward.
 them; it waits for memory. Here it is one kernel forward and two backward (``batch_norm.cu``), and intermediate results
 are not written:
 
-    batch_norm_forward_(y, mean, rstd, x, ...)        both of these, in one kernel:
-    batch_norm_statistics(x)                          -> mean, 1 / standard deviation (rstd); running statistics move on
-    batch_norm_apply_(y, x, ..., added, relu=True)       y = relu(normalised x + added)
+    batch_norm_forward_(y, mean, rstd, x, ...)        mean, 1 / standard deviation (rstd) and y as below, in one kernel;
+                                                         running statistics move on. Without y: the statistics alone
+    batch_norm_apply_(y, x, ..., added, relu=True)    y = relu(normalised x + added)
     batch_norm_backward(gradient, more, x, ...)       -> gradients of x, weight and bias, past the ReLU, of a
                                                          gradient that is the sum of two, if there is more
     batch_norm_reduce_(masked_gradient, ...)          -> the first half of it, gradients of weight and bias, where
@@ -53,10 +53,6 @@ _TICKETS = 4096 * _MOST_COLUMNS
 
 _library = torch.library.Library("manyhands", "FRAGMENT")
 _library.define(
-    "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_variance, float momentum, "
-    "float epsilon) -> (Tensor, Tensor)"
-)
-_library.define(
     "batch_norm_apply_(Tensor(a!) y, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
     "Tensor? added, bool relu) -> ()"
 )
@@ -77,7 +73,6 @@ _library.define(
     "batch_norm_input_gradient(Tensor gradient, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, "
     "Tensor for_weight, Tensor for_bias) -> Tensor"
 )
-statistics = torch.ops.manyhands.batch_norm_statistics.default
 apply_ = torch.ops.manyhands.batch_norm_apply_.default
 forward_ = torch.ops.manyhands.batch_norm_forward_.default
 backward = torch.ops.manyhands.batch_norm_backward.default
@@ -122,7 +117,7 @@ def is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
 
 
 def per_channel(x: torch.Tensor, running_mean: torch.Tensor | None) -> torch.Tensor:
-    """Memory for the means or the deviations of ``x``, in the dtype that :func:`statistics` returns."""
+    """Memory for the means or the deviations of ``x``, in the dtype of the statistics."""
     if x.device.type == "cpu":
         return torch.empty(x.shape[1], dtype=x.dtype if running_mean is None else running_mean.dtype)
     return _per_channel(x)
@@ -192,18 +187,6 @@ def _partial(x: torch.Tensor, grid: tuple[int, int], block: tuple[int, int]) -> 
     """Memory for two sums of each channel of each block."""
     count = grid[0] * grid[1] * 2 * block[0] * _VECTOR // x.element_size()
     return torch.empty(count, dtype=torch.float32, device=x.device)
-
-
-def _statistics_on_gpu(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_variance: torch.Tensor | None,
-    momentum: float,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, rstd = _per_channel(x), _per_channel(x)
-    _take_statistics(mean, rstd, x, running_mean, running_variance, momentum, epsilon)
-    return mean, rstd
 
 
 def _take_statistics(
@@ -381,7 +364,6 @@ def channel_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 for _name, _here, _on_gpu in (
-    ("batch_norm_statistics", reference.statistics, _statistics_on_gpu),
     ("batch_norm_apply_", reference.apply, _apply_on_gpu),
     ("batch_norm_forward_", reference.forward, _forward_on_gpu),
     ("batch_norm_backward", reference.backward, _backward_on_gpu),

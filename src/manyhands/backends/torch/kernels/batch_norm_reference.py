@@ -10,17 +10,6 @@ import torch
 _aten = torch.ops.aten
 
 
-def statistics(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_variance: torch.Tensor | None,
-    momentum: float,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _, mean, rstd = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
-    return mean, rstd
-
-
 def apply(
     y: torch.Tensor,
     x: torch.Tensor,
@@ -54,9 +43,8 @@ def forward(
     added: torch.Tensor | None,
     relu: bool,
 ) -> None:
-    for memory, taken in zip(
-        (mean, rstd), statistics(x, running_mean, running_variance, momentum, epsilon), strict=True
-    ):
+    _, *statistics = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
+    for memory, taken in zip((mean, rstd), statistics, strict=True):
         memory.copy_(taken)
     if y is not None:
         apply(y, x, mean, rstd, weight, bias, added, relu)

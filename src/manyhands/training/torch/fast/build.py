@@ -36,7 +36,7 @@ def fast_step(
     if compiled is None and (parallel or norms or steps < _LEAST_STEPS_TO_COMPILE or is_compiled(eager.model)):
         compiled = False
     if parallel is None:
-        parallel = steps >= _LEAST_STEPS_TO_PLAN and not compiled and not has_own_kernels(eager)
+        parallel = steps >= _LEAST_STEPS_TO_PLAN and not compiled and not has_own_kernels(eager) and eager.undo is None
     lanes = settings.step.side_lanes
     tuned = settings.step.tuned_convolutions
     if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
