@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -34,6 +35,22 @@ def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp
     assert "0 kinds of operations measured, 4 from the cache" in second.explain()
     for one, other in zip(*(p.planned.schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
         assert one.seconds == other.seconds
+
+
+@pytest.mark.parametrize(("durations", "cost"), [([4e-3, 5e-6, 6e-6], 5e-6), ([0.2], 0.2)])
+def test_a_call_that_was_interrupted_is_not_the_cost(
+    durations: list[float], cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may take the processor for some milliseconds; a long operation is not repeated."""
+    found, _ = traced(lambda x: x + x, torch.randn(4))
+    moments = [sum(durations[:number]) for number in range(len(durations) + 1)]
+    clock = iter([moment for pair in itertools.pairwise(moments) for moment in pair])
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_costs.time, "perf_counter", lambda: next(clock))
+        measured = torch_costs.measured(found, 0, None)
+    assert measured is not None
+    assert measured[0] == pytest.approx(cost)
+    assert next(clock, None) is None
 
 
 def test_an_estimate_knows_computing_from_moving() -> None:
