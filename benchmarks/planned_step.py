@@ -1,12 +1,12 @@
 """Training nets of several branches on one GPU: the step as a plan of `parallel` against the captured one.
 
-    python benchmarks/planned_step.py                    every row that needs no torchvision
+    python benchmarks/planned_step.py                    every row
     python benchmarks/planned_step.py --rows towers,googlenet-28
     python benchmarks/planned_step.py --ways captured,planned
     python benchmarks/planned_step.py --tiny             small sizes on any device: a try, no figures to quote
 
-Each row trains the same net on the same made-up images three times: step by step (`fast=False`), with the fast step as
-it comes (one CUDA graph, weight gradients beside the backward pass; `parallel=False`) and with `parallel=True`. Seconds
+Each row trains the same net on the same made-up images three times: step by step (`fast=False`), with the captured
+step (one CUDA graph, weight gradients beside the backward pass; `parallel=False`) and with `parallel=True`. Seconds
 are the median of the epochs after the first, in which graphs are captured and plans are made and tried; what the first
 one takes longer is printed. The weights at the end have to be the same, to the bit, for the last two; how far they are
 from those of plain steps is printed.
@@ -119,27 +119,13 @@ class Transformer(nn.Module):
         return self.last(x.mean(1))
 
 
-def torchvision_net(name: str) -> nn.Module:
-    """A net of torchvision's for ten classes, behind a layer that makes three channels of one."""
-    from torchvision import models  # where it is not installed, its rows cannot be run
-
-    return nn.Sequential(nn.Conv2d(1, 3, 1), getattr(models, name)(num_classes=10))
-
-
 # For each row: the net, the size of its images, samples of a batch, and steps of an epoch.
 ROWS: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {
     "towers": (Towers, 28, 256, 1000),
     "googlenet-28": (googlenet, 28, 256, 200),
     "googlenet-96": (googlenet, 96, 128, 150),
     "transformer": (Transformer, 28, 128, 400),
-    # With BatchNorm a plan has the trainer's own kernels.
-    "resnet18": (lambda: mh.resnet18(10, 1), 28, 256, 200),
-    "vgg11-bn": (lambda: torchvision_net("vgg11_bn"), 64, 128, 100),
-    "resnet50": (lambda: torchvision_net("resnet50"), 64, 128, 100),
-    "densenet121": (lambda: torchvision_net("densenet121"), 64, 128, 100),
-    "mobilenet": (lambda: torchvision_net("mobilenet_v2"), 64, 128, 100),
 }
-DEFAULT = ("towers", "googlenet-28", "googlenet-96", "transformer", "resnet18")  # the others need torchvision
 
 
 def measure(name: str, ways: list[str], device: str, tiny: bool) -> None:
@@ -175,7 +161,7 @@ def measure(name: str, ways: list[str], device: str, tiny: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(DEFAULT), help=f"with commas between: {', '.join(ROWS)}")
+    parser.add_argument("--rows", default=",".join(ROWS), help="with commas between; all of them: %(default)s")
     parser.add_argument("--ways", default=",".join(WAYS), help="with commas between")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU too")
     flags = parser.parse_args()
