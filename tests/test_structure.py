@@ -54,6 +54,25 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _module_name(path: Path) -> str:
+    parts = ("manyhands", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+NAMES = {_module_name(path) for path in MODULES}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_that_are_referred_to_exist(path: Path) -> None:
+    """``:mod:`.pending``` in a docstring: after a rename nothing else would notice."""
+    package = _module_name(path) if path.name == "__init__.py" else _module_name(path).rpartition(".")[0]
+    for reference in re.findall(r":mod:`([^`]+)`", path.read_text()):
+        up = len(reference) - len(reference.lstrip("."))
+        base = package.split(".")[: len(package.split(".")) - up + 1] if up else []
+        name = ".".join([*base, reference.lstrip(".")])
+        assert name in NAMES or not name.startswith("manyhands"), f"there is no {reference}"
+
+
 def test_every_module_has_a_layer() -> None:
     rooms = {_room(path) for path in MODULES} - {"__init__"}
     assert rooms == set(LEVEL)

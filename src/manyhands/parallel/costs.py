@@ -1,8 +1,9 @@
 """The cost of each task: measured once per kind of operation, remembered on disk, or estimated.
 
 The key of an operation consists of its target, the shapes, strides and dtypes of its tensors, and its device. The cost
-measured for a key, on this hardware and with this version of the framework, is stored in a small file (:mod:`..cache`),
-so that a second run of a program plans without measuring. Costs that cannot be measured are estimated.
+measured for a key, on this hardware and with this version of the framework, is stored in a small file
+(:mod:`manyhands.backends.cache`), so that a second run of a program plans without measuring. Costs that cannot be
+measured are estimated.
 """
 
 from __future__ import annotations

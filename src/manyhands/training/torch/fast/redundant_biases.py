@@ -1,8 +1,15 @@
 """Redundant biases: the biases of layers whose output only a BatchNorm reads.
 
-The pass :mod:`manyhands.backends.torch.passes.redundant_biases` explains with an example why they can be left out. This
-module does the same without a trace: the layer runs without its bias, the bias's share is added to the running mean
-after the backward pass, and the bias gets a gradient of zeros.
+A BatchNorm in training subtracts the mean of the batch, and with it any constant that was added to all samples. With
+x = (1, 3) and a bias of 10::
+
+    x          mean  2    x - mean         = (-1, 1)
+    x + 10     mean 12    x + 10 - mean    = (-1, 1)      the same; only the running mean moves by momentum * 10 more
+
+So the gradient of such a bias is zero (a backward pass computes only rounding errors), and adding the bias and summing
+its gradient are two useless passes over the layer's output: a fifth of a step of ResNet-18. Here the layer runs without
+its bias, the bias's share is added to the running mean after the backward pass, and the bias gets a gradient of zeros,
+so that weight decay, momentum and checkpoints do not change.
 
 Names and order of layers prove nothing: a model may use an output twice. So :class:`Search` observes one step, and a
 bias is redundant if three conditions hold in that step:

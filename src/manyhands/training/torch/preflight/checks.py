@@ -17,6 +17,7 @@ from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.book import plots
 from manyhands.training.data.labels import why_no_classes
+from manyhands.training.loss.own_step import step_name
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch
@@ -89,7 +90,7 @@ def _call(model: torch.nn.Module, batch: Batch) -> None:
 def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, *, training: bool) -> str | None:
     """Why there will be no accuracy, if a sample or the model's own step shows it; None: there may be one."""
     if isinstance(objective, OwnStep):
-        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        name = step_name(model, training=training)
         if not isinstance(model, Module) or getattr(type(model), name) is not getattr(Module, name):
             return plots.why_no_accuracy(model, training=training)
     if isinstance(data, Stream):
