@@ -3,15 +3,17 @@
 Functions and classes of a notebook travel by value (cloudpickle). So do parametrised modules, which PyTorch refuses to
 pickle: it creates a class for each at run time, in which the parametrised tensors are properties. The bytes hold the
 base class and the names of those tensors; the worker creates the class again. A module of Python's that is an object of
-its own class, as ``torch.backends.cudnn``, is imported by the worker.
+its own class, as ``torch.backends.cudnn``, is imported by the worker; what is from a module that the worker could not
+import, because the caller loaded it by its path, travels by value.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -53,7 +55,29 @@ def dumps(value: Any) -> bytes:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions and classes of a notebook by value, parametrised modules by their base class."""
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._by_value: dict[str, bool] = {}
+
+    def dump(self, value: Any) -> None:
+        try:
+            super().dump(value)
+        finally:
+            for name in [name for name, is_new in self._by_value.items() if is_new]:
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def _note_module(self, name: str) -> None:
+        """Let cloudpickle send the definitions of a module by value, if the worker cannot import it."""
+        module = sys.modules.get(name)
+        if name not in self._by_value and module is not None:
+            is_new = name not in cloudpickle.list_registry_pickle_by_value() and not _importable(module)
+            self._by_value[name] = is_new
+            if is_new:
+                cloudpickle.register_pickle_by_value(module)
+
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and isinstance(value.__module__, str):
+            self._note_module(value.__module__)
         if isinstance(value, torch.nn.Module) and type(value).__module__ == parametrize.__name__:
             base = type(value).__base__
             if base is not None and parametrize.is_parametrized(value):
@@ -62,6 +86,46 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)  # cloudpickle knows plain modules alone
         return super().reducer_override(value)
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether another process with the same path would import this module by its name."""
+    name, file = module.__name__, getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py") or not os.path.isfile(file):
+        return True  # built in, compiled, or __main__: cloudpickle and Python know what to do
+    above, _, _ = name.rpartition(".")
+    if above and above not in sys.modules:
+        return True
+    where = getattr(sys.modules[above], "__path__", None) if above else None
+    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    specs = (find(name, where) for find in finders)
+    spec = next((spec for spec in specs if spec is not None), None)
+    if spec is None:
+        return False
+    origin = spec.origin
+    return origin is None or not os.path.isfile(origin) or os.path.samefile(origin, file)
+
+
+def loads(data: bytes) -> Any:
+    """The job of :func:`pickled`, in a worker."""
+    job = cloudpickle.loads(data)
+    if isinstance(getattr(job, "model", None), torch.nn.Module):
+        _announce(job.model)
+    return job
+
+
+def _announce(model: torch.nn.Module) -> None:
+    """Tell transformers which outputs its models can record.
+
+    They say so themselves when they are made, once for each class, and this process has not made them. Without it a
+    model that computes from its hidden states (Segformer) gets none.
+    """
+    for name in ("transformers.utils.output_capturing", "transformers.utils.generic"):
+        registry = getattr(sys.modules.get(name), "_CAN_RECORD_REGISTRY", None)
+        if isinstance(registry, dict):
+            for part in model.modules():
+                if hasattr(part, "_can_record_outputs"):  # recent versions take the model, older ones its class
+                    registry[str(type(part)) if type(registry) is dict else part] = part._can_record_outputs
 
 
 def _parametrised(base: type[torch.nn.Module], names: list[str]) -> torch.nn.Module:

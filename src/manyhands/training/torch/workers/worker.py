@@ -22,7 +22,6 @@ import traceback
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-import cloudpickle
 import torch
 
 from manyhands.training.learner import Say
@@ -33,6 +32,7 @@ from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.outer_variables import Outside
+from manyhands.training.torch.workers import job_bytes
 from manyhands.training.torch.workers.job_bytes import ANSWER, STOP, STOP_JOB, WISH
 
 _ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
@@ -91,9 +91,9 @@ def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], sto
         return None if answer is None else json.loads(answer)
 
     try:
-        job_bytes, place = pickle.loads(message)
+        job, place = pickle.loads(message)
         sys.path[:] = place["path"]  # modules beside the caller's script are found on the caller's path alone
-        connection.send(_run(cloudpickle.loads(job_bytes), place, say))
+        connection.send(_run(job_bytes.loads(job), place, say))
     except BaseException as error:
         connection.send(
             {
