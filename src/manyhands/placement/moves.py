@@ -211,10 +211,10 @@ class Placement(Generic[T, D, M]):
                 continue
             rows = self.backend.rows(leaf)
             if rows is None:
-                raise BadBatch(f"{path} is a scalar: it has no samples to split")
+                raise BadBatch(f"{path} is a scalar and has no samples to split: give it rows, or leave it out")
             lengths.append((path, rows))
         if not lengths:
-            raise BadBatch("there is no tensor in the batch, so there is nothing to split")
+            raise BadBatch("there is no tensor in the batch to split: give tensors with one row per sample")
         if len({rows for _, rows in lengths}) > 1:
             listing = ", ".join(f"{path} has {rows}" for path, rows in lengths)
             raise BadBatch(f"the parts of the batch do not have the same number of samples: {listing}")

@@ -111,7 +111,7 @@ def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
 
 
 def end_virtual_devices() -> None:
-    raise VirtualDevicesError("JAX keeps its devices as long as the process lives")
+    raise VirtualDevicesError("JAX keeps its devices as long as the process lives: start another process")
 
 
 def enter_virtual_block() -> None:

@@ -214,10 +214,14 @@ def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -
     if saved["samples"] != learner.data.count:
         raise WrongCheckpoint(
             f"the checkpoint is of a data set of {counted(saved['samples'], 'sample')}, this one has "
-            f"{learner.data.count:,}"
+            f"{learner.data.count:,}. Give the data that the run had, or start a new run"
         )
     if saved["shuffle"] != learner.data.shuffle:
-        raise WrongCheckpoint("the checkpoint is of data in another order: one is shuffled, the other is not")
+        before, here = ("shuffled", "not") if saved["shuffle"] else ("not shuffled", "shuffled")
+        raise WrongCheckpoint(
+            f"the checkpoint is of data in another order: they were {before}, and here they are {here}. Give them as "
+            "before, or start a new run"
+        )
     if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
         raise WrongCheckpoint(
             f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has "

@@ -50,8 +50,9 @@ class Skeleton:
         if wrt is not None:
             _check_wrt(model, wrt, self._pure("parameters"))
         if not jax.tree.leaves(self._pure("parameters")):
-            lazy = f": initialise it, {linen.HOW}" if isinstance(model, nnx.bridge.ToNNX) else ""
-            raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained{lazy}")
+            is_lazy = isinstance(model, nnx.bridge.ToNNX)
+            cure = f"initialise it, {linen.HOW}" if is_lazy else "its weights have to be nnx.Param"
+            raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained: {cure}")
 
     def numbers(self, model: nnx.Module) -> Numbers:
         """All numbers of a model of this kind; variables that a call has added to it are left out."""

@@ -49,7 +49,10 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
     check_block(model)
     parameters = replicas.distinct(model)
     if all(parameter.grad_req == "null" for parameter in parameters):
-        raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
+        raise BadSettings(
+            f"{type_in_words(model)} has no parameters that could be trained: set grad_req = 'write' of those that are "
+            "to be trained"
+        )
     if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in parameters):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
     if settings.step.batch_stats == "global" and devices > 1 and replicas.normalises(model):

@@ -69,7 +69,9 @@ def restore_optimizer(
     counts = {int(index): count for index, count in numbers["counts"].items()}
     if counts and max(counts) >= len(trainer._params):
         raise WrongCheckpoint(
-            f"the optimizer's state is of {counted(max(counts) + 1, 'parameter')}, the model has {len(trainer._params)}"
+            f"the optimizer's state is of {counted(max(counts) + 1, 'parameter')}, the model has "
+            f"{len(trainer._params)}. "
+            "Give the model and the optimizer that the run had, or start a new run"
         )
     for name, value in numbers["numbers"].items():
         if name in vars(optimizer) and not is_kept(name):
@@ -100,7 +102,10 @@ def _make_state(trainer: gluon.Trainer, updater: Any, index: int, number: int) -
 def _fill(state: Any, name: str, saved: Mapping[str, NDArray[Any]]) -> None:
     for path, array in arrays_of(state, name):
         if path not in saved or saved[path].shape != tuple(array.shape):
-            raise WrongCheckpoint(f"the optimizer's state {path} is not in the checkpoint, or has another shape")
+            raise WrongCheckpoint(
+                f"the optimizer's state {path} is not in the checkpoint, or has another shape. "
+                "Give the model and the optimizer that the run had, or start a new run"
+            )
         array[:] = saved[path].astype(array.dtype)
 
 

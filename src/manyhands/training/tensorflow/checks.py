@@ -48,7 +48,10 @@ def materialise(model: Any, data: Source) -> None:
             shapes = keras.tree.map_structure(_shape, few)
             checked_output(model, parts_of(model, shapes), training=False)
     if not model.trainable_variables:
-        raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
+        raise BadSettings(
+            f"{type_in_words(model)} has no parameters that could be trained: set trainable = True in a layer that has "
+            "weights"
+        )
 
 
 def _shape(part: Any) -> Any:

@@ -143,5 +143,7 @@ def _check_distinct(entries: Mapping[Key | None, Entry]) -> None:
     for key, entry in entries.items():
         parameters = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
         if parameters & seen:
-            raise BadSettings(f"optimizer {key!r} of {_WHO} shares parameters with another one")
+            raise BadSettings(
+                f"optimizer {key!r} of {_WHO} shares parameters with another one: give each parameter to one of them"
+            )
         seen |= parameters

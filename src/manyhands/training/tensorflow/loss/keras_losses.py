@@ -304,5 +304,8 @@ def _floating(value: Any, name: str) -> Any:
     if tf.is_tensor(value) and value.dtype.is_floating:
         return tf.convert_to_tensor(value)
     if tf.is_tensor(value):
-        raise BadSettings(f"{name} returned whole numbers ({value.dtype.name}), which have no gradient")
+        raise BadSettings(
+            f"{name} returned whole numbers ({value.dtype.name}), which have no gradient: compute it from "
+            "floating-point numbers"
+        )
     raise refusals.not_a_loss(name, value)

@@ -261,7 +261,8 @@ class Step:
         """The three figures, and the totals and counts of the sums; all zero without samples."""
         if len(losses.sums) > MOST_SUMS:
             raise BadSettings(
-                f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most"
+                f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most: give "
+                "fewer losses with weights or masks of their own"
             )
         self.counts_correct |= losses.correct is not None
         self.nothing_counts = np.nan if losses.by_user else 0.0

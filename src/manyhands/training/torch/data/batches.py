@@ -33,7 +33,10 @@ def rows(batch: Batch) -> int:
     for tensor in tensors_in(batch):
         if tensor.dim():
             return tensor.shape[0]
-    raise BadBatch("there is no tensor with samples in the batch that the loader gave")
+    raise BadBatch(
+        "there is no tensor with samples in the batch that the loader gave: a batch is a tensor, or a tuple or dict of "
+        "them, with one row per sample"
+    )
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:

@@ -46,7 +46,10 @@ def check_trainable(model: Any) -> None:
         return
     plain = [name for name, value in vars(model).items() if isinstance(value, torch.Tensor) and value.requires_grad]
     if not plain:
-        raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained")
+        raise BadSettings(
+            f"{type_in_words(model)} has no parameters that could be trained: call requires_grad_(True) of a layer "
+            "that has weights"
+        )
     raise BadSettings(
         f"{type_in_words(model)} has no parameters that could be trained: its tensors {', '.join(plain)} are not known "
         f"to PyTorch as weights, so no device and no checkpoint gets them. Write self.{plain[0]} = "

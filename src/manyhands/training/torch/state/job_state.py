@@ -185,7 +185,8 @@ def restore_optimizer(
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
         raise WrongCheckpoint(
-            f"the optimizer's state is of {counted(max(state) + 1, 'parameter')}, the model has {known}"
+            f"the optimizer's state is of {counted(max(state) + 1, 'parameter')}, the model has {known}. "
+            "Give the model and the optimizer that the run had, or start a new run"
         )
     own_groups = optimizer.state_dict()["param_groups"]
     for prefix, group, saved in zip(_prefixes(optimizer), own_groups, groups, strict=False):

@@ -36,7 +36,10 @@ def of(model: torch.nn.Module, pick: Pick, *, statistics: str | None) -> Activat
             "activation_checkpointing=lambda module: isinstance(module, Block)"
         )
     if not blocks:
-        raise BadSettings(f"Step(activation_checkpointing=function) picks no module of {type(model).__name__}")
+        raise BadSettings(
+            f"Step(activation_checkpointing=function) picks no module of {type(model).__name__}: it has to return True "
+            "for some of model.modules()"
+        )
     normalise = any(isinstance(layer, compat.BatchNorm) for block in blocks for layer in block.modules())
     if statistics == "global" and normalise:
         raise BadSettings(

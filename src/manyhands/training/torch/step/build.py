@@ -34,7 +34,10 @@ def build_step(rank: Rank) -> PlainStep:
     if not isinstance(optimizer, Several):
         return _eager_step(rank, optimizer, objective, clock, rank.model.parameters())
     if rank.sharded:
-        raise BadSettings("Step(shard=True) with several optimizers: parameters are gathered for all at once")
+        raise BadSettings(
+            "Step(shard=True) with several optimizers: parameters are gathered for all at once. Leave shard out, or "
+            "give one optimizer with several groups of parameters"
+        )
     assert isinstance(objective, OwnStep)
     steps: dict[int | str, EagerStep] = {}
     for key, entry in optimizer.entries.items():
