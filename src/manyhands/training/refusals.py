@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -47,6 +48,26 @@ def not_taken(model: object, shapes: Sequence[Sequence[int]], error: Exception) 
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     shown = ", ".join(str(tuple(shape)) for shape in shapes)
     return BadBatch(f"a sample of the data has shape {shown}, and {type(model).__name__} does not take it ({reason})")
+
+
+def other_step(model: object, name: str) -> BadSettings | None:
+    """The error for a ``training_step`` that takes other arguments than a batch; None: it takes that."""
+    method = getattr(model, name)
+    # A Linen module in NNX: a call of the wrapper with the module's function.
+    of_module = getattr(method, "keywords", {}).get("method")
+    given = ("batch",) if of_module is None else ("self", "batch")
+    signature = inspect.signature(of_module or method)
+    try:
+        signature.bind(*given)
+    except TypeError:
+        names = [word for word in signature.parameters if word != "self"]
+        kind = type(getattr(model, "to_nnx__module", model)).__name__
+        hint = ". The model holds its parameters: call self(X)" if "params" in names else ""
+        return BadSettings(
+            f"{name} of {kind} takes ({', '.join(names)}), and the trainer calls {name}(batch): write "
+            f"def {name}(self, batch), and return the mean loss or mh.LossSum(total, count){hint}"
+        )
+    return None
 
 
 def unlike_target(output: Sequence[int], target: Sequence[int]) -> BadBatch:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from training_bench import Bench
 
+from manyhands.errors import BadSettings
+
 
 def share_right(framework: str, scores: Any, y: Any) -> Any:
     """The share of correct predictions, as an array of the framework."""
@@ -43,6 +45,19 @@ def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(bench: Bench,
     plain = bench.mh.Trainer(1, **how).fit(with_net(bench, bench.mh.Module()), bench.data()).rows[-1]
     for name in ("train_loss", "val_loss", "val_acc"):
         assert row[name] == pytest.approx(plain[name], rel=1e-5), name
+
+
+def test_a_step_with_other_arguments_is_refused_by_name(bench: Bench) -> None:
+    if bench.framework == "torch":
+        pytest.skip("PyTorch's steps may take the number of the batch, and that of the optimizer")
+
+    class OfTheBook(bench.mh.Module):  # type: ignore[misc, name-defined]
+        def training_step(self, params: Any, batch: Any, state: Any) -> Any:
+            return state.apply_fn(params, *batch)
+
+    how: dict[str, Any] = {"quiet": True, **bench.on(1)}
+    with pytest.raises(BadSettings, match=r"takes \(params, batch, state\).*def training_step\(self, batch\)"):
+        bench.mh.Trainer(1, **how).fit(with_net(bench, OfTheBook()), bench.data())
 
 
 def test_a_validation_step_that_plots_no_loss_has_that_of_training(bench: Bench) -> None:

@@ -340,6 +340,20 @@ def test_data_that_the_model_does_not_take() -> None:
         fit(nnx.Sequential(Net(), lambda scores: (scores, scores)), vectors())
 
 
+def test_random_numbers_belong_to_the_layers() -> None:
+    class Asks(Net):
+        def __call__(self, X: Any, rngs: Any) -> Any:
+            return nnx.Dropout(0.5)(super().__call__(X), rngs=rngs)
+
+    class MayBeGiven(Asks):
+        def __call__(self, X: Any, rngs: Any = None) -> Any:
+            return super().__call__(X, rngs)
+
+    for model in (Asks(), MayBeGiven()):
+        with pytest.raises(BadBatch, match=r"nnx\.Dropout\(rate, rngs=rngs\)"):
+            fit(model, vectors())
+
+
 def test_labels_of_a_loader_are_looked_at() -> None:
     chunks = Chunks()
     chunks.y[40] = CLASSES

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from manyhands.training.loss import own_step
+from manyhands.training.refusals import other_step
 
 
 class Plotting:
@@ -90,7 +91,12 @@ def plotted_loss(returned: Any, plotted: dict[str, Any], training_step: Callable
 def call_step(model: Any, name: str, batch: Any) -> tuple[Any, Any | None]:
     """What ``training_step`` or ``validation_step`` of a model returns, and the accuracy that it has plotted."""
     with taken_over(model):
-        returned = getattr(model, name)(batch)
+        try:
+            returned = getattr(model, name)(batch)
+        except TypeError as error:
+            if (refusal := other_step(model, name)) is None:
+                raise
+            raise refusal from error
         plots = plots_of(model)
         if plots is None or name != "validation_step":
             return returned, None

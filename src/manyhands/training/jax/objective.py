@@ -150,6 +150,11 @@ def _output(model: nnx.Module, inputs: Batch) -> Any:
 
 def _not_taken(model: nnx.Module, inputs: Batch, error: Exception) -> str:
     name, reason = type(model).__name__, next(iter(str(error).splitlines()), type(error).__name__)
+    if "rngs" in reason:
+        return (
+            f"{name} does not draw random numbers of its own ({reason}): give them to its layers, "
+            "nnx.Dropout(rate, rngs=rngs), and leave rngs out of __call__. The trainer saves and resumes them"
+        )
     try:
         inspect.signature(model).bind(*inputs)
     except TypeError:
