@@ -126,6 +126,40 @@ class LinenNet(linen.Module):
         return linen.Dense(CLASSES)(linen.Dropout(0.2, deterministic=not train)(jnp.tanh(X)))
 
 
+class Named(linen.Module):
+    @linen.compact
+    def __call__(self, X: Any) -> Any:
+        named = linen.with_logical_partitioning(linen.initializers.lecun_normal(), ("embed", "classes"))
+        return linen.Dense(CLASSES, kernel_init=named)(X)
+
+
+def test_linen_weights_with_names_of_axes_come_back_with_them() -> None:
+    X, y = vectors()
+    module, X = Named(), X.astype(np.float32)
+    variables = module.init(jax.random.key(0), X[:1])
+    trainer = mh.Trainer(1, batch_size=len(X), optimizer=optax.sgd(0.1), quiet=True)
+    trainer.fit(module.bind(variables), (X, y))
+
+    def loss(variables: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(module.apply(variables, X), y).mean()
+
+    expected = jax.tree.map(lambda weight, slope: weight - 0.1 * slope, variables, jax.grad(loss)(variables))
+    trained = dict(trainer.model.variables)
+    assert jax.tree.structure(trained) == jax.tree.structure(expected)
+    for ours, plain in zip(jax.tree.leaves(trained), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_an_axis_of_pmap_is_refused_by_name() -> None:
+    class Synchronised(linen.Module):
+        @linen.compact
+        def __call__(self, X: Any, train: bool = False) -> Any:
+            return linen.BatchNorm(use_running_average=not train, axis_name="batch")(linen.Dense(CLASSES)(X))
+
+    with pytest.raises(BadSettings, match=r"Synchronised computes over an axis .*leave out axis_name"):
+        mh.Trainer(1, batch_size=16, lr=0.1, quiet=True).fit(Synchronised(), vectors())
+
+
 def test_a_linen_module_is_trained_as_it_is() -> None:
     """Its statistics and dropout are those of training, and what was learned is bound to it."""
     X, y = vectors(48)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.core import meta
 from flax.nnx.bridge import variables as bridge_variables
 
 from manyhands.errors import BadSettings
@@ -30,17 +31,25 @@ def is_linen(model: object) -> bool:
     return isinstance(model, linen.Module)
 
 
-def as_nnx(module: Any, inputs: tuple[Any, ...], seed: int) -> Any:
-    """An NNX module with the variables of a bound Linen module, or with new ones for such inputs."""
+def variables_of(module: Any, inputs: tuple[Any, ...], seed: int) -> Any:
+    """The variables of a bound Linen module, or new ones for such inputs."""
     if module.scope is not None:
-        module, variables = module.unbind()
-    else:
-        parameters = inspect.signature(type(module).__call__).parameters
-        mode = {name: name in _EVALUATING for name in (*_TRAINING, *_EVALUATING) if name in parameters}
-        keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(seed)), strict=True))
-        variables = module.init(keys, *map(jnp.asarray, inputs), **mode)
+        return _plain(module.variables)
+    parameters = inspect.signature(type(module).__call__).parameters
+    mode = {name: name in _EVALUATING for name in (*_TRAINING, *_EVALUATING) if name in parameters}
+    keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(seed)), strict=True))
+    return _plain(module.init(keys, *map(jnp.asarray, inputs), **mode))
+
+
+def as_nnx(module: Any, variables: Any, seed: int) -> Any:
+    """An NNX module with these variables.
+
+    Linen's names of axes (``nn.with_partitioning``) are left out: NNX would look for a mesh that has them.
+    """
+    if module.scope is not None:
+        module, _ = module.unbind()
     wrapped = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(seed))
-    for name, value in bridge_variables.linen_vars_to_nnx_attrs(_plain(variables)).items():
+    for name, value in bridge_variables.linen_vars_to_nnx_attrs(meta.unbox(variables)).items():
         setattr(wrapped, name, nnx.data(value))
     return wrapped
 
@@ -53,15 +62,16 @@ def with_weights(model: Any) -> Any:
         raise BadSettings(
             f"the Linen module {type(model).__name__} holds no weights: give trainer.model, or module.bind(variables)"
         )
-    return as_nnx(model, (), 0)
+    return as_nnx(model, variables_of(model, (), 0), 0)
 
 
-def as_linen(wrapped: Any) -> Any:
-    """The Linen module, bound to the variables of the NNX module that was made of it."""
+def as_linen(wrapped: Any, variables: Any) -> Any:
+    """The Linen module, bound to the variables of the NNX module that was made of it and of these variables."""
     attributes = {
         name: value for name, value in vars(wrapped).items() if not name.startswith(("to_nnx__", "_pytree__"))
     }
-    return wrapped.to_nnx__module.bind(bridge_variables.nnx_attrs_to_linen_vars(attributes))
+    trained = _plain(bridge_variables.nnx_attrs_to_linen_vars(attributes))
+    return wrapped.to_nnx__module.bind(meta.replace_boxed(variables, trained))
 
 
 def _plain(variables: Any) -> Any:

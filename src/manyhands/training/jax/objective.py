@@ -7,8 +7,9 @@ before the loss sees them.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -99,7 +100,8 @@ class OwnStep:
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         name = step_name(model, training=training)
-        value, accuracy = call_step(model, name, batch)
+        with _axes_explained(model):
+            value, accuracy = call_step(model, name, batch)
         correct = None if accuracy is None else jnp.round(accuracy * len(batch[-1]))
         return _value(value, f"{name} of {type(model).__name__}", correct)
 
@@ -140,16 +142,42 @@ def call_of(model: nnx.Module) -> Callable[..., Any]:
 
 def _output(model: nnx.Module, inputs: Batch) -> Any:
     """The model's output. If it does not take such inputs, the error describes the user's data."""
-    try:
+    with explained(model, inputs):
         return model(*inputs)
+
+
+@contextlib.contextmanager
+def explained(model: Any, inputs: Batch) -> Iterator[None]:
+    """Turn an error of the model for these inputs into one that describes the user's data, or the model."""
+    try:
+        with _axes_explained(model):
+            yield
     except (TypeError, ValueError) as error:
         if isinstance(error, (ManyhandsError, jax.errors.JAXTypeError)):
             raise
         raise BadBatch(_not_taken(model, inputs, error)) from error
 
 
-def _not_taken(model: nnx.Module, inputs: Batch, error: Exception) -> str:
-    name, reason = type(model).__name__, next(iter(str(error).splitlines()), type(error).__name__)
+@contextlib.contextmanager
+def _axes_explained(model: Any) -> Iterator[None]:
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        name, reason = _name(model), str(error).partition(".")[0]
+        raise BadSettings(
+            f"{name} computes over an axis of jax.pmap ({reason}): leave out axis_name. The trainer's step is one "
+            "program over the whole batch, on all devices"
+        ) from error
+
+
+def _name(model: Any) -> str:
+    return type(getattr(model, "to_nnx__module", model)).__name__
+
+
+def _not_taken(model: Any, inputs: Batch, error: Exception) -> str:
+    name, reason = _name(model), next(iter(str(error).splitlines()), type(error).__name__)
     if "rngs" in reason:
         return (
             f"{name} does not draw random numbers of its own ({reason}): give them to its layers, "

@@ -30,7 +30,7 @@ from manyhands.training.jax.book.datasets import load_data_fashion_mnist
 from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.evaluation import Evaluator
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import Objective, call_of, check_shares, objective_for
+from manyhands.training.jax.objective import Objective, call_of, check_shares, explained, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
@@ -113,9 +113,12 @@ class Trainer(BaseTrainer):
     ) -> Result:
         world.check()
         if linen.is_linen(model):
-            wrapped = linen.as_nnx(model, checks.first_inputs(self.train_source), settings.seed)
+            inputs = checks.first_inputs(self.train_source)
+            with explained(model, inputs):
+                variables = linen.variables_of(model, inputs, settings.seed)
+            wrapped = linen.as_nnx(model, variables, settings.seed)
             result = self._train(wrapped, settings, dispatcher, run=run, resume=resume)
-            self.model = linen.as_linen(wrapped)
+            self.model = linen.as_linen(wrapped, variables)
             return result
         double = settings.precision == "fp64"
         with jax.enable_x64(True) if double else contextlib.nullcontext(), world.without_mesh():
