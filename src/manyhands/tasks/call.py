@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from manyhands.errors import UndeclaredWrite
 from manyhands.tasks import containers
-from manyhands.tasks.node import NOTHING, Future, Job, Touched
+from manyhands.tasks.job import NOTHING, Future, Job, Touched
 from manyhands.tasks.reachable import Objects, Reached, Variable
 from manyhands.tasks.undeclared_writes import Watch, in_words
 

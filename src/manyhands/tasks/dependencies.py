@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Set
 
-from manyhands.tasks.node import NOTHING, ORDER, REACHES, TAKES, Job, Touched
+from manyhands.tasks.job import NOTHING, ORDER, REACHES, TAKES, Job, Touched
 from manyhands.tasks.regions import Region, Regions
 
 

@@ -35,7 +35,7 @@ from manyhands.addresses import span_of_array, span_of_buffer
 from manyhands.python_code.names import function_behind, is_foreign, slots_of, words_of
 from manyhands.tasks import containers
 from manyhands.tasks.hooks import Hooks
-from manyhands.tasks.node import Future, Job
+from manyhands.tasks.job import Future, Job
 
 if TYPE_CHECKING:
     import numpy as np

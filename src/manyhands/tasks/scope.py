@@ -49,7 +49,7 @@ from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
 from manyhands.tasks.call import Call, call_at_once, filled, name_of, thread_state
 from manyhands.tasks.hooks import Hooks
-from manyhands.tasks.node import Future, Job, raise_first_error
+from manyhands.tasks.job import Future, Job, raise_first_error
 from manyhands.tasks.reachable import PLAIN, Objects
 from manyhands.tasks.workers import WorkerPool
 

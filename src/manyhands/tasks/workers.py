@@ -25,7 +25,7 @@ from manyhands.addresses import share
 from manyhands.amounts import counted
 from manyhands.errors import EngineError, TaskCancelled
 from manyhands.tasks.dependencies import Dependencies
-from manyhands.tasks.node import TAKES, Job, cancel_because_of, note_wait
+from manyhands.tasks.job import TAKES, Job, cancel_because_of, note_wait
 
 
 class _Working(threading.local):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _numbers = itertools.count()
-_circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all crews
+_circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all pools of workers
 
 
 # Memories that a job reads, those that it writes, the jobs whose results it takes, and those whose results it can
