@@ -67,7 +67,7 @@ class WorkerPool:
             self._do(job)
 
     def _enter(self, job: Job) -> list[Job]:
-        """Enter a job, or return the unfinished jobs of other crews that it must wait for first."""
+        """Enter a job, or return the unfinished jobs of other pools that it must wait for first."""
         with self._lock:
             touched = job.look()  # with the lock held: no result comes in between
             if strangers := [other for other in touched[2] if other.workers is not self and not other.over]:
