@@ -175,6 +175,16 @@ def test_a_shallow_copy_keeps_the_device_and_the_memory() -> None:
     assert twin.tolist() == [0, 0, 0]
 
 
+def test_the_type_of_a_parameter_makes_parameters() -> None:
+    """Libraries that replace parameters keep their type so."""
+    parameter = torch.nn.Linear(2, 2).to(mh.gpu(1)).weight
+    for data in (torch.ones(2), torch.ones(2, device="meta"), torch.ones(2, device=mh.gpu(0))):
+        fresh = type(parameter)(data, requires_grad=False)
+        assert isinstance(fresh, torch.nn.Parameter)
+        assert (fresh.device, fresh.requires_grad) == (data.device, False)
+    assert type(parameter)(parameter.data).requires_grad
+
+
 def test_addresses_tell_shared_memory_apart() -> None:
     """Programs compare them to find tied weights before they save a model."""
     x, y = torch.ones(4, device=mh.gpu(0)), torch.ones(4, device=mh.gpu(0))

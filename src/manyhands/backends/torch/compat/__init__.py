@@ -166,6 +166,8 @@ def last_autograd_number() -> int:
 
 # Module.to on virtual devices: swap_tensors refuses tensors with weak references.
 swap_tensor_impl = torch._C._swap_tensor_impl
+# Reads the arguments of Module.to.
+parse_to = torch._C._nn._parse_to
 # The bindings of operations to Python, without the dispatch of torch.ops.
 BINDINGS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
 # Checks shapes, strides and types of many tensors in one call.

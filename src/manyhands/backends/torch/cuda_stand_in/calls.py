@@ -11,6 +11,24 @@ import torch
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.compat import tree_map_only
 
+# A number alone means a device of the accelerator that PyTorch was built for, which is not there.
+
+
+def device(*args: Any, **kwargs: Any) -> torch.device:
+    """``torch.device(1)``."""
+    return torch.device(*map(_named, args)) if len(args) == 1 else torch.device(*args, **kwargs)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> Any:
+    """``net.to(1)`` and ``net.to(device=1)``."""
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": _named(kwargs["device"])}
+    return compat.parse_to(*map(_named, args[:1]), *args[1:], **kwargs)
+
+
+def _named(device: Any) -> Any:
+    return f"cuda:{device}" if type(device) is int else device
+
 
 def cuda(
     tensor: torch.Tensor,

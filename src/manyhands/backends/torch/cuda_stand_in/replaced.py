@@ -28,6 +28,8 @@ def start() -> None:
     # By a function mode, not by replacing methods: only threads with our hooks see them.
     virtual.instead.update(
         {
+            torch.device: calls.device,
+            compat.parse_to: calls.parse_to,
             torch.Tensor.cuda: calls.cuda,
             torch.Tensor.pin_memory: calls.pin_memory,
             torch.Tensor.is_pinned: calls.is_pinned,

@@ -75,7 +75,11 @@ class VirtualTensor(VirtualMemory, torch.Tensor):
     _home: torch.device
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device) -> VirtualTensor:
+    def __new__(
+        cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = True
+    ) -> VirtualTensor:
+        if device is None:  # type(parameter)(data, requires_grad=False), as Accelerate does
+            return torch.nn.Parameter(inner, requires_grad)  # type: ignore[return-value]
         device = actual(device)
         tensor: VirtualTensor = compat.make_wrapper_subclass(
             cls,
@@ -91,7 +95,7 @@ class VirtualTensor(VirtualMemory, torch.Tensor):
         tensor._home = device
         return tensor
 
-    def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = True) -> None:
         super().__init__()
 
     @property
