@@ -296,6 +296,15 @@ def test_numbers_on_a_device_are_read_into_new_tensors() -> None:
     assert torch.tensor([[half, 2], (3, half)], device="cuda").tolist() == [[1.5, 2.0], [3.0, 1.5]]
     assert half.new_tensor([half]).device == torch.device("cuda:1")
     assert torch.zeros(2).fill_(half).tolist() == [1.5, 1.5]
+    x = torch.tensor([1.5, 2.0], device="cuda:1")
+    assert torch.FloatTensor([x[0], 3.0]).tolist() == [1.5, 3.0]
+    assert torch.Tensor([[x[0]], [x[1]]]).tolist() == [[1.5], [2.0]]
+    assert torch.LongTensor([x[1].long()]).tolist() == [2]
+    assert [10, 20, 30][x[1].long()] == 30
+    with pytest.raises(TypeError, match="only integer tensors"):
+        [10, 20, 30][x[0]]
+    with pytest.raises((ValueError, RuntimeError), match=r"to (Python scalars|Scalar)"):  # PyTorch's own
+        float(x)
 
 
 @pytest.mark.usefixtures("two_gpus")

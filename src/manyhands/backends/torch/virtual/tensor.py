@@ -163,6 +163,20 @@ class VirtualTensor(VirtualMemory, torch.Tensor):
     def tolist(self) -> Any:
         return self._inner.tolist()
 
+    # torch.FloatTensor([x]) reads x where PyTorch has switched off the dispatch to us; what is inside has the number.
+
+    def __float__(self) -> float:
+        try:
+            return super().__float__()
+        except RuntimeError:
+            return float(self._inner)
+
+    def __index__(self) -> int:
+        try:
+            return super().__index__()
+        except RuntimeError:
+            return self._inner.__index__()
+
     def numpy(self, *, force: bool = False) -> Any:
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
