@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import dis
 import functools
 import io
 import os
@@ -24,6 +25,10 @@ from manyhands.errors import type_in_words
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__hash__"}
 _NOT_CALLED |= {"__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__", "__sizeof__", "__dir__"}
 _DESCRIBING = {"__doc__", "__module__", "__dict__", "__weakref__"}  # of every class; no computation depends on them
+# Steps of bytecode that look up a global. (In LOAD_GLOBAL the lowest bit of the argument is not part of the number.)
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_GLOBAL_STEPS = frozenset(dis.opmap[name] for name in _OF_GLOBALS if name in dis.opmap)
 _MAKING = ("__new__", "__init__", "__post_init__")  # called when a class is called
 
 
@@ -33,6 +38,28 @@ def words_of(code: types.CodeType) -> list[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= dict.fromkeys(words_of(constant))
+    return list(names)
+
+
+def globals_of(code: types.CodeType) -> list[str]:
+    """The words that a function's code, and the functions inside it, look up among the globals.
+
+    ``def fn(x): return net(x).loss`` has the global ``net``, and not a global ``loss``. The bytes of the code are read
+    directly: ``dis`` takes a second for the functions of a large library.
+    """
+    names: dict[str, None] = {}
+    steps, arguments = code.co_code[::2], code.co_code[1::2]
+    for place, step in enumerate(steps):
+        if step not in _GLOBAL_STEPS:
+            continue
+        number, before = arguments[place], place - 1
+        while before >= 0 and steps[before] == dis.EXTENDED_ARG:
+            number |= arguments[before] << 8 * (place - before)
+            before -= 1
+        names[code.co_names[number >> 1 if step == _LOAD_GLOBAL else number]] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(globals_of(constant))
     return list(names)
 
 

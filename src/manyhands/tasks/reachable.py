@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import array
 import dataclasses
-import dis
 import enum
 import functools
 import sys
@@ -32,7 +31,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Never, TypeAlias, cast
 
 from manyhands.addresses import span_of_array, span_of_buffer
-from manyhands.python_code.names import function_behind, is_foreign, slots_of, words_of
+from manyhands.python_code.names import function_behind, globals_of, is_foreign, slots_of, words_of
 from manyhands.tasks import containers
 from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.job import Future, Job
@@ -52,7 +51,6 @@ _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # what calling a 
 _CALLED = frozenset({"forward", "call", "hybrid_forward", "training_step"})  # by frameworks, not by the user's code
 _CODE = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
 _ANY = {"getattr", "setattr", "delattr", "vars", "__dict__", "asdict", "astuple", "deepcopy"}  # may name any attribute
-_BY_NAME = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
 _MISSING = object()
 
@@ -355,16 +353,8 @@ def _looked_up_names(function: types.FunctionType) -> _LookedUpNames:
         return known[1]
     if len(_codes) > 10_000:  # code that is made while the program runs
         _codes.clear()
-    names = _NO_NAMES if is_foreign(function) else _LookedUpNames(tuple(_global_names(code)), frozenset(words_of(code)))
+    names = _NO_NAMES if is_foreign(function) else _LookedUpNames(tuple(globals_of(code)), frozenset(words_of(code)))
     _codes[id(code)] = code, names
-    return names
-
-
-def _global_names(code: types.CodeType) -> dict[str, None]:
-    names = {step.argval: None for step in dis.get_instructions(code) if step.opname in _BY_NAME}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
     return names
 
 

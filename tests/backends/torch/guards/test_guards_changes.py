@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,29 @@ def written_anew() -> tuple[Callable[..., Any], Callable[[], Any]]:
     return names["function"], lambda: exec(source.format(3).partition("def function")[0], names)  # type: ignore[return-value]
 
 
+def inherited() -> tuple[Any, Callable[[], Any]]:
+    """A method that a class inherits, and then defines itself; of an object and of a layer."""
+
+    class Base(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(x)
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Derived(Base):
+        pass
+
+    return Derived(), lambda: setattr(Derived, "scaled", lambda layer, x: x * 3)
+
+
+def shadowed() -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """A global that takes the place of a function of Python."""
+    names: dict[str, Any] = {"__name__": "shadowing"}
+    exec("def function(x): return x * abs(-2.0)", names)
+    return names["function"], lambda: names.update(abs=lambda number: number)
+
+
 def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     """For each a function and what changes between two of its calls."""
     array, some, queue, slotted = numpy.array([2.0]), {1}, deque([2.0]), Slotted()
@@ -110,6 +134,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     optimizer = torch.optim.SGD([nn.Parameter(X)], lr=2.0)
     rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     inner = Parallel(lambda x: x * queue[0], planning)
+    ordered = OrderedDict(first=2.0, second=3.0)
     one, wide, layer = Settings(), torch.arange(8.0).view(2, 4), Layer().requires_grad_(False)
     return {
         "an array": (lambda x: x * float(array[0]), lambda: array.__setitem__(0, 3.0)),
@@ -138,6 +163,12 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
         "a layer's stride": (lambda x: convolution(x[None]), lambda: setattr(convolution, "stride", (2, 2))),
         "a layer's function": (lambda x: encoder(x[None]), lambda: setattr(encoder, "activation", torch.sigmoid)),
         "a scheduler": (lambda x: x * rates.get_last_lr()[0], lambda: (optimizer.step(), rates.step())),
+        "a method that was inherited": inherited(),
+        "a name that was Python's": shadowed(),
+        "the order of a dict": (
+            lambda x: functools.reduce(lambda y, scale: y * scale + 1, ordered.values(), x),
+            lambda: ordered.move_to_end("first"),
+        ),
         "a planned function's": (lambda x: inner(x) + 1, lambda: queue.__setitem__(0, 4.0)),
     }
 
@@ -157,6 +188,18 @@ def test_what_has_changed_is_seen(name: str) -> None:
             fast(X)
     else:
         assert torch.equal(fast(X), expected)
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_read() -> None:
+    """As in a script: ``loss = step(x)`` in a loop, where the step reads ``outputs.loss``."""
+    names: dict[str, Any] = {"__name__": "script", "Outputs": types.SimpleNamespace, "loss": torch.zeros(())}
+    exec("def function(x): return Outputs(loss=x * 2).loss", names)
+    fast = Parallel(names["function"], planning, synchronous=True)
+    fast(X)
+    plan = fast.planned
+    for _ in range(3):
+        names["loss"] = fast(X)
+        assert fast.planned is plan
 
 
 def training() -> tuple[nn.Linear, Parallel]:

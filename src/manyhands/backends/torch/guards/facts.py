@@ -1,7 +1,8 @@
 """Facts about the state that a function reads from outside, and the check whether they still hold.
 
-Most facts are about entries of dicts: the parameters, hooks and settings of modules, a function's globals. They are
-checked again when their dict has changed (:mod:`.dict_versions`). The addresses of all tensors are checked in one call.
+Most facts are about entries of dicts: the parameters, hooks and settings of modules, a function's globals, the methods
+of classes. They are checked again when their dict has changed (:mod:`.dict_versions`). The addresses of all tensors are
+checked in one call.
 The other facts are one generated function with a line for each, which stops at the first that is false. For "this
 closure's ``scale`` is 2.0" and "this list has 3 items" it reads
 
@@ -16,7 +17,7 @@ closure's ``scale`` is 2.0" and "this list has 3 items" it reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,12 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.guards.dict_versions import DictVersions, has_version
+from manyhands.backends.torch.guards.dict_versions import DictVersions, has_version, stored_in
 from manyhands.python_code.generated import function
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 NOTHING = object()
+_ADDED_LATER = {"__annotations__", "__abstractmethods__", "__slotnames__"}
 _NO = (LookupError, ValueError, RuntimeError, AttributeError)  # errors that a check may raise if its fact does not hold
 
 
@@ -37,7 +39,7 @@ class Fact:
     """Where to look, what was there, and its name in messages."""
 
     name: str
-    kind: str  # item, attribute, cell, context, length, content, whole, hooks, form, address, gradient
+    kind: str  # item, attribute, cell, context, length, names, content, whole, hooks, form, address, gradient
     holder: Any
     key: Any = None
     value: Any = None
@@ -55,8 +57,8 @@ class Facts:
             if fact.kind == "address":
                 in_place.append(fact)
                 continue
-            holders = fact.holder if fact.kind == "hooks" else [fact.holder]
-            if not all(map(has_version, holders)):
+            holders = [stored_in(holder) for holder in (fact.holder if fact.kind == "hooks" else [fact.holder])]
+            if fact.kind == "content" or not all(map(has_version, holders)):
                 others.append(fact)
                 continue
             for holder in holders:
@@ -97,12 +99,15 @@ def _is_true(fact: Fact) -> bool:
         return bool(sum(map(len, fact.holder)) == fact.value)
     if fact.kind == "whole":  # what is the same object is not compared further
         return bool(fact.holder == fact.value)
-    value = dict.get(fact.holder, fact.key, NOTHING)
+    if fact.kind == "names":
+        return bool(names_in(fact.holder) == fact.value)
+    value = fact.holder.get(fact.key, NOTHING)
     return value is fact.value or (_is_compared(fact.value) and _same(value, fact.value))
 
 
 def _compiled(facts: Iterable[Fact], tensors_are_in_place: Callable[[], bool]) -> Callable[[], bool]:
     names: dict[str, Any] = {"same": _same, "stored": dict.__getitem__, "in_context": in_context, "NO": _NO}
+    names["names_in"] = names_in
     names["tensors_are_in_place"] = tensors_are_in_place
     name_of: dict[int, str] = {}
 
@@ -123,6 +128,8 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
     holder = name(fact.holder)
     if fact.kind == "length":
         return f"len({holder}) == {fact.value}"
+    if fact.kind == "names":
+        return f"names_in({holder}) == {name(fact.value)}"
     if fact.kind == "hooks":
         return f"sum(map(len, {holder})) == {fact.value}"
     if fact.kind == "whole":  # what is the same object is not compared further
@@ -157,6 +164,11 @@ def _now(fact: Fact, name: Callable[[Any], str]) -> str:
     if isinstance(fact.holder, dict):  # as it is stored: a subclass may make a new value each time it is asked
         return f"stored({holder}, {name(fact.key)})"
     return f"{holder}[{name(fact.key)}]"
+
+
+def names_in(namespace: Mapping[str, Any]) -> frozenset[str]:
+    """The attributes of a class, but for those that Python adds later without changing what the class does."""
+    return frozenset(namespace) - _ADDED_LATER
 
 
 def in_context(variable: ContextVar[Any]) -> Any:

@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,12 +30,13 @@ from torch.nn.parameter import is_lazy
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.guards.containers import put_back, put_back_item
 from manyhands.backends.torch.guards.executed import Executed
-from manyhands.backends.torch.guards.facts import NOTHING, PLAIN, Fact, Facts, first_false, in_context
+from manyhands.backends.torch.guards.facts import NOTHING, PLAIN, Fact, Facts, first_false, in_context, names_in
 from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
 from manyhands.backends.torch.guards.namespaces import Namespaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
 from manyhands.python_code.names import (
     function_behind,
+    globals_of,
     is_foreign,
     making,
     members,
@@ -80,6 +81,7 @@ class Outside:
         self._below_cache = False
         self._refusals: dict[types.CodeType, CannotTrace] = {}
         self._generators: dict[int, tuple[random.Random, Any]] = {}  # of that code, with their states
+        self._owners: set[type] = set()  # classes whose names are guarded
         self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen
         self._visit(function, getattr(function, "__name__", "function"))
         for number, argument in enumerate(arguments):
@@ -152,7 +154,7 @@ class Outside:
             put_back(holder, before)
         for fact in self._facts:
             if fact.kind == "item" and isinstance(fact.holder, dict):
-                if dict.get(fact.holder, fact.key, NOTHING) is not fact.value:
+                if fact.value is not NOTHING and dict.get(fact.holder, fact.key, NOTHING) is not fact.value:
                     put_back_item(fact.holder, fact.key, fact.value)
             elif fact.kind == "cell":
                 fact.holder.cell_contents = fact.value
@@ -290,6 +292,10 @@ class Outside:
             if is_opaque(owner):
                 continue
             self.spaces.space(owner, owner.__name__)
+            if owner not in self._owners:  # a method that it inherits may be overridden later
+                self._owners.add(owner)
+                namespace = vars(owner)
+                self._add(Fact(f"the attributes of {owner.__name__}", "names", namespace, value=names_in(namespace)))
             for word, content in list(vars(owner).items()):
                 if isinstance(content, type) and word in self._words and content not in self._classes:
                     self._class(content)
@@ -302,8 +308,8 @@ class Outside:
             self._installed.add(function.__code__)
             if self._below_cache:
                 self._cached.add(function.__code__)
-        names = words_of(function.__code__)
-        if "globals" in names:
+        names, looked_up = words_of(function.__code__), globals_of(function.__code__)
+        if "globals" in looked_up:
             self._refuse(
                 function,
                 f"{name} uses globals, which can read anything and so cannot be guarded: read the value outside, and "
@@ -325,7 +331,7 @@ class Outside:
                     self._visit(getattr(content, part, None), f"{name}.{part}")
             elif not self._refused(function, content, word):
                 self._named(content, word, names)
-        for word in names:
+        for word in looked_up:
             if not self._refused(function, function.__globals__.get(word), word):
                 self._item(function.__globals__, word, word, names)
         for word, module in modules_named(
@@ -355,10 +361,10 @@ class Outside:
         return True
 
     def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
-        """A global variable; also a user's class, which may be redefined."""
+        """A global variable; also a user's class, which may be redefined, and a name that may be defined later."""
         content = holder.get(word, NOTHING)
         fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_opaque(content))
-        if content is not NOTHING and not fixed:
+        if not fixed:
             self._add(Fact(name, "item", holder, word, content))
         self._named(content, name, names)
 
@@ -435,6 +441,8 @@ class Outside:
             self._whole.append((value, stored))
             if len(value) > _LONG:
                 self._add(Fact(f"the content of {name}", "whole", value, value=stored))
+            elif isinstance(value, OrderedDict) and len(value) > 1:  # move_to_end() gives it no new version
+                self._add(Fact(f"the order of {name}", "content", value, list, list(value)))
         # As they are stored: a subclass may make a new value each time it is asked.
         items = dict.items(value) if isinstance(value, dict) else value.items()
         for key, item in list(items)[:_LONG]:
