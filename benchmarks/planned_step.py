@@ -33,7 +33,7 @@ from manyhands.training.options import Step
 EPOCHS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "plain steps": {"step": Step(fast=False)},
-    "captured": {"step": Step(compile=False, parallel=False)},
+    "captured": {"step": Step(compile=False, parallel=False, tuned_convolutions=False)},
     "planned": {"step": Step(compile=False, parallel=True)},
 }
 

@@ -75,6 +75,17 @@ def test_a_job_goes_on_with_or_without_a_plan(tmp_path: Path) -> None:
         assert torch.equal(resumed[0][name], value), name
 
 
+def test_a_planned_step_has_the_convolutions_of_pytorch(tmp_path: Path) -> None:
+    def trained(step: Step) -> tuple[dict[str, Any], mh.Result]:
+        net = models.initialise(models.lenet(), seed=0)
+        how: Any = {"devices": ["gpu:0"], "batch_size": 64, "lr": 0.01, "precision": "bf16", "quiet": True}
+        return net.state_dict(), mh.Trainer(2, **how, step=step).fit(net, (IMAGES, LABELS))
+
+    (planned, _), (captured, _) = trained(Step(parallel=True)), trained(Step(tuned_convolutions=False))
+    for name, value in captured.items():
+        assert torch.equal(planned[name], value), name
+
+
 def test_a_step_with_our_norms_is_not_planned(tmp_path: Path) -> None:
     net = models.initialise(models.small_resnet(), seed=0)
     how: Any = {"devices": ["gpu:0"], "batch_size": 64, "lr": 0.01, "quiet": True, "run": tmp_path / "run"}

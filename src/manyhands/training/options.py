@@ -71,8 +71,8 @@ class Step(_Topic):
             Default: True.
         compile: Compile the step with PyTorch's compiler. Default: None, where the job is long enough to pay for it.
         parallel: Plan the whole step over lanes, as ``mh.parallel`` does, and keep the plan if it is faster. A step
-            with fused norms, ``on_nan="continue"`` or fp16 is not planned, and a note says so. Default: None, where the
-            job is long enough to pay for it.
+            with fused norms, ``on_nan="continue"`` or fp16 is not planned, and a note says so. Convolutions of a
+            planned step are not tuned. Default: None, where the job is long enough to pay for it, and nothing is tuned.
         side_lanes: Run work beside the chain of kernels, on separate lanes: weight gradients, casts of weights,
             metrics. Default: True.
         fused_norms: Fuse BatchNorm with the addition and ReLU that follow it, GroupNorm with its activation and the

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from captured_step_cases import COUNT, CPU, eager_step
+from captured_step_cases import COUNT, CPU, eager_step, without_gpu
 from torch import nn
 from training_cases import vectors
 
@@ -22,6 +23,7 @@ from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Executor, 
 from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
+from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
 from manyhands.training.torch.fast.position import Position
 from manyhands.training.torch.step.average import Average, Averaging
@@ -216,3 +218,17 @@ def test_a_step_that_fails_half_way_is_an_error() -> None:
 def test_one_of_two() -> None:
     with pytest.raises(BadSettings, match="choose one"):
         mh.Trainer(1, step=Step(compile=True, parallel=True), quiet=True)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_step_with_tuned_convolutions_is_not_planned(tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan and the captured step take turns, so their results must have the same bits."""
+    without_gpu(monkeypatch)
+    eager, data = eager_step(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Flatten())), Arrays(vectors(16))
+    graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False, parallel=True, tuned_convolutions=tuned)
+    if tuned:
+        graph._convolutions.problems["a convolution of the warm-up"] = 1
+    captured: Any = lambda: None  # noqa: E731
+    step = graph._with_plan(types.SimpleNamespace(window=torch.arange(16), redundant=None), captured)
+    assert (step is captured) == tuned
+    assert any("convolutions are tuned" in note for note in graph.notes()) == tuned

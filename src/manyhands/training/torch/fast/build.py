@@ -38,7 +38,8 @@ def fast_step(
     if parallel is None:
         parallel = steps >= _LEAST_STEPS_TO_PLAN and not compiled and not has_own_kernels(eager) and eager.undo is None
     lanes = settings.step.side_lanes
-    tuned = settings.step.tuned_convolutions
+    # A plan has PyTorch's convolutions, and takes turns with the captured step: both must give the same bits.
+    tuned = settings.step.tuned_convolutions and not settings.step.parallel
     if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
         compiled = parallel = lanes = norms = tuned = False
     return GraphStep(

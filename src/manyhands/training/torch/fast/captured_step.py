@@ -342,6 +342,8 @@ class GraphStep:
             return "biases that a BatchNorm cancels are left out, which a plan does not do"
         if self._eager.undo is not None:
             return "on_nan='continue' and fp16 take updates back, which a plan does not do"
+        if self._convolutions is not None and self._convolutions.problems:  # their results have other bits
+            return "its convolutions are tuned, which a plan's are not (Step(parallel=True) plans with PyTorch's)"
         return None
 
     def _work(self, sized: _SizedStep) -> None:
