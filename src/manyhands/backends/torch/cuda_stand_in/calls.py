@@ -15,15 +15,17 @@ from manyhands.backends.torch.compat import tree_map_only
 
 
 def device(*args: Any, **kwargs: Any) -> torch.device:
-    """``torch.device(1)``."""
-    return torch.device(*map(_named, args)) if len(args) == 1 else torch.device(*args, **kwargs)
+    """``torch.device(1)`` and ``torch.device(device=1)``."""
+    return torch.device(*map(_named, args[:1]), *args[1:], **_with_named(kwargs))
 
 
 def parse_to(*args: Any, **kwargs: Any) -> Any:
     """``net.to(1)`` and ``net.to(device=1)``."""
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": _named(kwargs["device"])}
-    return compat.parse_to(*map(_named, args[:1]), *args[1:], **kwargs)
+    return compat.parse_to(*map(_named, args[:1]), *args[1:], **_with_named(kwargs))
+
+
+def _with_named(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "device": _named(options["device"])} if "device" in options else options
 
 
 def _named(device: Any) -> Any:
