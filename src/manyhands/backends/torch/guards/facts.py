@@ -106,7 +106,7 @@ def _is_true(fact: Fact) -> bool:
 
 
 def _compiled(facts: Iterable[Fact], tensors_are_in_place: Callable[[], bool]) -> Callable[[], bool]:
-    names: dict[str, Any] = {"same": _same, "stored": dict.__getitem__, "in_context": in_context, "NO": _NO}
+    names: dict[str, Any] = {"same": _same, "stored": dict.get, "NOTHING": NOTHING, "in_context": in_context, "NO": _NO}
     names["names_in"] = names_in
     names["tensors_are_in_place"] = tensors_are_in_place
     name_of: dict[int, str] = {}
@@ -162,7 +162,7 @@ def _now(fact: Fact, name: Callable[[Any], str]) -> str:
     if fact.kind == "attribute":
         return f"{holder}.{fact.key}"
     if isinstance(fact.holder, dict):  # as it is stored: a subclass may make a new value each time it is asked
-        return f"stored({holder}, {name(fact.key)})"
+        return f"stored({holder}, {name(fact.key)}, NOTHING)"
     return f"{holder}[{name(fact.key)}]"
 
 

@@ -49,6 +49,7 @@ from manyhands.python_code.names import (
 _RECREATED = "_recreate_cm"  # in contextlib.ContextDecorator
 # A function with these names may read any variable of the environment.
 _ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
+_READ_ALL = {"globals", "eval", "exec"}  # functions of Python that may read any variable
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Dicts of a module that may be replaced.
@@ -309,12 +310,15 @@ class Outside:
             if self._below_cache:
                 self._cached.add(function.__code__)
         names, looked_up = words_of(function.__code__), globals_of(function.__code__)
-        if "globals" in looked_up:
+        readers = _READ_ALL & {*(names if "builtins" in names else looked_up)}
+        for reader in sorted(readers - function.__globals__.keys()):
             self._refuse(
                 function,
-                f"{name} uses globals, which can read anything and so cannot be guarded: read the value outside, and "
+                f"{name} uses {reader}, which can read anything and so cannot be guarded: read the value outside, and "
                 "pass it as an argument",
             )
+        if {"sys", "modules"} <= {*names}:  # sys.modules[__name__].scale reads the global scale
+            looked_up = names
         if not _ENVIRONMENT.isdisjoint(names):
             self._visit(os.environ, "os.environ")
         self._words.update(names)
@@ -334,9 +338,7 @@ class Outside:
         for word in looked_up:
             if not self._refused(function, function.__globals__.get(word), word):
                 self._item(function.__globals__, word, word, names)
-        for word, module in modules_named(
-            set(names) - function.__globals__.keys(), function.__globals__.get("__package__")
-        ):
+        for word, module in modules_named(set(names) - set(looked_up), function.__globals__.get("__package__")):
             self._named(module, word, names)
         for word in ("__code__", "__defaults__"):  # autoreload replaces them
             self._add(Fact(f"{name}.{word}", "attribute", function, word, getattr(function, word)))
