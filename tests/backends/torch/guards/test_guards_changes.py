@@ -117,6 +117,17 @@ def inherited() -> tuple[Any, Callable[[], Any]]:
     return Derived(), lambda: setattr(Derived, "scaled", lambda layer, x: x * 3)
 
 
+def named_by_a_text() -> tuple[Any, Callable[[], Any]]:
+    """A method whose name no code has."""
+
+    class Scale:
+        def by_two(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    scale, name = Scale(), "by_two"
+    return lambda x: getattr(scale, name)(x), lambda: setattr(Scale, "by_two", lambda self, x: x * 3)
+
+
 def shadowed() -> tuple[Callable[..., Any], Callable[[], Any]]:
     """A global that takes the place of a function of Python."""
     names: dict[str, Any] = {"__name__": "shadowing"}
@@ -164,6 +175,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
         "a layer's function": (lambda x: encoder(x[None]), lambda: setattr(encoder, "activation", torch.sigmoid)),
         "a scheduler": (lambda x: x * rates.get_last_lr()[0], lambda: (optimizer.step(), rates.step())),
         "a method that was inherited": inherited(),
+        "a method named by a text": named_by_a_text(),
         "a name that was Python's": shadowed(),
         "the order of a dict": (
             lambda x: functools.reduce(lambda y, scale: y * scale + 1, ordered.values(), x),

@@ -17,6 +17,7 @@ closure's ``scale`` is 2.0" and "this list has 3 items" it reads
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from manyhands.python_code.generated import function
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 NOTHING = object()
 _ADDED_LATER = {"__annotations__", "__abstractmethods__", "__slotnames__"}
+_METHODS = (types.FunctionType, classmethod, staticmethod, property)
 _NO = (LookupError, ValueError, RuntimeError, AttributeError)  # errors that a check may raise if its fact does not hold
 
 
@@ -166,9 +168,16 @@ def _now(fact: Fact, name: Callable[[Any], str]) -> str:
     return f"{holder}[{name(fact.key)}]"
 
 
-def names_in(namespace: Mapping[str, Any]) -> frozenset[str]:
-    """The attributes of a class, but for those that Python adds later without changing what the class does."""
-    return frozenset(namespace) - _ADDED_LATER
+def names_in(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a class, but for those that Python adds later without changing what the class does.
+
+    Methods come with their names: getattr(layer, name)(x) calls one that no code names.
+    """
+    return {
+        word: content if isinstance(content, _METHODS) else None
+        for word, content in namespace.items()
+        if word not in _ADDED_LATER
+    }
 
 
 def in_context(variable: ContextVar[Any]) -> Any:
