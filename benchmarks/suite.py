@@ -93,7 +93,7 @@ def _captured(running: Any, device: Any) -> Callable[[], Any]:
     """One CUDA graph on one stream, as PyTorch's documentation has it.
 
     But for its stream: `torch.compile(mode="reduce-overhead")` frees the workspaces of cuBLAS when it records a graph,
-    and a graph of the same process that was captured earlier still writes to them.
+    and a graph of the same process that was captured earlier may still write to them.
     """
     import torch
 
