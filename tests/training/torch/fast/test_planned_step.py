@@ -21,8 +21,9 @@ from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Executor, Way, close
 from manyhands.training.options import Step
+from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast import planned_step
+from manyhands.training.torch.fast import build, planned_step
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
 from manyhands.training.torch.fast.position import Position
@@ -232,3 +233,18 @@ def test_a_step_with_tuned_convolutions_is_not_planned(tuned: bool, monkeypatch:
     step = graph._with_plan(types.SimpleNamespace(window=torch.arange(16), redundant=None), captured)
     assert (step is captured) == tuned
     assert any("convolutions are tuned" in note for note in graph.notes()) == tuned
+
+
+@pytest.mark.parametrize(
+    ("parallel", "own_norms", "tuned"), [(None, False, True), (True, False, False), (True, True, True)]
+)
+def test_convolutions_are_tuned_unless_the_step_is_to_be_planned(
+    parallel: bool | None, own_norms: bool, tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with our kernels for normalisation is not planned, so nothing speaks against tuning."""
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(build, "has_own_kernels", lambda eager: own_norms)
+    monkeypatch.setattr(build, "GraphStep", lambda *_, **features: features)
+    settings = Settings(batch_size=16, step=Step(parallel=parallel))
+    features: Any = build.fast_step(eager_step(nn.Conv2d(1, 1, 1)), Arrays(vectors(16)), settings, changing_rate=False)
+    assert features["tuned_convolutions"] is tuned

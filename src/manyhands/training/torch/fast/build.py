@@ -39,7 +39,8 @@ def fast_step(
         parallel = steps >= _LEAST_STEPS_TO_PLAN and not compiled and not has_own_kernels(eager) and eager.undo is None
     lanes = settings.step.side_lanes
     # A plan has PyTorch's convolutions, and takes turns with the captured step: both must give the same bits.
-    tuned = settings.step.tuned_convolutions and not settings.step.parallel
+    is_planned = settings.step.parallel and not norms and eager.undo is None
+    tuned = settings.step.tuned_convolutions and not is_planned
     if checkpointed is not None:  # the backward pass recomputes the forward pass, which none of these supports
         compiled = parallel = lanes = norms = tuned = False
     return GraphStep(
