@@ -174,6 +174,8 @@ def test_what_is_kept_whole_is_a_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
     for whole in (pair, other):
         tree.keep_whole(type(whole))
     assert tree.flatten([pair, other, record])[0] == [pair, other, 1]
+    # Also where a framework says what else is a leaf.
+    assert tree.flatten([pair, other, record], lambda value: value is record)[0] == [pair, other, record]
 
 
 def test_a_field_that_is_not_set_yet_is_left_out() -> None:

@@ -35,7 +35,7 @@ def flatten(tree: object, is_leaf: Callable[[object], bool] | None = None) -> tu
     ``is_leaf``: what else is a leaf, in a framework that takes it apart itself.
     """
     branch: Any = tree
-    whole = is_leaf or (_is_whole if _whole else None)
+    whole = _leaf_test(is_leaf)
     try:
         leaves, structure = optree.tree_flatten(branch, whole, namespace=_NAMESPACE)
         while _new_branches(_kinds(leaves, is_leaf)):
@@ -52,6 +52,13 @@ def keep_whole(cls: type) -> None:
 
 def _is_whole(value: object) -> bool:
     return value.__class__ in _whole
+
+
+def _leaf_test(is_leaf: Callable[[object], bool] | None) -> Callable[[object], bool] | None:
+    """Whether a value is a leaf although it could be taken apart; None if none is."""
+    if not _whole:
+        return is_leaf
+    return _is_whole if is_leaf is None else lambda value: _is_whole(value) or is_leaf(value)
 
 
 def plain_leaves(tree: object) -> list[Any]:
