@@ -3,6 +3,7 @@
 Most facts are about entries of dicts: the parameters, hooks and settings of modules, a function's globals, the methods
 of classes. They are checked again when their dict has changed (:mod:`.dict_versions`). The addresses of all tensors are
 checked in one call.
+
 The other facts are one generated function with a line for each, which stops at the first that is false. For "this
 closure's ``scale`` is 2.0" and "this list has 3 items" it reads
 
@@ -41,7 +42,7 @@ class Fact:
     """Where to look, what was there, and its name in messages."""
 
     name: str
-    kind: str  # item, attribute, cell, context, length, names, content, whole, hooks, form, address, gradient
+    kind: str  # item, attribute, cell, context, length, members, content, whole, hooks, form, address, gradient
     holder: Any
     key: Any = None
     value: Any = None
@@ -101,15 +102,15 @@ def _is_true(fact: Fact) -> bool:
         return bool(sum(map(len, fact.holder)) == fact.value)
     if fact.kind == "whole":  # what is the same object is not compared further
         return bool(fact.holder == fact.value)
-    if fact.kind == "names":
-        return bool(names_in(fact.holder) == fact.value)
+    if fact.kind == "members":
+        return bool(members_in(fact.holder) == fact.value)
     value = fact.holder.get(fact.key, NOTHING)
     return value is fact.value or (_is_compared(fact.value) and _same(value, fact.value))
 
 
 def _compiled(facts: Iterable[Fact], tensors_are_in_place: Callable[[], bool]) -> Callable[[], bool]:
     names: dict[str, Any] = {"same": _same, "stored": dict.get, "NOTHING": NOTHING, "in_context": in_context, "NO": _NO}
-    names["names_in"] = names_in
+    names["members_in"] = members_in
     names["tensors_are_in_place"] = tensors_are_in_place
     name_of: dict[int, str] = {}
 
@@ -130,8 +131,8 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
     holder = name(fact.holder)
     if fact.kind == "length":
         return f"len({holder}) == {fact.value}"
-    if fact.kind == "names":
-        return f"names_in({holder}) == {name(fact.value)}"
+    if fact.kind == "members":
+        return f"members_in({holder}) == {name(fact.value)}"
     if fact.kind == "hooks":
         return f"sum(map(len, {holder})) == {fact.value}"
     if fact.kind == "whole":  # what is the same object is not compared further
@@ -168,10 +169,10 @@ def _now(fact: Fact, name: Callable[[Any], str]) -> str:
     return f"{holder}[{name(fact.key)}]"
 
 
-def names_in(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a class, but for those that Python adds later without changing what the class does.
+def members_in(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The names in a class, and its methods: ``getattr(layer, name)(x)`` calls one that no code names.
 
-    Methods come with their names: getattr(layer, name)(x) calls one that no code names.
+    What Python adds later, without changing what the class does, is left out.
     """
     return {
         word: content if isinstance(content, _METHODS) else None

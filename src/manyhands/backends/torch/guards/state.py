@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.guards.containers import put_back, put_back_item
 from manyhands.backends.torch.guards.executed import Executed
-from manyhands.backends.torch.guards.facts import NOTHING, PLAIN, Fact, Facts, first_false, in_context, names_in
+from manyhands.backends.torch.guards.facts import NOTHING, PLAIN, Fact, Facts, first_false, in_context, members_in
 from manyhands.backends.torch.guards.kinds import content_of, is_odd, is_opaque
 from manyhands.backends.torch.guards.namespaces import Namespaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
@@ -82,7 +82,7 @@ class Outside:
         self._below_cache = False
         self._refusals: dict[types.CodeType, CannotTrace] = {}
         self._generators: dict[int, tuple[random.Random, Any]] = {}  # of that code, with their states
-        self._owners: set[type] = set()  # classes whose names are guarded
+        self._owners: set[type] = set()  # classes whose members are guarded
         self._classes: dict[type, None] = {}  # classes that were seen, and those of objects that were seen
         self._visit(function, getattr(function, "__name__", "function"))
         for number, argument in enumerate(arguments):
@@ -296,7 +296,9 @@ class Outside:
             if owner not in self._owners:  # a method that it inherits may be overridden later
                 self._owners.add(owner)
                 namespace = vars(owner)
-                self._add(Fact(f"the attributes of {owner.__name__}", "names", namespace, value=names_in(namespace)))
+                self._add(
+                    Fact(f"the attributes of {owner.__name__}", "members", namespace, value=members_in(namespace))
+                )
             for word, content in list(vars(owner).items()):
                 if isinstance(content, type) and word in self._words and content not in self._classes:
                     self._class(content)
