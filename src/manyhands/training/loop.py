@@ -70,7 +70,8 @@ class Loop:
         self.run = RunFolder(run.path) if run is not None and self.first else None
         self._begun: tuple[Cursor, int] | None = None  # cursor and last row at the start; None after the first step
         self._saved: tuple[Cursor, int] | None = None  # cursor and last row of the newest checkpoint
-        self._row_began, self._row_is_epoch = time.perf_counter(), False
+        self._row_began = time.perf_counter()
+        self.seconds_before = 0.0  # of a row that the job before had begun
         self._shown = time.perf_counter()
         self._evaluated = 0  # batches of this evaluation
         try:
@@ -193,7 +194,7 @@ class Loop:
 
     def _train_epoch(self) -> None:
         """Train to the end of the epoch, or of the job."""
-        self._row_began, self._row_is_epoch = time.perf_counter(), self.cursor.sample == 0
+        self._row_began = time.perf_counter() - (self.seconds_before if self.cursor.sample else 0.0)
         with contextlib.suppress(StopNow):
             over = self._make_steps()
             self.report.take_stop(self.ending.stop or {})
@@ -355,11 +356,10 @@ class Loop:
             due = (epoch + 1) % every == 0 if unit == "epochs" else self._evaluation_is_due()
             is_last = self.is_over or self.report.stop is not None
             is_last = is_last or (over and epoch + 1 >= self.settings.max_epochs)
-            self._row_is_epoch = self._row_is_epoch and over
             if is_last and not (over and due):
                 self._add_last_row(figures, over=over)
                 return
-            self._add_row(figures, evaluates=due, ends_epoch=True)
+            self._add_row(figures, evaluates=due, ends_epoch=True, over=over)
         if over:
             self._next_epoch()
         is_last = self.is_over or self.report.stop is not None
@@ -383,7 +383,7 @@ class Loop:
             saving.write(self, before, ["checkpoints"])
             self._saved = self.cursor, self.last_row
         stop, by = self.report.stop, self.report.stopped_by
-        self._add_row(figures, evaluates=True, ends_epoch=True, counts=False)
+        self._add_row(figures, evaluates=True, ends_epoch=True, over=over, counts=False)
         self.report.stop, self.report.stopped_by = stop, by
         saving.write(self, before, self.report.take_wanted_folders())
         if over:
@@ -395,9 +395,16 @@ class Loop:
         every, unit = self.settings.limits.evaluation
         return unit == "steps" and self.cursor.step % every == 0 and self.cursor.step > self.last_row
 
-    def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, counts: bool = True) -> None:
+    @property
+    def seconds_of_row(self) -> float:
+        """The training time since the row before, or since the epoch began; a resumed job goes on counting."""
+        return time.perf_counter() - self._row_began
+
+    def _add_row(
+        self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, over: bool = False, counts: bool = True
+    ) -> None:
         """Add a row with the figures since the row before; ``counts``: schedulers see it."""
-        seconds = time.perf_counter() - self._row_began
+        seconds = self.seconds_of_row
         self.report_alive()
         tested, metrics = self._evaluate(self.cursor.epoch + 1) if evaluates else (None, {})
         self.report_alive()
@@ -412,10 +419,10 @@ class Loop:
             **metrics,
             "samples": int(figures.count),
             "seconds": seconds,
-            "whole": self._row_is_epoch and ends_epoch,
+            "whole": over and self.last_row <= self.cursor.step - self.cursor.batch,  # no other row in this epoch
             **self.report.rates(),
         }
-        self.last_row, self._row_began, self._row_is_epoch = self.cursor.step, time.perf_counter(), False
+        self.last_row, self._row_began = self.cursor.step, time.perf_counter()
         if counts:
             schedules.after_row(self, row)
         self.result.rows.append(row)

@@ -72,7 +72,7 @@ def fit(model: Any, data: Any, devices: int = 1, **options: Any) -> tuple[dict[s
 
 def rows(result: Result) -> list[dict[str, Any]]:
     """The rows of a result without what the clock says."""
-    return [{name: value for name, value in row.items() if name not in ("seconds", "whole")} for row in result.rows]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in result.rows]
 
 
 def same(one: dict[str, NDArray[Any]], other: dict[str, NDArray[Any]]) -> bool:

@@ -68,6 +68,7 @@ def captured(loop: Loop) -> Saved | None:
         "batches_before": loop.batches_before,
         "callbacks": loop.report.states(),
         "last_row": loop.last_row,
+        "seconds_of_row": loop.seconds_of_row,
         "end": None,
         "seconds": loop.ending.seconds,
     }
@@ -122,6 +123,7 @@ def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:
     loop.batches_before = state.get("batches_before")
     loop.report.states_before = state.get("callbacks")
     loop.last_row = state.get("last_row", loop.cursor.step - (1 if loop.cursor.sample else 0))
+    loop.seconds_before = state.get("seconds_of_row", 0.0)
     loop.ending.resume(state.get("seconds", 0.0))
     loop.end_before = state.get("end", {})
     return dict(state)
