@@ -76,10 +76,11 @@ def test_even_sizes_are_even_and_complete(total: int, count: int) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-positive = st.floats(0, 1e6, allow_nan=False)
+amounts_of = st.lists(st.integers(0, 10**6), min_size=1, max_size=20).filter(any)
+parts_of_one = amounts_of.map(lambda amounts: [amount / sum(amounts) for amount in amounts])
 
 
-@given(st.integers(0, 10_000), st.lists(positive, min_size=1, max_size=20).filter(lambda s: sum(s) > 0))
+@given(st.integers(0, 10_000), amounts_of | parts_of_one)
 def test_sizes_follow_the_shares(total: int, parts: list[float]) -> None:
     sizes = shares.sizes(total, len(parts), parts)
     assert sum(sizes) == total
@@ -108,6 +109,14 @@ def test_numbers_of_numpy_are_shares() -> None:
 def test_what_is_no_share_is_refused(wrong: Any) -> None:
     with pytest.raises(BadShares):
         shares.sizes(10, 2, wrong)
+
+
+def test_shares_are_parts_of_one_or_whole_numbers() -> None:
+    assert shares.check([0.33, 0.33, 0.33]) == shares.check([7, 7, 7.0]) == [Fraction(1, 3)] * 3
+    with pytest.raises(BadShares, match=r"\[0.5, 0.9\] add up to 1.4: give parts of one, as \[0.36, 0.64\], or whole"):
+        shares.check([0.5, 0.9])
+    with pytest.raises(BadShares, match="add up to 0.9"):
+        shares.check([0.3, 0.3, 0.3])
 
 
 @dataclass

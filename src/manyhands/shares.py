@@ -18,7 +18,10 @@ from manyhands.errors import BadShares
 
 
 def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
-    """The shares as exact fractions of one; raises if they are not valid shares (for ``count`` devices)."""
+    """The shares as exact fractions of one; raises if they are not valid shares (for ``count`` devices).
+
+    They are parts of one, maybe rounded (``[0.33, 0.33, 0.33]``), or whole numbers in any ratio (``[7, 3]``).
+    """
     try:
         values = list(shares)
     except TypeError:
@@ -29,7 +32,13 @@ def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
     whole = sum(exact)
     if whole == 0:
         raise BadShares(f"all of the shares {values} are zero: at least one has to be positive")
-    return [share / whole for share in exact]
+    parts = [share / whole for share in exact]
+    if abs(whole - 1) > Fraction(len(exact), 100) and any(share.denominator > 1 for share in exact):
+        raise BadShares(
+            f"the shares {values} add up to {float(whole):.3g}: give parts of one, as "
+            f"{[round(float(part), 2) for part in parts]}, or whole numbers, as [7, 3]"
+        )
+    return parts
 
 
 def _exact(share: object) -> Fraction:

@@ -276,6 +276,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         only the training figures are known. They may also be given as one: ``fit(model, (train, validation))``, or an
         object with ``train_dataloader`` and ``val_dataloader``.
         """
+        fit_arguments.check_order("fit", model, data)
         self._check_step(model)
         self.train_source, self.test_source = self._sources(data, validation)
         if self._option("metrics") is not None and self.test_source is None:

@@ -226,6 +226,15 @@ def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
         trainer.fit(None, (X, X), validation_data=(X, X))
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_the_model_comes_first(bench: Bench, method: str) -> None:
+    X, y = bench.arrays(np.zeros((4, 3), np.float32), np.zeros(4, np.int64))
+    trainer, model = bench.mh.Trainer(1, quiet=True), bench.recipes.model("mlp", 0)
+    for data in ((X, y), X, [(X, y)]):
+        with pytest.raises(BadSettings, match=rf"{method} got .*the model comes first, {method}\(model, data\)"):
+            getattr(trainer, method)(data, model)
+
+
 @pytest.mark.neutral
 def test_validation_data_beside_the_training_data(bench: Bench) -> None:
     train, validation = bench.data()

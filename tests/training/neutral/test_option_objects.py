@@ -41,7 +41,7 @@ def test_values_that_no_job_can_have(kind: Any, options: dict[str, Any], said: s
         kind(**options)
 
 
-@pytest.mark.parametrize("shares", [[-1, 2], [0, 0], [], 3, [True, 1]])
+@pytest.mark.parametrize("shares", [[-1, 2], [0, 0], [], 3, [True, 1], [0.5, 0.9]])
 def test_shares_that_are_none(shares: Any) -> None:
     with pytest.raises(BadShares):
         Step(shares=shares)
@@ -76,9 +76,9 @@ def test_an_object_is_a_value() -> None:
 
 
 def test_the_run_folder_keeps_options_by_topic() -> None:
-    settings = Settings(step=Step(shares=[np.float32(0.5), 1]), checkpoints=Checkpoints(every=np.int64(7)))  # type: ignore[arg-type]
+    settings = Settings(step=Step(shares=[np.float32(0.75), 0.25]), checkpoints=Checkpoints(every=np.int64(7)))  # type: ignore[arg-type]
     kept = json.loads(json.dumps(settings.as_dict()))
     assert kept == settings.as_dict()
-    assert kept["step"]["shares"] == [0.5, 1.0]
+    assert kept["step"]["shares"] == [0.75, 0.25]
     assert kept["checkpoints"] == {"every": 7, "keep": 3}
     assert kept["workers"] == {"per_device": 1, "hang_seconds": 60.0}

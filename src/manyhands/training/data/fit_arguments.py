@@ -1,4 +1,4 @@
-"""Tells training data from validation data in ``fit(model, data, validation)``."""
+"""Tells the arguments of ``fit(model, data, validation)`` apart: the model, training data and validation data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.data import loader_batches
+
+
+def check_order(method: str, model: Any, data: Any) -> None:
+    """Refuse data in the place of the model. A model can be called, in every framework; data cannot."""
+    if callable(data) and not callable(model) and not _makes_batches(data):
+        raise BadSettings(
+            f"{method} got {type_in_words(model)} as the model and {type_in_words(data)} as the data: the model comes "
+            f"first, {method}(model, data)"
+        )
 
 
 def two_parts(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
@@ -53,5 +62,8 @@ def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
 
 def _loader_of(part: Any) -> Any:
     """The user's data; a function that makes batches becomes a loader that calls it for each epoch."""
-    makes = inspect.isroutine(part) or isinstance(part, functools.partial)
-    return loader_batches.BatchFactory(part) if makes else part
+    return loader_batches.BatchFactory(part) if _makes_batches(part) else part
+
+
+def _makes_batches(part: Any) -> bool:
+    return inspect.isroutine(part) or isinstance(part, functools.partial)

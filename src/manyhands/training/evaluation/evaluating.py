@@ -12,7 +12,7 @@ import numpy as np
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import options
 from manyhands.training.choices import option_names
-from manyhands.training.data import loader_batches
+from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.sources import as_numpy
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.limits.first_batches import first_batches
@@ -37,6 +37,7 @@ class Evaluating(abc.ABC):
         ``data``: (X, y) arrays, a data set or a loader of the framework, or a function that makes batches. Under a
         launcher (torchrun) every process calls it with the same data and gets the same figures.
         """
+        fit_arguments.check_order("evaluate", model, data)
         self._check_step(model)
         source, settings = self._in_order(data, "evaluate", limit_batches)
         return self._evaluate(model, source, settings)
@@ -72,6 +73,7 @@ class Evaluating(abc.ABC):
         """
         if targets not in (None, True, False):
             raise BadSettings(f"predict(targets={targets!r}): give True, False or None")
+        fit_arguments.check_order("predict", model, data)
         inputs = self._inputs_of(model, targets)
         source, settings = self._in_order(self._one_data_set(data, inputs), "predict", limit_batches)
         return self._predict(model, source, settings, inputs)
