@@ -185,6 +185,20 @@ def test_what_cannot_be_done_says_so() -> None:
         pass
 
 
+@pytest.mark.usefixtures("two_gpus")
+def test_the_profiler_shows_the_host_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    x = torch.randn(8, 8, device="cuda:1")
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        x @ x
+    averages = profile.key_averages()
+    assert any(event.key == "aten::mm" for event in averages)
+    assert averages.table(sort_by="self_cuda_time_total")
+    printed = capfd.readouterr()
+    assert "frame #" not in printed.out + printed.err
+    assert torch.cuda.nccl.version() == (0, 0, 0)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=["names", "by hand"])
 def test_the_examples_of_the_page_run(example: str) -> None:
     exec(compile(example.replace("virtual_devices(2)", "virtual_devices(2, as_cuda=True)"), str(PAGE), "exec"), {})

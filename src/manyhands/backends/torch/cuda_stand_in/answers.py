@@ -51,6 +51,11 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return 0, 0
 
 
+def nccl_version() -> tuple[int, int, int]:
+    """0.0.0: older than any NCCL. Virtual devices exchange tensors without it."""
+    return 0, 0, 0
+
+
 def get_device_properties(device: Any = None) -> Any:
     """The names that programs read, with the host's figures."""
     memory = machine.host_memory()

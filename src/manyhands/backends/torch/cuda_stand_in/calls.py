@@ -127,6 +127,15 @@ def refusing_ddp(init: Callable[..., None]) -> Callable[..., None]:
     return functools.wraps(init)(init_on_host)
 
 
+def profiling_the_host(init: Callable[..., None]) -> Callable[..., None]:
+    """``torch.profiler`` with ``ProfilerActivity.CUDA``: virtual devices compute on the host, whose times it shows."""
+
+    def init_for_host(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "use_cuda": False, "use_device": None})
+
+    return functools.wraps(init)(init_for_host)
+
+
 class _GeneratorType(type):
     """Keeps ``isinstance(g, torch.Generator)`` working."""
 

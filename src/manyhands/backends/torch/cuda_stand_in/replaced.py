@@ -66,6 +66,10 @@ def _list(has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     yield ddp, "__init__", calls.refusing_ddp(ddp.__init__)
     # Marks for NVIDIA's profiler, which raise where PyTorch was built without CUDA.
     yield from _each(dict.fromkeys(("range_push", "range_pop", "mark"), answers.nothing), torch.cuda.nvtx)
+    # The profiler asks CUDA for the times of every operation; a warning of C++ for each would be the answer.
+    profile = torch.autograd.profiler.profile
+    yield profile, "__init__", calls.profiling_the_host(profile.__init__)
+    yield torch.cuda.nccl, "version", answers.nccl_version
     # Recurrent layers call it for every GPU tensor, and warn if PyTorch was built without cuDNN.
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: False
     # All of PyTorch calls it before using CUDA.
