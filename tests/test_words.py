@@ -115,7 +115,7 @@ def test_shares_are_parts_of_one_or_whole_numbers() -> None:
     assert shares.check([0.33, 0.33, 0.33]) == shares.check([7, 7, 7.0]) == [Fraction(1, 3)] * 3
     with pytest.raises(BadShares, match=r"\[0.5, 0.9\] add up to 1.4: give parts of one, as \[0.36, 0.64\], or whole"):
         shares.check([0.5, 0.9])
-    with pytest.raises(BadShares, match="add up to 0.9"):
+    with pytest.raises(BadShares, match=r"add up to 0.9"):
         shares.check([0.3, 0.3, 0.3])
 
 
