@@ -383,7 +383,14 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
         """The training data and the validation data (or None), as the framework's sources."""
         train, test = fit_arguments.two_parts(data, validation, self._is_array)
-        return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
+        return self._read(train, shuffle=True), None if test is None else self._read(test, shuffle=False)
+
+    def _read(self, data: Any, *, shuffle: bool) -> Any:
+        """The framework's source; a loader's knows whether its batches will be cut."""
+        source, devices = self._source(data, shuffle=shuffle), launcher.size() or len(self._natives())
+        if source.count is not None:
+            return source
+        return dataclasses.replace(source, divided=devices > 1 or self._in_micro_batches)
 
     @abc.abstractmethod
     def _source(self, data: Any, *, shuffle: bool) -> Any:
@@ -416,12 +423,16 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         most = as_number(limit, self.train_source, settings.batch_size, option)
         return dataclasses.replace(settings, step=step, limits=dataclasses.replace(settings.limits, limit_batches=most))
 
+    @property
+    def _in_micro_batches(self) -> bool:
+        step = self._option("step")
+        return step.accumulate > 1 or step.micro_batch_size is not None
+
     def _settings_with(self, size: int | None) -> Settings:
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
         chosen = {name: self._option(name) for name in names}
         if chosen["step"].batch_stats is None:
-            in_parts = chosen["step"].accumulate > 1 or chosen["step"].micro_batch_size is not None
-            whole = self.default_batch_stats == "global" and not in_parts
+            whole = self.default_batch_stats == "global" and not self._in_micro_batches
             chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
         if chosen["max_epochs"] is None:
             chosen["max_epochs"] = self._resolved_epochs(None) or ENDLESS

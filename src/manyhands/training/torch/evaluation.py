@@ -35,7 +35,7 @@ from manyhands.training.learner import Take
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch.data import dict_batches, feed, samples
-from manyhands.training.torch.data.batches import Batch, map_tensors, rows
+from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.objective import Objective, mixes_samples, widened
 from manyhands.training.torch.ranks.world import World
@@ -79,12 +79,12 @@ class Evaluation:
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
             whole = _are_dicts(self.data)
         with evaluating(self.model), recorded or contextlib.nullcontext():
-            for number, batch in enumerate(self._batches(whole=whole, by_name=True)):
+            for number, shard in enumerate(self._shards(whole=whole, by_name=True)):
                 objective.batch_idx = number
-                if batch is None or not (size := rows(batch)):
+                if shard is None:
                     outputs.add(None)
                     continue
-                cast_batch, both = self.number_format.cast(batch), None
+                cast_batch, both, size = self.number_format.cast(shard.whole), None, shard.size
                 with self.number_format.scope(device):
                     if watched:
                         both, loss, correct = objective.as_sum(self.model, cast_batch)
@@ -107,17 +107,17 @@ class Evaluation:
         """The model's outputs for all samples; targets in the data are not used."""
         outputs = _Outputs(self.world, take)
         with evaluating(self.model):
-            for batch in self._batches():
-                if batch is None or not (size := rows(batch)):
+            for shard in self._shards():
+                if shard is None:
                     outputs.add(None)
                     continue
-                cast_batch = self.number_format.cast(batch)
+                cast_batch = self.number_format.cast(shard.whole)
                 with self.number_format.scope(self.world.device):
-                    outputs.add((self._rounded(predicted(self.model, cast_batch, inputs)), None), size)
+                    outputs.add((self._rounded(predicted(self.model, cast_batch, inputs)), None), shard.size)
                 alive()
         outputs.finish()
 
-    def _batches(self, *, whole: bool = False, by_name: bool = False) -> Iterator[Batch | None]:
+    def _shards(self, *, whole: bool = False, by_name: bool = False) -> Iterator[Shard | None]:
         """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches.
 
         ``by_name``: dicts are not divided either, for the model may compute the loss of all that is in them.
@@ -126,7 +126,7 @@ class Evaluation:
         if isinstance(data, Stream):
             batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
             shards = feed.stream_shards(batches, self.world)
-            return (batch for _, batch in loader_batches.agreed(shards, self.world.all_have, data.loader))
+            return (shard for _, shard in loader_batches.agreed(shards, self.world.all_have, data.loader))
         assert data.count is not None
         size = whole_size(data, self.batch_size) if whole else batch_size_for(self.batch_size)
         every = list(windows(Cursor(), data.count, size, whole=whole))

@@ -246,10 +246,14 @@ class Rank:
         chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else len(left)
         for begin in range(0, len(left), max(1, chunk)):
             part, seed = left[begin : begin + chunk], self.settings.seed
-            options: Any = {"seed": seed, "empty": self.all_take_part, "least": self.least}
-            shards = feed.shards(self.data, order, part, self.world, self.shares, **options)
+            shards = feed.shards(self.data, order, part, self.world, self.shares, seed=seed, **self._cutting)
             yield from zip(part, shards, strict=True)
             self._measure()
+
+    @property
+    def _cutting(self) -> dict[str, Any]:
+        """How a batch is divided."""
+        return {"empty": self.all_take_part, "least": self.least, "accumulate": self.settings.step.accumulate}
 
     def _stream_shards(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         seed = randomness.mixed_seed(self.settings.seed, cursor.epoch)
@@ -257,8 +261,8 @@ class Rank:
         batches, has_more = feed.stream_windows(stream, cursor, seed=seed), True
         while has_more:
             has_more = False
-            part, takes_part, least = itertools.islice(batches, chunk), self.all_take_part, self.least
-            for shard in feed.stream_shards(part, self.world, self.shares, empty=takes_part, least=least):
+            part = itertools.islice(batches, chunk)
+            for shard in feed.stream_shards(part, self.world, self.shares, **self._cutting):
                 has_more = True
                 yield shard
             self._measure()
@@ -400,7 +404,8 @@ class Rank:
         """Which of these samples of a dataset have NaN or infinity, in words."""
         if not isinstance(self.data, Samples):
             return None
-        return bad_numbers(tensors_in(samples.take(self.data, numbers)), numbers.tolist())
+        parts = [part for part in tensors_in(samples.take(self.data, numbers)) if part.shape[:1] == numbers.shape]
+        return bad_numbers(parts, numbers.tolist())
 
     # Checkpoints
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from training_cases import difference, mlp, vectors
 
+from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
@@ -83,6 +84,11 @@ def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy) -> Eager
     return EagerStep(net, optimizer, Supervised(loss), RunningSums(CPU), CPU, NumberFormat())
 
 
+def sixteen(data: Arrays, step: int) -> Shard:
+    """The samples of a step, in one micro-batch."""
+    return Shard((data.take(torch.arange(step * 16, step * 16 + 16)),), (16,))
+
+
 def graph_step(
     net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy, *, compiled: bool = False
 ) -> tuple[GraphStep, EagerStep]:
@@ -92,7 +98,7 @@ def graph_step(
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for step in range(steps):
         if not graph(16):
-            eager(data.take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+            eager(sixteen(data, step), 16, step)
     return graph, eager
 
 
@@ -101,7 +107,7 @@ def assert_as_plain_steps(net: nn.Module, eager: EagerStep, steps: int) -> None:
     expected = mlp(norm=True)
     plain = eager_step(expected)
     for step in range(steps):
-        plain(Arrays(vectors(COUNT)).take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+        plain(sixteen(Arrays(vectors(COUNT)), step), 16, step)
     assert difference(net.state_dict(), expected.state_dict()) < 1e-14
     one, other = eager.metrics.read(), plain.metrics.read()
     assert (one.count, one.correct) == (other.count, other.correct)

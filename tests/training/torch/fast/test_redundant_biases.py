@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_step_cases import COUNT, Failing, assert_as_plain_steps, eager_step, graph_step, without_gpu
+from captured_step_cases import COUNT, Failing, assert_as_plain_steps, eager_step, graph_step, sixteen, without_gpu
 from lanes_cases import NoLanes
 from redundant_biases_cases import X, Y, loss_of, names, redundant_names, searched
 from torch import nn
@@ -258,7 +258,7 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         for step in range(5):
             if not (fast and graph(16)):
-                eager(data.take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+                eager(sixteen(data, step), 16, step)
         states.append(net.state_dict())
     assert all(bool(torch.isfinite(value).all()) for value in states[0].values())
     assert difference(*states) < 1e-14

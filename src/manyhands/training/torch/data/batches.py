@@ -1,10 +1,15 @@
-"""A batch as the user's loader gives it: usually a tuple of tensors, also a dict or a dataclass."""
+"""A batch as the user's loader gives it: usually a tuple of tensors, also a dict or a dataclass.
+
+Only a loader's batches are cut, and only these need one row per sample. Samples of a data set are collated part by
+part, whatever the collate function makes of them: sequences with time first, graphs one after the other, a mask.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +21,34 @@ from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 
 Batch = Any
+_DATASET = (
+    "give a Dataset with a collate function: each device, and each micro-batch, is then collated from its own samples"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's samples of a batch, in the micro-batches that it processes one after the other."""
+
+    parts: tuple[Batch, ...]
+    sizes: tuple[int, ...]  # the samples in each of them
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def whole(self) -> Batch:
+        """All samples, of a shard that is one micro-batch."""
+        (part,) = self.parts
+        return part
+
+
+def micro_batches(start: int, stop: int, count: int, *, empty: bool = False) -> list[tuple[int, int]]:
+    """Where each of ``count`` micro-batches begins and ends; ``empty``: there are as many, also without samples."""
+    size = stop - start
+    count = count if empty else min(count, size)
+    return [(start + size * n // count, start + size * (n + 1) // count) for n in range(count)]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -29,14 +62,30 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -
 
 
 def rows(batch: Batch) -> int:
-    """The number of samples in a batch."""
-    for tensor in tensors_in(batch):
-        if tensor.dim():
-            return tensor.shape[0]
+    """The number of samples in a batch that may be cut."""
+    if (count := rows_or_none(batch)) is not None:
+        return count
     raise BadBatch(
-        "there is no tensor with samples in the batch that the loader gave: a batch is a tensor, or a tuple or dict of "
-        "them, with one row per sample"
+        "there is no tensor with samples in the batch that the loader gave: to be cut into shards, a batch is a tensor "
+        f"or a tuple or dict of them, with one row per sample. Or {_DATASET}"
     )
+
+
+def rows_or_none(batch: Batch) -> int | None:
+    """The rows of the first tensor; None without any."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()), None)
+
+
+def check_asked(batch: Batch, asked: int) -> None:
+    """Refuse a collated part of a batch that has tensors, none of which has so many samples on its first two axes."""
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()]
+    if shapes and not any(asked in shape[:2] for shape in shapes):
+        raise BadBatch(
+            f"the trainer asked for {counted(asked, 'sample')}, and the collate function made tensors of the shapes "
+            f"{', '.join(map(str, shapes))}: to divide a batch over devices or into micro-batches, the trainer must "
+            "see how many samples are in each part. Put all samples in, one row each, and leave samples out in the "
+            "dataset, not in the collate function"
+        )
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:
@@ -52,7 +101,7 @@ def pick(batch: Batch, numbers: list[int]) -> Batch:
 
 def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
     if isinstance(part, PackedSequence):
-        raise BadBatch("a PackedSequence cannot be cut into shards: give padded tensors, and pack them in the model")
+        raise BadBatch(f"a PackedSequence cannot be cut into shards: pack sequences in the model, or {_DATASET}")
     if isinstance(part, (torch.Tensor, np.ndarray)):
         return _cut_rows(part, size, where)
     if isinstance(part, (list, tuple)):
@@ -75,7 +124,7 @@ def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
     if part.ndim and part.shape[0] != size:
         raise BadBatch(
             f"the batch has {counted(size, 'sample')}, and one of its tensors has the shape {tuple(part.shape)}: to "
-            "be cut into shards, every tensor must be batch-first, with one row per sample"
+            f"be cut into shards, every tensor must be batch-first, with one row per sample. Or {_DATASET}"
         )
     return part[where] if part.ndim else part
 

@@ -6,6 +6,7 @@ pinned memory while the device computes. The host waits only where the loader is
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,14 @@ from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
+from manyhands.training.torch.data.batches import (
+    Batch,
+    Shard,
+    cut,
+    map_tensors,
+    micro_batches,
+    rows_or_none,
+)
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.randomness import mixed_seed
@@ -51,29 +59,49 @@ def shards(
     seed: int = 0,
     empty: bool = False,
     least: int = 1,
-) -> Iterator[Batch | None]:
+    accumulate: int = 1,
+) -> Iterator[Shard | None]:
     """This rank's shard of every window of an epoch, on its device; for an empty one None, or a batch of no samples.
 
     ``seed``: the job's; what a dataset draws follows from it.
     ``least``: no shard has fewer samples than that, unless it has none (normalisation over a shard needs two).
+    ``accumulate``: in so many micro-batches.
     """
-    parts = [window.part(world.rank, world.size, shares, least=least) for window in windows]
+    spans = [window.part(world.rank, world.size, shares, least=least) for window in windows]
+    parts = [micro_batches(*span, accumulate, empty=empty) for span in spans]
+    return _grouped(parts, _taken(source, order, windows, world, [each for part in parts for each in part], seed))
+
+
+def _grouped(parts: Sequence[Sequence[tuple[int, int]]], batches: Iterator[Batch]) -> Iterator[Shard | None]:
+    """The batches, which are one micro-batch each, by shard."""
+    for spans in parts:
+        sizes = tuple(stop - start for start, stop in spans)
+        yield Shard(tuple(itertools.islice(batches, len(spans))), sizes) if spans else None
+
+
+def _taken(
+    source: Source,
+    order: NDArray[np.int64],
+    windows: Sequence[Window],
+    world: World,
+    parts: Sequence[tuple[int, int]],
+    seed: int,
+) -> Iterator[Batch]:
+    """The samples of each of these parts of the epoch's order, on the device."""
     if isinstance(source, Arrays) and source.tensors[0].device == world.device:
         numbers = torch.from_numpy(order)
         if world.device.type == "cuda":
             numbers = numbers.pin_memory().to(world.device, non_blocking=True)
-        return (source.take(numbers[start:stop]) if stop > start or empty else None for start, stop in parts)
+        return (source.take(numbers[start:stop]) for start, stop in parts)
     if isinstance(source, Arrays):
-        picked: Iterator[Batch | None] = (
-            source.take(torch.from_numpy(order[start:stop])) if stop > start or empty else None for start, stop in parts
-        )
+        picked: Iterator[Batch] = (source.take(torch.from_numpy(order[start:stop])) for start, stop in parts)
     elif isinstance(source, Samples):
-        lists = [order[start:stop] for start, stop in parts]
         # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
         pin = world.device.type == "cuda" and source.workers > 0
         first = windows[0] if windows else Window(0, 0, 0, 0)
         seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
-        picked = source.batches(lists, **seeds, pin=pin, empty=empty)
+        divided = len(parts) > len(windows) or world.size > 1
+        picked = source.batches([order[start:stop] for start, stop in parts], **seeds, pin=pin, divided=divided)
         if world.device.type == "cpu" and not source.workers:
             return picked  # read in this thread: while the dataset draws random numbers, the model must not
     else:
@@ -83,8 +111,14 @@ def shards(
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
     """The batches of a loader from the cursor on, each with its window."""
-    batches = loader_batches.of_size(source.batches(seed), source.required_size, rows)
-    return loader_batches.windows(source.loader, batches, cursor, rows, _pieces)
+    batches = loader_batches.of_size(source.batches(seed), source.required_size, _count)
+    return loader_batches.windows(source.loader, batches, cursor, _count, _pieces)
+
+
+def _count(batch: Batch) -> int:
+    """The samples of a batch; an object that shows none counts as one."""
+    count = rows_or_none(batch)
+    return 1 if count is None else count
 
 
 def _pieces(batch: Batch) -> Iterator[bytes]:
@@ -109,13 +143,18 @@ def stream_shards(
     *,
     empty: bool = False,
     least: int = 1,
-) -> Iterator[tuple[Window, Batch | None]]:
-    """The batches of a stream, cut for this rank."""
+    accumulate: int = 1,
+) -> Iterator[tuple[Window, Shard | None]]:
+    """The batches of a stream, cut for this rank into ``accumulate`` micro-batches."""
 
-    def parts() -> Iterator[tuple[Window, Batch | None]]:
+    is_cut = world.size > 1 or accumulate > 1
+
+    def parts() -> Iterator[tuple[Window, Shard | None]]:
         for window, batch in batches:
-            begin, end = window.part(world.rank, world.size, shares, least=least)
-            yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
+            start, stop = (place - window.start for place in window.part(world.rank, world.size, shares, least=least))
+            spans = micro_batches(start, stop, accumulate, empty=empty)
+            cuts = [cut(batch, *span) if is_cut and not window.whole else batch for span in spans]
+            yield window, Shard(tuple(cuts), tuple(end - begin for begin, end in spans)) if spans else None
 
     # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
     return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()

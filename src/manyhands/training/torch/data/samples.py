@@ -35,7 +35,7 @@ def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]]) -
     if isinstance(data, Arrays):
         return data.take(torch.from_numpy(numbers).to(data.tensors[0].device))
     plain = dataclasses.replace(data, workers=0, look=None)
-    (batch,) = plain.batches([numbers], seed=0, draws=0, pin=False, empty=False)
+    (batch,) = plain.batches([numbers], seed=0, draws=0)
     return batch
 
 

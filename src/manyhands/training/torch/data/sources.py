@@ -20,12 +20,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
+from manyhands.training.data import loader_batches
 from manyhands.training.data.loader_randomness import drawn_within
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
-from manyhands.training.torch.data.batches import Batch, cut, rows
+from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none, tensors_in
 from manyhands.training.torch.data.dict_batches import Named
 from manyhands.training.torch.data.drawn_samples import DrawnSamples, draws_nothing, start_worker
 from manyhands.training.torch.state import randomness
@@ -111,17 +111,17 @@ class Samples:
         return dataclasses.replace(self, dataset=torch.utils.data.Subset(self.dataset, range(count)))
 
     def batches(
-        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, draws: int, pin: bool, empty: bool
-    ) -> Iterator[Batch | None]:
-        """A batch for each list of numbers; for an empty list None, or (``empty``) a batch of no samples.
+        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, draws: int, pin: bool = False, divided: bool = False
+    ) -> Iterator[Batch]:
+        """A batch for each list of numbers; for an empty list a batch of no samples.
 
-        ``seed`` is that of the loader's worker processes, ``draws`` that of what each sample draws.
+        ``seed`` is that of the loader's worker processes, ``draws`` that of what each sample draws. ``divided``: each
+        is a part of a batch, so that all samples must be in it.
         """
-        wanted = [part.tolist() or [0] for part in parts if len(part) or empty]
         plain, start = draws_nothing(self.dataset, self.collate), self.start_worker
         loader = DataLoader(
             self.dataset if plain else DrawnSamples(self.dataset, draws),
-            batch_sampler=wanted,
+            batch_sampler=[part.tolist() or [0] for part in parts],
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=pin,
@@ -134,25 +134,13 @@ class Samples:
         # Samples that are read in this process leave its random numbers as they are.
         stream = nullcontext() if plain or self.workers else randomness.OwnStream(draws)
         for part in parts:
-            if not len(part) and not empty:
-                yield None
-                continue
             with stream:
-                batch = next(loaded)
-            yield self._looked_at(batch, len(part)) if len(part) else cut(self._looked_at(batch, 1), 0, 0)
-
-    def _looked_at(self, batch: Batch, asked: int) -> Batch:
-        batch = _plain_dict(batch)
-        if (count := rows(batch)) != asked:
-            raise BadBatch(
-                f"the trainer asked for {counted(asked, 'sample')}, and the first tensor of the batch that the "
-                f"collate function made has {counted(count, 'row')}: a batch must be batch-first, with one row per "
-                "sample. Put the samples on the first axis, and leave samples out in the dataset, not in "
-                "the collate function"
-            )
-        if self.look is not None:
-            self.look(batch)
-        return batch
+                batch = _plain_dict(next(loaded))
+            if divided:
+                check_asked(batch, len(part) or 1)
+            if self.look is not None:
+                self.look(batch)
+            yield batch if len(part) else cut(batch, 0, 0)
 
 
 @dataclass
@@ -165,13 +153,18 @@ class Stream:
     count: int | None = None
     look: Look | None = None
     required_size: int | None = None  # the trainer's, where the loader does not say its own
+    divided: bool = False  # whether its batches are cut, for several devices or into micro-batches
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
+        batches = self._batches(seed)
+        return loader_batches.without_masks(batches, tensors_in) if self.divided else batches
+
+    def _batches(self, seed: int) -> Iterator[Batch]:
         stream = randomness.OwnStream(seed, getattr(self.loader, "generator", None))
         for from_loader in drawn_within(stream, self.loader):
             batch = _plain_dict(from_loader)
-            if not rows(batch):
+            if rows_or_none(batch) == 0:
                 continue
             if self.look is not None:
                 self.look(batch)

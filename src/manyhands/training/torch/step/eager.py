@@ -22,7 +22,7 @@ from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data import dict_batches
-from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows, tensors_in
+from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
@@ -112,7 +112,7 @@ class EagerStep:
         self.in_parts = gradients is not None or accumulate > 1
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
+    def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
         """Process this rank's shard of a batch of ``whole`` samples; ``batch_idx`` is its number in the epoch."""
         self.objective.batch_idx = batch_idx
         in_sums = self.in_parts and self.objective.sums is True
@@ -123,14 +123,14 @@ class EagerStep:
             self.optimizer.zero_grad(set_to_none=True)
         else:
             self.gradients.begin()
-        if batch is not None:
+        if shard is not None:
             if self.clock is not None:
                 self.clock.start()
-            self._work(batch, whole, step, in_sums=in_sums)
+            self._work(shard, whole, step, in_sums=in_sums)
             if self.clock is not None:
-                self.clock.stop(rows(batch))
+                self.clock.stop(shard.size)
         if self.gradients is not None:
-            if in_sums and batch is None:
+            if in_sums and shard is None:
                 self.gradients.sum_weight(self._no_count())
             self.gradients.finish()
             self.metrics.mark(self.gradients.loss_mark, step)
@@ -177,26 +177,23 @@ class EagerStep:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
 
-    def _work(self, batch: Batch, whole: int, step: int, *, in_sums: bool) -> None:
-        size = rows(batch)
+    def _work(self, shard: Shard, whole: int, step: int, *, in_sums: bool) -> None:
         every_rank = self.gradients is not None and self.gradients.every_rank
-        parts = self.accumulate if every_rank else min(self.accumulate, size) or 1
-        if every_rank and size and self._sample is None and isinstance(self.objective, OwnStep):
-            self._sample = map_tensors(torch.clone, cut(batch, 0, 1))
-        for number in range(parts):
-            start, stop = size * number // parts, size * (number + 1) // parts
-            part = self.number_format.cast(batch if parts == 1 else cut(batch, start, stop))
+        if every_rank and shard.sizes[0] and self._sample is None and isinstance(self.objective, OwnStep):
+            self._sample = map_tensors(torch.clone, cut(shard.parts[0], 0, 1))
+        for number, (batch, size) in enumerate(zip(shard.parts, shard.sizes, strict=True)):
+            part, last = self.number_format.cast(batch), number == len(shard.parts) - 1
             if self.gradients is not None:
-                self.gradients.arm(number == parts - 1)
+                self.gradients.arm(last)
             if in_sums:
-                self._work_in_sums(part, stop - start, last=number == parts - 1)
+                self._work_in_sums(part, size, last=last)
                 continue
             with self.number_format.scope(self.device):
-                loss, correct = self._loss(part, stop - start)
+                loss, correct = self._loss(part, size)
             self._note(loss)
-            self.scaled(loss * ((stop - start) / whole)).backward()
-            if stop > start:
-                self.metrics.add(loss, correct, stop - start, step, counted=self._counts)
+            self.scaled(loss * (size / whole)).backward()
+            if size:
+                self.metrics.add(loss, correct, size, step, counted=self._counts)
 
     def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
         """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""

@@ -25,7 +25,7 @@ import torch
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
+from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import checked
 from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.average import Average
@@ -135,15 +135,15 @@ class OwnUpdates(SeveralSteps):
         self._updates = {key: Updates(key, step, self._turn) for key, step in self._steps.items()}
         self._sample: Batch | None = None  # with which a rank without samples takes part
 
-    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
-        turn, size = self._turn, 0 if batch is None else rows(batch)
+    def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        turn, size = self._turn, 0 if shard is None else shard.size
         turn.size, turn.whole, turn.step, turn.counted = size, whole, step, False
-        if size and self._sample is None and self._first.gradients is not None:
-            self._sample = map_tensors(torch.clone, cut(batch, 0, 1))
+        if shard is not None and size and self._sample is None and self._first.gradients is not None:
+            self._sample = map_tensors(torch.clone, cut(shard.whole, 0, 1))
         if not size and self._sample is None and self._first_sample is not None:
             self._sample = self._first_sample()
-        shard = batch if size else self._sample
-        if shard is None:
+        batch = shard.whole if shard is not None and size else self._sample
+        if batch is None:
             raise BadSettings(
                 f"the first batch has {counted(whole, 'sample')}, and a rank has none of them: training_step(batch, "
                 "optimizers) needs a sample on every device. Give larger batches, or fewer devices"
@@ -153,7 +153,7 @@ class OwnUpdates(SeveralSteps):
         # Without samples the statistics of layers must not change.
         with self.number_format.scope(self.device), contextlib.nullcontext() if size else evaluating(self.model):
             user: Any = self.model
-            user.training_step(self.number_format.cast(shard), self._updates)
+            user.training_step(self.number_format.cast(batch), self._updates)
         if self.clock is not None:
             self.clock.stop(size)
         if size and not turn.counted:

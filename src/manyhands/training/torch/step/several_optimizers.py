@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 
@@ -163,11 +163,11 @@ class SeveralSteps:
 class EachOptimizer(SeveralSteps):
     """The step of a batch: that of each optimizer, in order."""
 
-    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
+    def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
         for key, eager in self._steps.items():
             if step % self.optimizer.entries[key].every == 0:
                 with _only(eager.parameters, self.model):
-                    eager(batch, whole, step, batch_idx)
+                    eager(shard, whole, step, batch_idx)
         if self.average is not None:
             self.average.update()
 
