@@ -38,12 +38,12 @@ from manyhands.training.torch.data.sources import Arrays, Samples, Source, sourc
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.preflight import checks, diagnose
+from manyhands.training.torch.preflight import checks, diagnose, gradient_hooks
 from manyhands.training.torch.preflight.batch_size_search import Search
 from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.modes import modes_preserved
-from manyhands.training.torch.workers import pool
+from manyhands.training.torch.workers import job_bytes, pool
 from manyhands.training.trainer import BaseTrainer
 
 
@@ -127,6 +127,7 @@ class Trainer(BaseTrainer):
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
+                gradient_hooks.check(model, settings.step, launcher.size() or len(self.ranks))
                 checks.check_loss(model, job, launcher.size() or len(self.ranks))
             return self._fit(job, dispatcher)
 
@@ -342,6 +343,7 @@ def _on_host(job: Job) -> Job:
         return job
     sent = copy.copy(job)
     sent.model, sent.optimizer = copy.deepcopy((job.model, job.optimizer))
+    job_bytes.carry_hooks(job, sent)
     sent.model.to("cpu")
     return sent
 

@@ -131,9 +131,18 @@ def test_hooks_of_a_gradient_are_noticed_and_set(register: str) -> None:
     assert not compat.has_gradient_hooks(weight)
     getattr(weight, register)(calls.append)
     assert compat.has_gradient_hooks(weight)
-    compat.set_gradient_hooks(other, compat.gradient_hooks(weight))
+    compat.set_hooks(other, compat.hooks_of(weight))
     other.sum().backward()
     assert len(calls) == 1
+
+
+def test_a_hook_runs_last() -> None:
+    calls: list[str] = []
+    weight = nn.Parameter(torch.ones(2))
+    handles = [weight.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name)) for name in "abc"]
+    compat.run_last(weight, handles[0].id)
+    weight.sum().backward()
+    assert calls == ["b", "c", "a"]
 
 
 def test_what_a_node_has_saved() -> None:

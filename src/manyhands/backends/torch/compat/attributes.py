@@ -91,16 +91,23 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def gradient_hooks(tensor: torch.Tensor) -> dict[str, Any]:
-    """The dicts with the hooks of a tensor's gradient, by the names of their attributes."""
-    named = {name: getattr(tensor, name, None) for name in HOOKS_OF_PARAMETERS}
-    return {name: hooks for name, hooks in named.items() if hooks is not None}
+def hooks_of(value: torch.Tensor | torch.optim.Optimizer) -> dict[str, Any]:
+    """The dicts with the hooks of a tensor's gradient, or of an optimizer's steps, by the names of their attributes."""
+    names = HOOKS_OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else HOOKS_OF_PARAMETERS
+    return {name: hooks for name in names if (hooks := getattr(value, name, None)) is not None}
 
 
-def set_gradient_hooks(tensor: torch.Tensor, hooks: dict[str, Any]) -> None:
-    """Give a tensor the hooks that :func:`gradient_hooks` returned."""
+def set_hooks(value: torch.Tensor | torch.optim.Optimizer, hooks: dict[str, Any]) -> None:
+    """Give a tensor or an optimizer the hooks that :func:`hooks_of` returned."""
     for name, registered in hooks.items():
-        setattr(tensor, name, registered)
+        setattr(value, name, registered)
+
+
+def run_last(tensor: torch.Tensor, number: int) -> None:
+    """Let a hook run after all others that wait for the accumulation of this gradient; ``number``: its handle's id."""
+    hooks = tensor._post_accumulate_grad_hooks
+    if next(reversed(hooks)) != number:
+        hooks[number] = hooks.pop(number)  # PyTorch calls them in the order of their insertion
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

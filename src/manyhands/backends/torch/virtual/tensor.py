@@ -224,12 +224,12 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     if not isinstance(t1, VirtualTensor) and not isinstance(t2, VirtualTensor):
         _swap_plain_tensors(t1, t2)  # type: ignore[no-untyped-call]
         return
-    hooks = compat.gradient_hooks(t1)
+    hooks = compat.hooks_of(t1)
     compat.swap_tensor_impl(t1, t2)  # first: if it refuses, nothing has changed
     t1.__class__, t2.__class__ = t2.__class__, t1.__class__
     t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
     _end_graph(t2, t1.device)
-    compat.set_gradient_hooks(t1, hooks)
+    compat.set_hooks(t1, hooks)
 
 
 def _end_graph(leaf: torch.Tensor, device: torch.device) -> None:

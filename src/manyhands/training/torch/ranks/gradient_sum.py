@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from manyhands.backends.torch import compat
+
 _FIRST_BUCKET = 1 << 20  # bytes: a small first bucket lets the sums begin early
 _BUCKET = 25 << 20
 _TWICE = (
@@ -37,6 +39,7 @@ class _Bucket:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     users: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    views: list[torch.Tensor] = field(default_factory=list)  # of ``flat``, one for each parameter
     used: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)  # those of them whose gradient is whole: the last backward gave it
     work: Any = None
@@ -77,7 +80,7 @@ class GradientSum(LossAndWeight):
         self._next = 0
         self._armed = False
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
+            (parameter, parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number)))
             for bucket in self._buckets
             for number, parameter in enumerate(bucket.parameters)
         ]
@@ -102,6 +105,11 @@ class GradientSum(LossAndWeight):
         """Whether the backward pass that comes is the last of this step: only then sums may start."""
         self._armed = armed
 
+    def note_loss(self, loss: torch.Tensor) -> None:
+        super().note_loss(loss)
+        for parameter, handle in self._handles:  # a hook that the forward pass has registered may change what is sent
+            compat.run_last(parameter, handle.id)
+
     def divide(self) -> torch.Tensor:
         """Divide the sums of gradients by the weight of all labels, and return it. Call after :meth:`finish`."""
         self._weight_work.wait()
@@ -123,7 +131,7 @@ class GradientSum(LossAndWeight):
         _drop_unused([bucket for bucket in self._buckets if len(bucket.used) < len(bucket.parameters)])
 
     def close(self) -> None:
-        for handle in self._handles:
+        for _, handle in self._handles:
             handle.remove()
 
     def _start(self, bucket: _Bucket) -> None:
@@ -134,8 +142,12 @@ class GradientSum(LossAndWeight):
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _arrived(self, bucket: _Bucket, number: int) -> Any:
-        def hook(_: torch.Tensor) -> None:
+        def hook(parameter: torch.Tensor) -> None:
             bucket.used.add(number)
+            view = bucket.views[number]
+            if parameter.grad is not view and parameter.grad is not None:  # a hook of the user's has replaced it
+                view.copy_(parameter.grad)
+                parameter.grad = view
             if not self._armed:
                 return
             if bucket.work is not None:
@@ -170,13 +182,15 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
 
 def _lay_views(bucket: _Bucket) -> None:
     """Give each parameter its part of the buffer, in its own memory format, as ``grad``."""
-    offset = 0
+    offset, bucket.views = 0, []
     for parameter in bucket.parameters:
         part = bucket.flat[offset : offset + parameter.numel()]
         offset += parameter.numel()
         # A view with the parameter's strides: autograd then adds in place instead of replacing it.
         dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-        parameter.grad = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
+        view = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
+        parameter.grad = view
+        bucket.views.append(view)
 
 
 def _drop_unused(buckets: list[_Bucket]) -> None:

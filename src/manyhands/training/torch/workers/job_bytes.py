@@ -2,7 +2,8 @@
 
 Functions and classes of a notebook travel by value (cloudpickle). So do parametrised modules, which PyTorch refuses to
 pickle: it creates a class for each at run time, in which the parametrised tensors are properties. The bytes hold the
-base class and the names of those tensors; the worker creates the class again. A module of Python's that is an object of
+base class and the names of those tensors; the worker creates the class again. Hooks of parameters and optimizers, which
+PyTorch leaves out, travel with them. A module of Python's that is an object of
 its own class, as ``torch.backends.cudnn``, is imported by the worker; what is from a module that the worker could not
 import, because the caller loaded it by its path, travels by value.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import pickle
 import sys
 from types import FunctionType, ModuleType
 from typing import Any
@@ -32,6 +34,12 @@ WISH = b"callbacks stop: "  # to the first rank: callbacks stop the training wit
 
 def pickled(job: Job) -> bytes:
     """A job as bytes; the error names what cannot be sent."""
+    of_optimizers = compat.hooks_of_every_optimizer()
+    if any(compat.HOOKS_OF_EVERY_MODULE) or of_optimizers.before or of_optimizers.after:
+        raise NotSendable(
+            "a hook was registered for every module or every optimizer, and worker processes do not have it: register "
+            "it for this model (module.register_forward_hook) or this optimizer (optimizer.register_step_pre_hook)"
+        )
     try:
         return dumps(job)
     except Exception as error:
@@ -83,6 +91,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if base is not None and parametrize.is_parametrized(value):
                 names = list(value.parametrizations)  # type: ignore[arg-type]
                 return _parametrised, (base, names), vars(value), None, None, _fill
+        if isinstance(value, (torch.nn.Parameter, torch.optim.Optimizer)) and any(compat.hooks_of(value).values()):
+            reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            state = reduced[2] if len(reduced) > 2 else None
+            return *reduced[:2], (state, compat.hooks_of(value)), None, None, _hook
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)  # cloudpickle knows plain modules alone
         return super().reducer_override(value)
@@ -133,6 +145,23 @@ def _parametrised(base: type[torch.nn.Module], names: list[str]) -> torch.nn.Mod
     module = base.__new__(base)
     compat.parametrise(module, names)
     return module
+
+
+def _hook(value: Any, state: tuple[Any, dict[str, Any]]) -> None:
+    """Give a parameter or an optimizer its hooks, once it is there: a hook may hold what it is hooked to."""
+    of_optimizer, hooks = state
+    if of_optimizer is not None:
+        value.__setstate__(of_optimizer)
+    compat.set_hooks(value, hooks)
+
+
+def carry_hooks(job: Job, copy: Job) -> None:
+    """Give the parameters and the optimizer of a copied job the hooks of the original, which PyTorch does not copy."""
+    owners: list[tuple[Any, Any]] = list(zip(job.model.parameters(), copy.model.parameters(), strict=True))
+    if isinstance(job.optimizer, torch.optim.Optimizer):
+        owners.append((job.optimizer, copy.optimizer))
+    for original, copied in owners:
+        compat.set_hooks(copied, compat.hooks_of(original))
 
 
 def _fill(module: torch.nn.Module, state: dict[str, Any]) -> None:
