@@ -33,7 +33,7 @@ from manyhands.training.torch.fast.norms.choice import normalises_batches
 from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import OwnStep, makes_updates, placed
 from manyhands.training.torch.preflight import precision
-from manyhands.training.torch.ranks import global_batch_norm, measured_shares, sharding
+from manyhands.training.torch.ranks import global_batch_norm, measured_shares, replicas, sharding
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.schedulers import schedulers_of
 from manyhands.training.torch.state import checkpoint, job_state, randomness
@@ -410,6 +410,8 @@ class Rank:
     # Checkpoints
 
     def save(self) -> Saved | None:
+        if self.size > 1 and not self.sharded:
+            replicas.check(self.model, self.world)
         self._share_buffers()
         return checkpoint.save(self)
 

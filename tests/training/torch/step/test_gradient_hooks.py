@@ -45,7 +45,7 @@ def masked_afterwards(net: nn.Sequential) -> None:
 def doubled(net: nn.Sequential) -> None:
     net[2].weight.register_hook(functools.partial(torch.mul, other=2.0))
     net[0].register_forward_hook(lambda layer, inputs, output: output + 1)
-    net[0].register_full_backward_hook(lambda layer, inputs, outputs: tuple(g if g is None else 3 * g for g in inputs))
+    net[1].register_full_backward_hook(lambda layer, inputs, outputs: tuple(g if g is None else 3 * g for g in inputs))
 
 
 @pytest.mark.parametrize("register", [masked, masked_afterwards, doubled])

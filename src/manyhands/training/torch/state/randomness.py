@@ -51,13 +51,20 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
-    """Afterwards the random numbers go on as if nothing had been drawn within."""
-    before = as_tensors(device)
+def preserved(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Afterwards the random numbers go on as if nothing had been drawn within; ``seed``: for those within."""
+    python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    if seed is not None:
+        seed_all(seed)
     try:
         yield
     finally:
-        restore(before, device)
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(host)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
 
 
 def as_tensors(device: torch.device) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.own_updates import OwnUpdates
 from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
 from manyhands.training.torch.step.skip_nan import StepUndo
+from manyhands.training.torch.step.update_draws import UpdateDraws
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
@@ -43,7 +44,7 @@ def build_step(rank: Rank) -> PlainStep:
     for key, entry in optimizer.entries.items():
         parameters = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
         step_objective = objective.of_optimizer(key)
-        steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, counts=not steps)
+        steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, number=len(steps))
     if not rank.makes_updates:
         return EachOptimizer(steps, optimizer, rank.model, rank.average)
 
@@ -60,9 +61,9 @@ def _eager_step(
     objective: Objective,
     clock: Clock | None,
     parameters: Iterable[torch.nn.Parameter],
-    *,
-    counts: bool = True,
+    number: int = 0,
 ) -> EagerStep:
+    """The step of one optimizer; ``number``: which of several it is."""
     options, device = rank.settings.step, rank.world.device
     gradients: GradientSum | ShardedGradients | None = None
     if rank.sharded:
@@ -84,5 +85,7 @@ def _eager_step(
         undo=StepUndo(rank.model, optimizer) if takes_back else None,
         scale=rank.scale,
         average=None if isinstance(rank.optimizer, Several) else rank.average,
-        counts=counts,
+        counts=number == 0,
+        # Each rank updates other parts of sharded parameters: what it draws is its own.
+        draws=None if rank.sharded else UpdateDraws(optimizer, device, rank.settings.seed, number),
     )

@@ -32,6 +32,7 @@ from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.skip_nan import StepUndo
+from manyhands.training.torch.step.update_draws import UpdateDraws
 
 
 @dataclass
@@ -96,6 +97,7 @@ class EagerStep:
         average: Average | None = None,
         counts: bool = True,
         scale: LossScale | None = None,
+        draws: UpdateDraws | None = None,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
@@ -103,6 +105,7 @@ class EagerStep:
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
         self.clock, self.undo, self.average = clock, undo, average
         self.scale = scale  # with float16; ``undo`` then takes updates back
+        self._draws = draws
         self._counts = counts  # whether this step counts its samples: of several optimizers' steps the first does
         self._losses: list[torch.Tensor] = []
         # For a step of the model's own, with which a rank without samples takes part; it counts nothing.
@@ -138,7 +141,12 @@ class EagerStep:
             self._divide(whole, step)
         self.prepare_gradients()
         marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
-        self.update(marks, step)
+        with self.drawing(step):
+            self.update(marks, step)
+
+    def drawing(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Within it, the optimizer draws the random numbers of the step's next update."""
+        return contextlib.nullcontext() if self._draws is None else self._draws.of(step)
 
     def prepare_gradients(self) -> None:
         """Unscale the gradients, then clip them."""

@@ -81,7 +81,8 @@ class Updates:
         if count is not None:
             count = self._divided(count)
         step.clip_gradients()
-        step.optimizer.step()
+        with step.drawing(turn.step):
+            step.optimizer.step()
         self._count(total, count)
 
     def _divided(self, count: torch.Tensor) -> torch.Tensor:
