@@ -205,7 +205,7 @@ def convnet() -> Any:
 
 @pytest.mark.parametrize(
     ("shares", "numpy_like"),
-    [(None, False), ([0.5, 0.3, 0.2], True), ([0, 1, 0.2], False)],
+    [(None, False), ([0.5, 0.3, 0.2], True), ([0, 5, 1], False)],
     ids=["even", "np", "empty"],
 )
 def test_batch_norm_over_the_whole_batch(shares: list[float] | None, numpy_like: bool) -> None:
