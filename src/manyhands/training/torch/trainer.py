@@ -342,8 +342,10 @@ def _on_host(job: Job) -> Job:
     if all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in job.model.parameters()):
         return job
     sent = copy.copy(job)
-    sent.model, sent.optimizer = copy.deepcopy((job.model, job.optimizer))
-    job_bytes.carry_hooks(job, sent)
+    try:  # as for a worker: hooks come along, and hold the copies
+        sent.model, sent.optimizer = job_bytes.loads(job_bytes.dumps((job.model, job.optimizer)))
+    except Exception:
+        return job  # the pool says what of it cannot be sent
     sent.model.to("cpu")
     return sent
 

@@ -84,14 +84,18 @@ def test_hooks_of_an_optimizer_reach_its_workers() -> None:
 
 
 def test_a_model_on_another_device_keeps_its_hooks() -> None:
-    """It is copied to the host before it is sent."""
+    """It is copied to the host before it is sent, and what hooks hold is the copy."""
     weights = []
     for ranks in (1, 2):
-        net = mlp()
-        masked(net)
         with mh.virtual_devices(2, as_cuda=True):
-            weights.append(fit(net.to("cuda:1"), vectors(), ranks)[0])
-    assert difference(*({name: tensor.cpu() for name, tensor in each.items()} for each in weights)) <= CLOSE
+            net = mlp().to("cuda:1")
+            masked(net)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer.register_step_post_hook(lambda *_, bias=net[2].bias: bias.data.clamp_(-0.1, 0.1))
+            weights.append(fit(net, vectors(), ranks, optimizer=optimizer)[0])
+    on_host = [{name: tensor.cpu() for name, tensor in each.items()} for each in weights]
+    assert float(on_host[0]["2.bias"].abs().max()) <= 0.1
+    assert difference(*on_host) <= CLOSE
 
 
 def halved(weight: torch.Tensor) -> None:

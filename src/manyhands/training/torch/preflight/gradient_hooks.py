@@ -57,12 +57,9 @@ def _why_not(parameter: torch.nn.Parameter, on_devices: bool, accumulates: bool)
         for scale in _SCALES:
             first, second = (torch.randn_like(tried) * scale for _ in range(2))
             whole = _gradient(tried, first + second)
-            in_parts = [_gradient(tried, first) + _gradient(tried, second)] if on_devices else []
-            in_parts += [_gradient(tried, first, second)] if accumulates else []
-            rounding = min(1e-2, 1000 * torch.finfo(whole.dtype).eps)
-            if not all(
-                float((whole - sums).norm()) <= rounding * float(whole.norm() + sums.norm()) for sums in in_parts
-            ):
+            sums = [_gradient(tried, first) + _gradient(tried, second)] if on_devices else []
+            sums += [_gradient(tried, first, second)] if accumulates else []
+            if not all(_are_close(whole, each) for each in sums):
                 return "is not linear"
     except _NoGradient:
         return "leaves no gradient"
@@ -84,7 +81,7 @@ def _gradient(parameter: torch.nn.Parameter, *parts: torch.Tensor) -> torch.Tens
     """What the hooks make of these gradients, accumulated one after the other."""
     parameter.grad = None
     for part in parts:
-        parameter.view_as(parameter).backward(part)
+        parameter.view_as(parameter).backward(part.clone())  # a hook may change it in place
     if parameter.grad is None:  # an optimizer in the backward pass, which has used it
         raise _NoGradient
     return parameter.grad

@@ -4,8 +4,8 @@ Ranks draw different numbers in forward passes, for dropout. An optimizer that d
 of DP-SGD), has to draw the same everywhere. Its numbers follow from the job's seed, the step and the optimizer, so they
 are also the same on any number of devices, and after a resume, and the numbers of forward passes stay as they are.
 
-PyTorch's own optimizers draw nothing: for them nothing is seeded. For others it takes the host less than 0.1 ms a step,
-and no device is waited for.
+PyTorch's own optimizers draw nothing: for them nothing is seeded. For others the host seeds its generators, and that of
+its GPU, in every step; no device is waited for.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Functions and classes of a notebook travel by value (cloudpickle). So do parametrised modules, which PyTorch refuses to
 pickle: it creates a class for each at run time, in which the parametrised tensors are properties. The bytes hold the
 base class and the names of those tensors; the worker creates the class again. Hooks of parameters and optimizers, which
-PyTorch leaves out, travel with them. A module of Python's that is an object of
-its own class, as ``torch.backends.cudnn``, is imported by the worker; what is from a module that the worker could not
-import, because the caller loaded it by its path, travels by value.
+PyTorch leaves out, travel with them. A module of Python's that is an object of its own class, as
+``torch.backends.cudnn``, is imported by the worker; what is from a module that the worker could not import, because the
+caller loaded it by its path, travels by value.
 """
 
 from __future__ import annotations
@@ -153,15 +153,6 @@ def _hook(value: Any, state: tuple[Any, dict[str, Any]]) -> None:
     if of_optimizer is not None:
         value.__setstate__(of_optimizer)
     compat.set_hooks(value, hooks)
-
-
-def carry_hooks(job: Job, copy: Job) -> None:
-    """Give the parameters and the optimizer of a copied job the hooks of the original, which PyTorch does not copy."""
-    owners: list[tuple[Any, Any]] = list(zip(job.model.parameters(), copy.model.parameters(), strict=True))
-    if isinstance(job.optimizer, torch.optim.Optimizer):
-        owners.append((job.optimizer, copy.optimizer))
-    for original, copied in owners:
-        compat.set_hooks(copied, compat.hooks_of(original))
 
 
 def _fill(module: torch.nn.Module, state: dict[str, Any]) -> None:
