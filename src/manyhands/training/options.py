@@ -41,7 +41,7 @@ class Step(_Topic):
     """How a training step is run: ``Trainer(step=mh.Step(accumulate=4))``.
 
     The first three options say how the batch is divided, ``on_nan`` what happens to a bad one. The others choose how
-    fast the same step is run; all but ``fast`` are for PyTorch on a GPU.
+    fast the same step is run, for PyTorch on a GPU (``fast`` also in JAX).
 
     Args:
         shares: How large a part of each batch every device gets: parts of one (``[0.7, 0.3]``) or whole numbers

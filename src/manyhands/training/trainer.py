@@ -95,7 +95,8 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         limits: Where training ends, and when to evaluate: ``mh.Limits(max_steps=1000)``. See ``help(mh.Limits)``.
     """
 
-    # Each framework sets its adapter, and the options (or values of them) that it does not support, with the reason.
+    # Each framework sets its adapter, and a table of the options, or values of them ("precision='fp16'"), that it does
+    # not have: why, and what to write instead. All others it honours.
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
     takes_schedulers: ClassVar[bool] = False  # PyTorch's, as mh.PerStep(...)
@@ -206,14 +207,15 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
 
     def _check_topics(self) -> None:
         """Refuse values that are not option objects, and options that the framework does not have."""
-        for topic in options.TOPICS:
-            chosen = self._option(topic)
-            options.check_topic(topic, chosen)
-            for field in dataclasses.fields(chosen):
-                value = getattr(chosen, field.name)
-                reason = self.refused.get(field.name) if value != field.default else None
-                if reason := reason or self.refused.get(f"{field.name}={value!r}"):
-                    raise BadSettings(f"{options.as_written(chosen, field.name)}: {reason}")
+        chosen = [self._option(topic) for topic in options.TOPICS]
+        for topic, value in zip(options.TOPICS, chosen, strict=True):
+            options.check_topic(topic, value)
+        for refused, reason in self.refused.items():
+            name, _, value = refused.partition("=")
+            place = next((topic for topic in chosen if hasattr(topic, name)), self)
+            default = _DEFAULTS[name] if place is self else getattr(type(place)(), name)
+            if repr(getattr(place, name)) == value if value else getattr(place, name) != default:
+                raise BadSettings(f"{options.as_written(place, name)}: {reason}")
 
     def _check_settings(self) -> None:
         """Refuse settings that are wrong for any model and data."""

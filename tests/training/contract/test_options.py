@@ -180,27 +180,6 @@ def test_the_option_objects_are_the_same_from_every_door(bench: Bench) -> None:
     assert bench.mh.Trainer(1).checkpoints == Checkpoints()
 
 
-def test_what_a_framework_cannot_do_is_refused_by_name(bench: Bench) -> None:
-    """None of it is dropped silently."""
-    cases = {
-        "Step(side_lanes=False)": {"step": Step(side_lanes=False)},
-        "Step(fused_norms=False)": {"step": Step(fused_norms=False)},
-        "Step(tuned_convolutions=False)": {"step": Step(tuned_convolutions=False)},
-        "Step(parallel=True)": {"step": Step(parallel=True)},
-        "Step(shard=True)": {"step": Step(shard=True)},
-        "Step(activation_checkpointing=True)": {"step": Step(activation_checkpointing=True)},
-        "Workers(per_device=2)": {"workers": Workers(per_device=2)},
-        "Workers(hang_seconds=5.0)": {"workers": Workers(hang_seconds=5)},
-    }
-    for words, options in cases.items():
-        if bench.framework == "torch":
-            bench.mh.Trainer(1, **options)
-            continue
-        with pytest.raises(BadSettings) as raised:
-            bench.mh.Trainer(1, **options)
-        assert str(raised.value).startswith(f"{words}: ")
-
-
 def test_the_help_of_a_trainer_explains_every_option(bench: Bench) -> None:
     for kind in (bench.mh.Trainer, bench.mh.Step, bench.mh.Checkpoints, bench.mh.Workers):
         for name in list(inspect.signature(kind).parameters):

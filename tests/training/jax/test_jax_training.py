@@ -22,7 +22,7 @@ from manyhands.training.jax import trainer
 from manyhands.training.jax.book import datasets
 from manyhands.training.jax.step import running_sums
 from manyhands.training.jax.world import World
-from manyhands.training.options import Checkpoints, Step, Workers
+from manyhands.training.options import Checkpoints, Step
 from manyhands.training.running_sums import Figures
 
 
@@ -300,9 +300,6 @@ def test_devices_of_several_kinds() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"step": Step(shares="measured")}, "in step"),
-        ({"workers": Workers(per_device=2)}, "virtual_devices"),
-        ({"step": Step(compile=False)}, "always compiled"),
         ({"optimizer": "adma"}, "Did you mean 'adamax'"),
         ({"optimizer": lambda rate: rate}, "has to return an optimizer"),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),

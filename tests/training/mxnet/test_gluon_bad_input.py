@@ -27,7 +27,7 @@ from manyhands.errors import (
 from manyhands.training.data.order import epoch_order
 from manyhands.training.mxnet import command, modes, state
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.options import Step, Workers
+from manyhands.training.options import Step
 
 BATCH = 8
 
@@ -195,15 +195,11 @@ def test_devices_that_are_not_there() -> None:
     [
         ({"batch_size": 1}, BadSettings),
         ({"step": Step(shares=[1.0])}, BadShares),
-        ({"step": Step(shares="measured")}, BadSettings),
-        ({"precision": "bf16"}, BadSettings),
         ({"optimizer": "nadam"}, BadSettings),
         ({"optimizer": "sgld"}, BadSettings),
         ({"optimizer": "sdg"}, BadSettings),
         ({"optimizer": 0.1}, BadSettings),
         ({"optimizer": lambda rate: rate}, BadSettings),
-        ({"workers": Workers(per_device=2)}, BadSettings),
-        ({"step": Step(compile=True)}, BadSettings),
         ({"loss": "msee"}, BadSettings),
         ({"schedule": 0.1}, BadSettings),
     ],
@@ -249,6 +245,9 @@ def test_empty_data() -> None:
         fit(mlp(), (X, y[:5]))
     with pytest.raises(BadSettings, match="DataLoader"):
         fit(mlp(), gluon.data.SimpleDataset([1, 2]))
+    rolling = gluon.data.DataLoader(gluon.data.ArrayDataset(*vectors()), 16, last_batch="rollover")
+    with pytest.raises(BadSettings, match=r"last_batch='rollover'.*give last_batch='keep'"):
+        fit(mlp(), rolling)
     with pytest.raises(BadSettings, match=r"NDArrayIter .*DataLoader"):
         fit(mlp(), mx.io.NDArrayIter(X, y, BATCH))
     with pytest.raises(BadBatch, match="only one part"):

@@ -12,7 +12,7 @@ from keras import layers
 from keras_cases import fit, mlp, unequal, vectors
 
 from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
-from manyhands.training.options import Step, Workers
+from manyhands.training.options import Step
 from manyhands.training.tensorflow.book.module import Module
 from manyhands.training.tensorflow.trainer import Trainer
 
@@ -24,9 +24,6 @@ def _decay() -> Any:
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ({"step": Step(shares="measured")}, BadSettings, "one number per device"),
-        ({"workers": Workers(per_device=2)}, BadSettings, "virtual_devices"),
-        ({"step": Step(compile=True)}, BadSettings, "XLA"),
         ({"optimizer": 3}, BadSettings, "function of the learning rate"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, BadSettings, "accumulate"),
         ({"loss": "mean_square"}, BadSettings, "mean_squared_error"),

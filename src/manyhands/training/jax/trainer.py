@@ -69,7 +69,7 @@ class Trainer(BaseTrainer):
         "bce_with_logits": _per_sample(optax.sigmoid_binary_cross_entropy),
     }
     refused: ClassVar[dict[str, str]] = {
-        "precision='fp16'": "JAX has no loss scaling of its own; give 'bf16', which needs none",
+        "precision='fp16'": "its gradients underflow without loss scaling, which is PyTorch's alone here; give 'bf16'",
         "shard": "FSDP2 is PyTorch's; in JAX the shardings of a model divide it",
         "activation_checkpointing": "set it in the model: wrap its blocks in jax.checkpoint (nnx.remat)",
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes virtual CPU devices",
@@ -79,7 +79,7 @@ class Trainer(BaseTrainer):
         "tuned_convolutions": "XLA times its convolutions itself",
         "parallel": "XLA plans a step as a whole already",
         "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
-        "compile=False": "a step in JAX is always compiled",
+        "compile": "a step in JAX is always compiled, by XLA; leave it out",
         "batch_stats='per_device'": "a step in JAX is one program over the whole batch, and so are BatchNorm's "
         "statistics; leave it out, or give 'global'",
     }

@@ -47,7 +47,8 @@ class Trainer(BaseTrainer):
         "bce_with_logits": gluon.loss.SigmoidBinaryCrossEntropyLoss(),
     }
     refused: ClassVar[dict[str, str]] = {
-        "precision='fp16'": "the loss would have to be scaled; give 'fp32'",
+        "precision='fp16'": "its gradients underflow without loss scaling, which is PyTorch's alone here; give 'fp32'",
+        "precision='bf16'": "MXNet 1.9 has no training in bfloat16; give 'fp32', or 'auto' for the model's own",
         "shard": "FSDP2 is PyTorch's; MXNet's replicas hold all weights",
         "activation_checkpointing": "MXNet decides itself: set MXNET_BACKWARD_DO_MIRROR=1 before it starts",
         "per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
@@ -55,6 +56,7 @@ class Trainer(BaseTrainer):
         "side_lanes": "MXNet's engine already runs gradients in parallel; there are no lanes to choose",
         "fused_norms": "MXNet chooses the kernels of a step itself",
         "tuned_convolutions": "MXNet chooses the kernels of a step itself",
+        "fast": "MXNet's engine runs the operations of a step one by one, as they are written; leave it out",
         "parallel": "MXNet's engine already runs independent operations in parallel",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
         "wrt": "set it in the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
@@ -71,10 +73,6 @@ class Trainer(BaseTrainer):
                 f"schedule: {type_in_words(self._option('schedule'))} returns learning rates, and a schedule returns "
                 "factors of the rate: give it to the optimizer, mx.optimizer.SGD(lr_scheduler=...), or a function "
                 "from how much of the training is done (0 to 1) to a factor"
-            )
-        if self._option("precision") == "bf16":
-            raise BadSettings(
-                "precision='bf16': MXNet 1.9 has no training in bfloat16; give 'fp32', or 'auto' for the model's own"
             )
 
     def prepare_model(self, model: Any) -> Any:
@@ -199,5 +197,10 @@ def _source(data: Any, *, shuffle: bool) -> Source:
             "gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size), or (X, y) arrays"
         )
     if isinstance(data, gluon.data.DataLoader):
+        if getattr(data._batch_sampler, "_last_batch", None) == "rollover":
+            raise BadSettings(
+                "a DataLoader with last_batch='rollover' begins an epoch with samples of the one before, so a resumed "
+                "job could not repeat its batches: give last_batch='keep', or 'discard'"
+            )
         return sources.Stream(data, getattr(data._batch_sampler, "_batch_size", None))
     return sources.source(data, shuffle=shuffle)

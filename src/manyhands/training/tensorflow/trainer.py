@@ -49,11 +49,12 @@ class Trainer(BaseTrainer):
     }
     loss_kinds: ClassVar[tuple[type, ...]] = (str, dict, list, tuple)  # names, and losses of several outputs
     refused: ClassVar[dict[str, str]] = {
-        "precision='fp16'": "the loss would have to be scaled; give 'bf16', which needs none",
+        "precision='fp16'": "its gradients underflow without loss scaling, which is PyTorch's alone here; give 'bf16'",
         "shard": "FSDP2 is PyTorch's; TensorFlow's replicas hold all weights",
         "activation_checkpointing": "set it in the layers: build the model in a keras.RematScope",
         "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",
+        "fast": "a step in TensorFlow is always one graph; to see its values, write tf.print",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
