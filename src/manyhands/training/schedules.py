@@ -95,8 +95,7 @@ def check_option(schedule: Any, *, schedulers: bool) -> None:
         )
     if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
         return
-    of_rates = type(schedule).__module__.startswith("keras.") or "optax" in getattr(schedule, "__module__", "")
-    if of_rates:
+    if type(schedule).__module__.startswith("keras.") or getattr(schedule, "__module__", "").startswith("optax."):
         raise BadSettings(
             f"schedule={schedule!r} is a schedule of learning rates: give it to the optimizer, as its learning rate; "
             "here a schedule gives factors of it"

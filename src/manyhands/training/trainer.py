@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +40,7 @@ from manyhands.training.result import Result
 from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Precision, Settings
 
-_DEFAULT_BATCH = 256
+DEFAULT_BATCH = 256
 
 
 class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
@@ -59,8 +59,9 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
             (``["gpu:0", "gpu:1"]``) or of the framework's own objects. Default: None, as ``num_gpus`` says.
         batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
             Default: None, the data's own, else 256.
-        lr: The learning rate of an optimizer that the trainer makes. A finished optimizer has its own: giving ``lr`` as
-            well is an error. Default: None, the optimizer's own default; 0.1 for SGD.
+        lr: The learning rate of an optimizer that the trainer makes; in JAX also a schedule of Optax. A finished
+            optimizer has its own: giving ``lr`` as well is an error. Default: None, the optimizer's own default; 0.1
+            for SGD.
         loss: A name (``"mse"``, ``"mae"``, ``"huber"``, ``"cross_entropy"``, ``"bce_with_logits"``; in TensorFlow also
             any of Keras's), a function, an object, or a class that makes one. Called as the framework calls losses:
             ``loss(output, target)`` with PyTorch, JAX and MXNet, ``loss(y_true, y_pred)`` with Keras. It returns the
@@ -113,7 +114,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         *,
         devices: str | int | Sequence[Any] | None = None,
         batch_size: int | None = None,
-        lr: float | None = None,
+        lr: float | Callable[[Any], Any] | None = None,
         loss: Any = None,
         metrics: Any = None,
         optimizer: Any = None,
@@ -384,6 +385,8 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
         """The training data and the validation data (or None), as the framework's sources."""
+        data = self._source(data, shuffle=True) if self._is_one_data_set(data) else data
+        validation = self._source(validation, shuffle=False) if self._is_one_data_set(validation) else validation
         train, test = fit_arguments.two_parts(data, validation, self._is_array)
         return self._read(train, shuffle=True), None if test is None else self._read(test, shuffle=False)
 
@@ -393,6 +396,10 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         if source.count is not None:
             return source
         return dataclasses.replace(source, divided=devices > 1 or self._in_micro_batches)
+
+    def _is_one_data_set(self, data: Any) -> bool:
+        """Whether nested data, ``({"a": A, "b": B}, y)`` or ``((A, B), y)``, are one data set and no pair of two."""
+        return False
 
     @abc.abstractmethod
     def _source(self, data: Any, *, shuffle: bool) -> Any:
@@ -438,7 +445,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
             chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
         if chosen["max_epochs"] is None:
             chosen["max_epochs"] = self._resolved_epochs(None) or ENDLESS
-        return Settings(batch_size=_DEFAULT_BATCH if size is None else size, **chosen)
+        return Settings(batch_size=DEFAULT_BATCH if size is None else size, **chosen)
 
 
 # The defaults of this __init__: a reader of the book may write another one.

@@ -179,3 +179,51 @@ def test_a_linen_module_is_trained_as_it_is() -> None:
     fresh = mh.Trainer(1, lr=0.1, quiet=True)
     fresh.fit(module, [(X[:16], y[:16]), (X[16:32], y[16:32]), (X[32:], y[32:])])
     assert jax.tree.structure(fresh.model.variables) == jax.tree.structure(variables)
+
+
+class Sowing(linen.Module):
+    """Adds two terms to its loss, as Flax's examples do."""
+
+    @linen.compact
+    def __call__(self, X: Any, train: bool = False) -> Any:
+        hidden = linen.BatchNorm(use_running_average=not train)(linen.Dense(8)(X))
+        self.sow("losses", "penalty", (hidden**2).mean())
+        self.sow("losses", "penalty", 2 * jnp.abs(hidden).mean())
+        return linen.Dense(CLASSES)(hidden)
+
+
+def test_losses_that_a_linen_module_sows_are_added() -> None:
+    X, y = vectors(48)
+    X, module = X.astype(np.float32), Sowing()
+    variables = module.init(jax.random.key(0), X[:1])
+    given = {"params": variables["params"], "batch_stats": variables["batch_stats"]}
+
+    def loss(params: Any) -> Any:
+        output, sown = module.apply({**given, "params": params}, X, train=True, mutable=["batch_stats", "losses"])
+        return optax.softmax_cross_entropy_with_integer_labels(output, y).mean() + sum(jax.tree.leaves(sown["losses"]))
+
+    expected = jax.tree.map(
+        lambda weight, slope: weight - 0.1 * slope, given["params"], jax.grad(loss)(given["params"])
+    )
+    for devices in (1, 2):
+        trainer = mh.Trainer(1, devices=devices, batch_size=48, optimizer=optax.sgd(0.1), quiet=True)
+        result = trainer.fit(module.bind(variables), (X, y))
+        assert result.rows[0]["train_loss"] == pytest.approx(float(loss(given["params"])), rel=1e-5)
+        for ours, plain in zip(
+            jax.tree.leaves(trainer.model.variables["params"]), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
+    with pytest.raises(BadSettings, match=r"sow\('losses', \.\.\.\) and accumulate: .*Leave out accumulate, or"):
+        mh.Trainer(1, lr=0.1, batch_size=16, quiet=True, step=Step(accumulate=2)).fit(module, (X, y))
+
+
+def test_a_linen_module_gets_the_weights_of_a_run(tmp_path: Path) -> None:
+    X, y = vectors(48)
+    module = LinenNet()
+    trainer = mh.Trainer(1, lr=0.1, batch_size=16, quiet=True, run=tmp_path / "run")
+    assert not [note for note in trainer.fit(module, (X, y)).notes if "Python code" in note]
+    other = module.bind(module.init(jax.random.key(9), jnp.asarray(X[:1]), train=False))
+    loaded = mh.load_weights(other, tmp_path / "run")
+    assert jax.tree.all(jax.tree.map(np.array_equal, dict(loaded.variables), dict(trainer.model.variables)))
+    with pytest.raises(BadSettings, match=r"holds no weights: give .*module\.bind\(variables\)"):
+        mh.load_weights(module, tmp_path / "run")

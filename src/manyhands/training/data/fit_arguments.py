@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.errors import BadBatch, BadSettings, type_in_words
@@ -57,7 +57,8 @@ def _only_train(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> 
 
 
 def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
-    return isinstance(part, (tuple, list)) and bool(part) and all(map(is_array, part))
+    parts = part.values() if isinstance(part, Mapping) else part
+    return isinstance(part, (tuple, list, Mapping)) and bool(part) and all(map(is_array, parts))
 
 
 def _loader_of(part: Any) -> Any:

@@ -52,14 +52,19 @@ class ClassLabels:
     ignored: int | None = None
     floats: bool = False  # whether the loss takes 3.0 for class 3
     columns: bool = False  # whether the loss takes labels of shape (n, 1)
+    one_hot: bool = False  # whether the loss takes a number for each class
     _waiting: list[_Summary] = field(default_factory=list, repr=False)
     _of_no_use: bool = field(default=False, repr=False)
 
     def __call__(self, arrays: Sequence[NDArray[Any]]) -> None:
         """Look at the last of the arrays (inputs, labels)."""
-        if len(arrays) < 2 or not len(arrays[-1]) or self._of_no_use:
+        if len(arrays) > 1:
+            self.look(arrays[-1])
+
+    def look(self, labels: NDArray[Any]) -> None:
+        if not len(labels) or self._of_no_use:
             return
-        summary = self._summary(arrays[-1])
+        summary = self._summary(labels)
         if self.classes is None:
             self._waiting.append(summary)
         else:
@@ -86,6 +91,8 @@ class ClassLabels:
         return _Summary(labels.shape, labels.dtype, limits, whole)
 
     def _check(self, labels: _Summary, classes: int) -> None:
+        if self.one_hot and labels.shape[1:] == (classes,) and classes > 1:
+            return
         self._check_kind(labels, classes)
         if len(labels.shape) != 1 and not (self.columns and labels.shape[1:] == (1,)):
             cure = "give y.reshape(-1)" if labels.shape[1:] == (1,) else "give one, or another loss="

@@ -203,6 +203,8 @@ class Stream:
         A loader that shuffles by NumPy's or Python's random numbers gives an epoch the same order each time: the
         numbers are seeded with the job's seed and the epoch while it works.
         """
+        if hasattr(self.loader, "set_order"):
+            self.loader.set_order(seed if self.shuffle else None)
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
         from_loader: Iterable[Any] = drawn_within(OwnStream(mixed), self.loader)
         if not self.targets:
@@ -231,20 +233,18 @@ class Stream:
 Source = Arrays | Stream
 
 
-def source(data: Any, *, shuffle: bool = True, nested: bool = False) -> Source:
+def source(data: Any, *, shuffle: bool = True, structure: Structure | None = None) -> Source:
     """The source that fits what the user has: arrays of any framework, something that gives batches, or a source.
 
-    ``nested``: parts of a batch may be dicts and lists of arrays, as Keras's models take them.
+    ``structure``: a new one, where parts of a batch may be dicts and lists of arrays.
     """
     if isinstance(data, (Arrays, Stream)):
         return data
     data = with_arrays(data)
-    if nested and is_dataset(data):
-        structure = Structure()
+    if structure is not None and is_dataset(data):
         parts = [np.asarray(part) if _is_plain_list(part) else part for part in data]
         return Arrays(tuple(map(as_numpy, structure.flat(parts))), shuffle=shuffle, structure=structure)
-    if nested and _is_of_arrays(data):  # inputs by name, without targets
-        structure = Structure()
+    if structure is not None and _is_of_arrays(data):  # by name
         return Arrays(tuple(map(as_numpy, structure.flat([data]))), shuffle=shuffle, structure=structure)
     if is_array(data):
         return Arrays((as_numpy(data),), shuffle=shuffle)
@@ -253,7 +253,7 @@ def source(data: Any, *, shuffle: bool = True, nested: bool = False) -> Source:
     if isinstance(data, (tuple, list)) and data and is_list_of_numbers(data[0]):
         raise refusals.lists_of_numbers()
     if hasattr(data, "__iter__") and not isinstance(data, (Mapping, str, bytes)):
-        return Stream(data, structure=Structure() if nested else None)
+        return Stream(data, structure=structure)
     raise refusals.not_data(data, _KINDS)
 
 
@@ -310,6 +310,8 @@ def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
 
 
 def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> tuple[Array, ...]:
+    if structure is not None and structure.dicts and isinstance(batch, Mapping):
+        batch, fewest = (batch,), 1
     if not isinstance(batch, (tuple, list)) or len(batch) < fewest:
         raise BadBatch(
             f"the loader gave {refusals.in_words(batch)} where a batch (inputs, target) is needed: give both"

@@ -18,9 +18,13 @@ from manyhands.errors import BadBatch
 
 
 class Structure:
-    """The structure of a data set's batches: that of the first one, which all others must have too."""
+    """The structure of a data set's batches: that of the first one, which all others must have too.
 
-    def __init__(self) -> None:
+    ``dicts``: a batch may be a dict with its target in it, ``{"image": X, "label": y}``. It is then a tuple of one.
+    """
+
+    def __init__(self, *, dicts: bool = False) -> None:
+        self.dicts = dicts
         self._spec: tree.Structure | None = None
 
     def flat(self, batch: Sequence[Any]) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ class Evaluating(abc.ABC):
                 * a list of arrays: batches, one after the other. For a model that needs several inputs, these
                 * a list of tuples: batches (in PyTorch give a loader, or a function that makes batches: there a list is
                   a data set, and each entry a sample)
-                * a dict of arrays by name (PyTorch, Keras)
+                * a dict of arrays by name (PyTorch, JAX, Keras)
                 * a data set or a loader of the framework, or a function that makes batches; each batch is an array, a
                   tuple or a dict as above
             targets: Whether the last part of a tuple is a target. Default: None, it is one unless the model needs it

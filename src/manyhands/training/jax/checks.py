@@ -17,7 +17,9 @@ from manyhands.errors import BadSettings
 from manyhands.training.book import plots
 from manyhands.training.data.labels import ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
+from manyhands.training.jax import batches
 from manyhands.training.jax import skeleton as models
+from manyhands.training.jax.batches import Arguments
 from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.objective import Objective, Supervised, objective_for
 from manyhands.training.jax.skeleton import Skeleton
@@ -33,28 +35,39 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
     """
     if not isinstance(objective, Supervised) or objective.loss_of(model) is not cross_entropy:
         return None
-    objective.labels = look = ClassLabels()
+    objective.labels = labels = ClassLabels(one_hot=True)
     for source in (train, test):
         if isinstance(source, Arrays):
-            look(source.arrays)
-    return look
+            look(labels, source.nested(source.arrays))
+    return labels
+
+
+def look(labels: ClassLabels, batch: Any) -> None:
+    """Check the labels of a batch, or of a whole data set."""
+    target = batches.target_of(batch)
+    if isinstance(target, np.ndarray):
+        labels.look(target)
 
 
 def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
     """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
-    if not isinstance(objective_for(model, loss), Supervised):
+    objective = objective_for(model, loss)
+    if not isinstance(objective, Supervised):
         return plots.why_no_accuracy(model, training=training)
-    return why_no_classes_in(data.arrays) if isinstance(data, Arrays) else None
+    if not isinstance(data, Arrays) or data.structure is not None:
+        return None
+    one_hot = objective.loss_of(model) is cross_entropy and data.arrays[-1].ndim == 2
+    return None if one_hot else why_no_classes_in(data.arrays)
 
 
-def first_inputs(data: Source) -> tuple[Any, ...]:
-    """The inputs of the first sample, for a model that gets its shapes from them."""
+def first_inputs(module: Any, data: Source) -> Arguments:
+    """What a model that gets its shapes from a first sample is called with."""
     if data.is_read_once:
         raise BadSettings(
             "a Linen module needs a sample to get its shapes, and the loader can be read only once: give "
             "module.bind(module.init(jax.random.key(0), X[:1]))"
         )
-    return data.few(1, jax.numpy.asarray)[:-1]
+    return batches.arguments_of(module, data.few(1, jax.numpy.asarray))
 
 
 def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> str | None:
@@ -72,14 +85,14 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
         copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
         value = objective(copy, batch, None, training=True)
-        size = len(batch[0])
+        size = batches.rows(batch)
         return (value.loss * size, size) if value.count is None else (value.loss, value.count)
 
     gradients_of = jax.jit(jax.value_and_grad(total_of, has_aux=True))  # a program for each of a few sizes
 
     def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
         picked = arrays.prepare(tuple(map(arrays.native, arrays.rows([batch[row] for row in rows]))))
-        parts = tuple(map(jax.numpy.asarray, picked))
+        parts = arrays.nested(tuple(map(jax.numpy.asarray, picked)))
         (total, count), gradients = gradients_of(numbers["parameters"], parts)
         arrays_of = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradients)]
         return Pass([Term(float(total), float(count), arrays_of)])

@@ -21,7 +21,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Arrays
-from manyhands.training.jax import world
+from manyhands.training.jax import linen, world
 from manyhands.training.jax.book import datasets
 from manyhands.training.jax.book.models import MODELS
 from manyhands.training.jax.skeleton import Skeleton, doubled, named, refilled
@@ -77,11 +77,17 @@ def load_model(run: str | Path) -> nnx.Module:
     return net
 
 
-def load_weights(model: nnx.Module, run: str | Path) -> nnx.Module:
+def load_weights(model: Any, run: str | Path) -> Any:
     """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
 
-    The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average.
+    The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average. A Linen
+    module has to be bound to variables, ``module.bind(module.init(key, X[:1]))``; one that is bound to the weights is
+    returned.
     """
+    if linen.is_linen(model):
+        wrapped = linen.with_weights(model)
+        _restore(wrapped, recipes.weights_of(run, "jax"))
+        return linen.as_linen(wrapped, model.variables)
     _restore(model, recipes.weights_of(run, "jax"))
     model.eval()
     return model

@@ -22,9 +22,10 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream, as_it_is
+from manyhands.training.data.structure import Structure
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
-from manyhands.training.jax import feed
+from manyhands.training.jax import batches, feed
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import running_sums
@@ -68,7 +69,12 @@ class Evaluation:
 
     def predict(self, state: State, data: Source, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
-        outputs, prepare = _outputs(take), inputs.after(prepared_by(data))
+        outputs, prepared = _outputs(take), prepared_by(data)
+
+        def prepare(batch: Any) -> Any:
+            whole = prepared(batch)
+            return whole if batches.is_dict(whole) else inputs.of(whole)
+
         for window, rows, divided in self._batches(data, None):
             assert not isinstance(rows, Resident)
             output = self.steps.predict(state, rows, divided, prepare)
@@ -169,9 +175,21 @@ def _outputs(take: Take | None) -> PendingOutputs:
     return PendingOutputs(None if take is None or jax.process_index() else deliver)
 
 
-def prepared_by(source: Source) -> Callable[[Any], Any]:
+@dataclass(frozen=True)
+class Prepared:
+    """Prepares the arrays of a batch, and puts them into the structure of the user's batches."""
+
+    prepare: Callable[[Any], Any]
+    structure: Structure | None
+
+    def __call__(self, batch: Any) -> Any:
+        prepared = self.prepare(batch)
+        return prepared if self.structure is None else self.structure.nested(prepared)
+
+
+def prepared_by(source: Source) -> Prepared:
     """The function that prepares a batch: compiled programs are cached by it."""
-    return source.prepare if isinstance(source, Arrays) else as_it_is
+    return Prepared(source.prepare if isinstance(source, Arrays) else as_it_is, source.structure)
 
 
 def _even(count: int, size: int) -> int:

@@ -22,7 +22,7 @@ from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.jax import feed, linen
+from manyhands.training.jax import checks, feed, linen
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
@@ -45,7 +45,7 @@ class Job:
     model: nnx.Module
     skeleton: Skeleton
     objective: Objective
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     optimizer_name: str
     train: Source
     test: Source | None
@@ -66,9 +66,8 @@ class JaxLearner:
         self.optimizer_name = job.optimizer_name
         self.shares = job.settings.fixed_shares
         self.notes: list[str] = []
-        optimizer = optax.with_extra_args_support(job.optimizer)
-        self.steps = Steps(job.skeleton, job.objective, optimizer, world, job.dtype, job.settings)
-        self.state: State = self._first_state(optimizer)
+        self.steps = Steps(job.skeleton, job.objective, job.optimizer, world, job.dtype, job.settings)
+        self.state: State = self._first_state(job.optimizer)
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected(self.state["optimizer"])
         self.sums: Sums = world.put_copy(running_sums.from_figures(Figures()))
@@ -120,7 +119,7 @@ class JaxLearner:
         if isinstance(data, Stream):
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
-                    self.job.labels(parts)
+                    checks.look(self.job.labels, data.nested(parts))
                 yield window, feed.sent(parts, self._divided(window.size), self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)

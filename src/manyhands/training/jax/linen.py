@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen, nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge_variables
@@ -25,20 +24,21 @@ from manyhands.errors import BadSettings
 HOW = "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(X[:1])"
 _TRAINING = ("train", "training", "is_training")
 _EVALUATING = ("deterministic", "use_running_average", "eval")
+_SOWN = "losses"  # the collection of self.sow("losses", name, value)
 
 
 def is_linen(model: object) -> bool:
     return isinstance(model, linen.Module)
 
 
-def variables_of(module: Any, inputs: tuple[Any, ...], seed: int) -> Any:
-    """The variables of a bound Linen module, or new ones for such inputs."""
+def variables_of(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], seed: int) -> Any:
+    """The variables of a bound Linen module, or new ones for such inputs, by position and by name."""
     if module.scope is not None:
         return _plain(module.variables)
     parameters = inspect.signature(type(module).__call__).parameters
     mode = {name: name in _EVALUATING for name in (*_TRAINING, *_EVALUATING) if name in parameters}
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(seed)), strict=True))
-    return _plain(module.init(keys, *map(jnp.asarray, inputs), **mode))
+    return _plain(module.init(keys, *inputs, **named, **mode))
 
 
 def as_nnx(module: Any, variables: Any, seed: int) -> Any:
@@ -62,7 +62,7 @@ def with_weights(model: Any) -> Any:
         raise BadSettings(
             f"the Linen module {type(model).__name__} holds no weights: give trainer.model, or module.bind(variables)"
         )
-    return as_nnx(model, variables_of(model, (), 0), 0)
+    return as_nnx(model, _plain(model.variables), 0)
 
 
 def as_linen(wrapped: Any, variables: Any) -> Any:
@@ -84,6 +84,21 @@ def in_mode(model: nnx.Module, *, training: bool) -> None:
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, nnx.bridge.ToNNX):
             object.__setattr__(layer, "__class__", _with_mode(layer, training=training))
+            nnx.pop(layer, nnx.variable_type_from_name(_SOWN, allow_register=True))  # sow would add to them
+
+
+def sown_losses(model: nnx.Module, *, in_parts: bool) -> Any:
+    """The sum of what Linen modules have sown as ``"losses"`` in their calls: terms of the loss.
+
+    ``in_parts``: the batch is processed in micro-batches, and a term need not be a mean over samples.
+    """
+    sown = jax.tree.leaves(nnx.state(model, nnx.variable_type_from_name(_SOWN, allow_register=True)))
+    if sown and in_parts:
+        raise BadSettings(
+            f"sow({_SOWN!r}, ...) and accumulate: whether the term adds up from micro-batches is not known. Leave out "
+            "accumulate, or let __call__ return the term, and add it in loss=, a function of the output and the target"
+        )
+    return sum(leaf.sum() for leaf in sown)
 
 
 def keeps_statistics(layer: nnx.Module) -> bool:
@@ -96,7 +111,7 @@ def _with_mode(layer: Any, *, training: bool) -> Any:
     mode = {name: training for name in _TRAINING if name in parameters}
     mode |= {name: not training for name in _EVALUATING if name in parameters}
     changing = _collections(layer)
-    if changing and not mode:
+    if set(changing) - {_SOWN} and not mode:
         raise BadSettings(
             f"the Linen module {type(layer.to_nnx__module).__name__} keeps {', '.join(changing)}, and its __call__ has "
             "no argument that says whether it is trained: give it one, __call__(self, x, train: bool = False), and "

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -25,11 +26,12 @@ from manyhands.training import refusals
 from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.evaluation.inputs import input_count
+from manyhands.training.jax import batches
+from manyhands.training.jax.batches import Batch
 from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.loss.own_step import step_name
 
-Batch = tuple[Any, ...]
 Loss = Callable[[Any, Any], Any]
 Rows = NDArray[np.bool_]  # which rows of a batch are samples
 
@@ -47,6 +49,10 @@ class Value:
     @property
     def mean(self) -> jax.Array:
         return self.loss if self.count is None else self.loss / self.count
+
+    def plus(self, penalty: Any) -> Value:
+        """With a term added to the mean."""
+        return replace(self, loss=self.loss + penalty * (1 if self.count is None else self.count))
 
 
 class Objective(Protocol):
@@ -76,19 +82,20 @@ class Supervised:
         return cross_entropy if has_default_loss(model) else model.loss
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
-        if len(batch) < 2:
-            raise refusals.no_target(batch)
-        output, target, loss = _widened(_output(model, batch[:-1])), batch[-1], self.loss_of(model)
-        if loss is cross_entropy and not isinstance(output, jax.Array):
+        target, loss = batches.needed_target(batch), self.loss_of(model)
+        output = output_of(model, *batches.arguments_of(model, batch))
+        if loss is cross_entropy and not (isinstance(output, jax.Array) and isinstance(target, jax.Array)):
             raise BadSettings(
-                f"{type(model).__name__} answers with {type_in_words(output)}, and the default loss, cross-entropy, "
-                "takes an array of class scores: give the trainer loss=, a function of this output and the target"
+                f"{type(model).__name__} answers with {type_in_words(output)}, the target is {type_in_words(target)}, "
+                "and the default loss, cross-entropy, takes an array of class scores and one of classes: give the "
+                "trainer loss=, a function of this output and this target"
             )
         if self.labels is not None:
             self.labels.learn(output.shape)
         if samples is not None:
-            output, target = _only(samples, output), target[np.flatnonzero(samples)]
-        return replace(_value(loss(output, target), "the loss", _correct(output, target)), output=output)
+            output, target = _only(samples, output), _only(samples, target)
+        correct = _correct(output, target, one_hot=loss is cross_entropy)
+        return replace(_value(loss(output, target), "the loss", correct), output=output)
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,8 @@ class OwnStep:
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         name = step_name(model, training=training)
         with _axes_explained(model):
-            value, accuracy = call_step(model, name, batch)
-        correct = None if accuracy is None else jnp.round(accuracy * len(batch[-1]))
+            value, accuracy = call_step(model, name, batches.as_given(batch))
+        correct = None if accuracy is None else jnp.round(accuracy * batches.rows(batch))
         return _value(value, f"{name} of {type(model).__name__}", correct)
 
 
@@ -128,26 +135,23 @@ def check_shares(objective: Objective) -> None:
 
 def predicted(model: nnx.Module, batch: Batch) -> Any:
     """The model's output for a batch with a target, in full precision."""
+    if batches.is_dict(batch):
+        return output_of(model, *batches.arguments_of(model, batch))
     return output_of(model, batch[: input_count(call_of(model), len(batch))])
 
 
-def output_of(model: nnx.Module, inputs: Batch) -> Any:
-    """The model's output in full precision."""
-    return _widened(_output(model, inputs))
+def output_of(model: nnx.Module, inputs: Batch, named: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The model's output in full precision. If it does not take such inputs, the error describes the user's data."""
+    with explained(model, inputs, named):
+        return _widened(model(*inputs, **named))
 
 
 def call_of(model: nnx.Module) -> Callable[..., Any]:
     return type(model).__call__.__get__(model)  # type: ignore[no-any-return]
 
 
-def _output(model: nnx.Module, inputs: Batch) -> Any:
-    """The model's output. If it does not take such inputs, the error describes the user's data."""
-    with explained(model, inputs):
-        return model(*inputs)
-
-
 @contextlib.contextmanager
-def explained(model: Any, inputs: Batch) -> Iterator[None]:
+def explained(model: Any, inputs: Batch, named: Mapping[str, Any]) -> Iterator[None]:
     """Turn an error of the model for these inputs into one that describes the user's data, or the model."""
     try:
         with _axes_explained(model):
@@ -155,7 +159,7 @@ def explained(model: Any, inputs: Batch) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if isinstance(error, (ManyhandsError, jax.errors.JAXTypeError)):
             raise
-        raise BadBatch(_not_taken(model, inputs, error)) from error
+        raise BadBatch(_not_taken(model, inputs, named, error)) from error
 
 
 @contextlib.contextmanager
@@ -176,7 +180,7 @@ def _name(model: Any) -> str:
     return type(getattr(model, "to_nnx__module", model)).__name__
 
 
-def _not_taken(model: Any, inputs: Batch, error: Exception) -> str:
+def _not_taken(model: Any, inputs: Batch, named: Mapping[str, Any], error: Exception) -> str:
     name, reason = _name(model), next(iter(str(error).splitlines()), type(error).__name__)
     if "rngs" in reason:
         return (
@@ -184,18 +188,18 @@ def _not_taken(model: Any, inputs: Batch, error: Exception) -> str:
             "nnx.Dropout(rate, rngs=rngs), and leave rngs out of __call__. The trainer saves and resumes them"
         )
     try:
-        inspect.signature(model).bind(*inputs)
+        inspect.signature(model).bind(*inputs, **named)
     except TypeError:
         return (
             f"a batch has {len(inputs) + 1} parts, (inputs..., target), and {name} does not take {len(inputs)} of them "
             f"as inputs ({reason}). Weights of samples, or several targets, need a training_step(batch) of the model: "
             "it takes all parts, and returns the mean loss or mh.LossSum(total, count)"
         )
-    return str(refusals.not_taken(model, [part.shape[1:] for part in inputs], error))
+    return str(refusals.not_taken(model, [part.shape[1:] for part in jax.tree.leaves((inputs, dict(named)))], error))
 
 
 def _only(samples: Rows, output: Any) -> Any:
-    """The outputs for the rows that are samples."""
+    """The outputs, or the targets, for the rows that are samples."""
 
     def only(leaf: jax.Array) -> jax.Array:
         if leaf.shape[:1] != samples.shape:
@@ -239,8 +243,14 @@ def _widened(output: Any) -> Any:
     return jax.tree.map(widened, output)
 
 
-def _correct(output: Any, target: Any) -> jax.Array | None:
-    """How many rows of class scores are largest at the target; None if these are not class scores."""
-    if getattr(output, "ndim", 0) != 2 or target.ndim != 1 or not jnp.issubdtype(target.dtype, jnp.integer):
+def _correct(output: Any, target: Any, *, one_hot: bool) -> jax.Array | None:
+    """How many rows of class scores are largest at the target; None if these are not class scores.
+
+    ``one_hot``: a target with a number for each class means the class of the largest.
+    """
+    if one_hot and target.shape == output.shape:
+        target = target.argmax(-1)
+    shapes = getattr(output, "ndim", 0), getattr(target, "ndim", 0)
+    if shapes != (2, 1) or not jnp.issubdtype(target.dtype, jnp.integer):
         return None
     return (output.argmax(1) == target).sum()

@@ -45,7 +45,7 @@ class Skeleton:
         self._filters = (nnx.Param if wrt is None else _filter(wrt), nnx.RngState, ...)
         self._graph, *states = nnx.split(model, *self._filters)
         self._states = dict(zip(PARTS, states, strict=True))
-        self._keys = {path: key for path, key in _leaves(self._pure("random")) if _is_key(key)}
+        self._keys = {path: key for path, key in _leaves(self._pure("random")) if is_key(key)}
         self.all_evaluating = _all_evaluating(model)
         if wrt is not None:
             _check_wrt(model, wrt, self._pure("parameters"))
@@ -59,9 +59,7 @@ class Skeleton:
         _, *states = nnx.split(model, *self._filters)
         numbers = {part: nnx.to_pure_dict(state) for part, state in zip(PARTS, states, strict=True)}
         numbers = {part: _only(tree, self._pure(part)) for part, tree in numbers.items()}
-        numbers["random"] = _mapped(
-            lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, numbers["random"]
-        )
+        numbers["random"] = _mapped(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, numbers["random"])
         return numbers
 
     def model(self, numbers: Numbers) -> nnx.Module:
@@ -140,7 +138,7 @@ def _mapped(function: Any, tree: Tree) -> Tree:
     return mapped
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -22,7 +22,9 @@ from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
-from manyhands.training.data.sources import Source, source
+from manyhands.training.data.samples import Samples, is_random_access
+from manyhands.training.data.sources import Source, Stream, is_dataset, source
+from manyhands.training.data.structure import Structure
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.jax import checks, linen, optimizers, world
@@ -36,7 +38,7 @@ from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.trainer import BaseTrainer
+from manyhands.training.trainer import DEFAULT_BATCH, BaseTrainer
 
 _WITH_BF16 = 8.0  # a GPU's compute capability
 
@@ -88,7 +90,10 @@ class Trainer(BaseTrainer):
     model: Any = None
 
     def _check_options(self) -> None:
-        optimizers.check(self._option("optimizer"), self._option("lr"))
+        lr = self._option("lr")
+        optimizers.check(self._option("optimizer"), lr)
+        if callable(lr):  # a schedule of Optax: the optimizer is made with it
+            self.optimizer, self.lr = optimizers.OPTIMIZERS.created(None, self._option("optimizer"), lr), None
 
     def prepare_batch(self, batch: Any) -> Any:
         """The batch as JAX's arrays, on the first of the trainer's devices."""
@@ -98,7 +103,16 @@ class Trainer(BaseTrainer):
         return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        return source(data, shuffle=shuffle)
+        structure = Structure(dicts=True)
+        if is_random_access(data):
+            size = self._option("batch_size") or DEFAULT_BATCH
+            return Stream(Samples(data, size), size, shuffle, structure=structure)
+        return source(data, shuffle=shuffle, structure=structure)
+
+    def _is_one_data_set(self, data: Any) -> bool:
+        """Two dicts of the same names are data to train on and data to validate with."""
+        names = {tuple(part) if isinstance(part, Mapping) else None for part in data} if is_dataset(data) else {None}
+        return is_dataset(data) and (len(names) > 1 or None in names)
 
     def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Optax's optimizers, and Linen's modules, hold nothing that a step changes."""
@@ -113,9 +127,9 @@ class Trainer(BaseTrainer):
     ) -> Result:
         world.check()
         if linen.is_linen(model):
-            inputs = checks.first_inputs(self.train_source)
-            with explained(model, inputs):
-                variables = linen.variables_of(model, inputs, settings.seed)
+            inputs = checks.first_inputs(model, self.train_source)
+            with explained(model, *inputs):
+                variables = linen.variables_of(model, *inputs, settings.seed)
             wrapped = linen.as_nnx(model, variables, settings.seed)
             result = self._train(wrapped, settings, dispatcher, run=run, resume=resume)
             self.model = linen.as_linen(wrapped, variables)
@@ -171,8 +185,9 @@ class Trainer(BaseTrainer):
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         if settings.step.shares is not None and len(here.devices) > 1:
             check_shares(objective)
+        parameters, chosen = skeleton.numbers(model)["parameters"], self._option("optimizer")
         optimizer, name = optimizers.optimizer_for(
-            model, self._option("optimizer"), settings.lr, scheduled=self._option("schedule") is not None
+            model, chosen, settings.lr, parameters, scheduled=self._option("schedule") is not None
         )
         return Job(
             model=model,
@@ -185,7 +200,7 @@ class Trainer(BaseTrainer):
             settings=settings,
             dtype=_dtype(settings, here.devices[0]),
             labels=labels,
-            rate=optimizers.rate_of(model, self._option("optimizer"), settings.lr, optimizer),
+            rate=optimizers.rate_of(model, chosen, settings.lr, optimizer, parameters),
         )
 
 

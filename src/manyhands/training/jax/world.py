@@ -121,10 +121,19 @@ class World:
         return jax.tree.map(copied, tree)
 
     def divided(self, tree: Any) -> Any:
-        """Inside a step: divide every array of the tree over the devices, by its first dimension."""
-        return jax.tree.map(
-            lambda leaf: jax.lax.with_sharding_constraint(leaf, self.in_parts) if leaf.ndim else leaf, tree
-        )
+        """Inside a step: divide every array of the tree over the devices, by its first dimension.
+
+        With 64-bit numbers an array that does not divide evenly is whole on every device: XLA aborts the process where
+        such numbers are the indices of a lookup (of an embedding) that is divided unevenly. Seen with jaxlib 0.10.
+        """
+
+        def divided(leaf: Any) -> Any:
+            if not leaf.ndim:
+                return leaf
+            whole = jax.config.jax_enable_x64 and len(leaf) % len(self.devices)
+            return jax.lax.with_sharding_constraint(leaf, self.everywhere if whole else self.in_parts)
+
+        return jax.tree.map(divided, tree)
 
     def from_first(self, data: bytes) -> bytes:
         """The bytes that the first process has."""

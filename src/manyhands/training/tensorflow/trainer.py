@@ -17,6 +17,7 @@ from manyhands.training import launcher
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source, is_dataset, source
+from manyhands.training.data.structure import Structure
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.metrics import MetricCalls
@@ -83,14 +84,10 @@ class Trainer(BaseTrainer):
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         batches = self._option("limits").batches if shuffle else None
-        return source(repeatable(data, self._option("seed"), batches), shuffle=shuffle, nested=True)
+        return source(repeatable(data, self._option("seed"), batches), shuffle=shuffle, structure=Structure())
 
-    def _sources(self, data: Any, validation: Any = None) -> tuple[Source, Source | None]:
-        """``({"a": A, "b": B}, y)`` and ``((A, B), y)`` are one data set, and no pair of two."""
-        return super()._sources(self._whole(data, shuffle=True), self._whole(validation, shuffle=False))
-
-    def _whole(self, data: Any, *, shuffle: bool) -> Any:
-        return self._source(data, shuffle=shuffle) if is_dataset(data) else data
+    def _is_one_data_set(self, data: Any) -> bool:
+        return is_dataset(data)
 
     def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if isinstance(optimizer, keras.optimizers.Optimizer):

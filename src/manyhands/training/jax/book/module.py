@@ -56,5 +56,7 @@ class DataModule(data_module.DataModule):
 
 
 def cross_entropy(y_hat: jax.Array, y: jax.Array) -> jax.Array:
-    """Of class scores and class numbers, for each sample."""
+    """Of class scores and class numbers, or a number for each class (one-hot, or smoothed), for each sample."""
+    if y.shape == y_hat.shape:
+        return optax.losses.softmax_cross_entropy(y_hat, y)
     return optax.losses.softmax_cross_entropy_with_integer_labels(y_hat, y)

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from manyhands.training.jax import batches, linen
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax.objective import Batch, Objective, Rows, output_of, predicted
+from manyhands.training.jax.batches import Batch
+from manyhands.training.jax.objective import Objective, Rows, output_of, predicted
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.step import running_sums
 from manyhands.training.jax.step.accumulation import Sum, accumulated
@@ -135,13 +137,13 @@ class Steps:
             return so_far, None
         # The model's own step does not return its output.
         output = predicted(self._evaluating(numbers), batch) if value.output is None else value.output
-        return so_far, (output, batch[-1] if len(batch) > 1 else None)
+        return so_far, (output, batches.target_of(batch))
 
     def _predict(self, numbers: Any, rows: Batch, *, division: Division, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         model = self._evaluating(numbers)
         with self._watched(model):
-            return output_of(model, batch)
+            return predicted(model, batch) if batches.is_dict(batch) else output_of(model, batch)
 
     def _real(self, rows: StepInput, division: Division) -> Batch:
         """The rows of a batch, without those at the end that only fill up the last device's part."""
@@ -198,7 +200,7 @@ class Steps:
 
         def total_of(parameters: Any, batch: Batch, numbers: Any, samples: Rows | None) -> tuple[Any, Any]:
             _, (after, value) = self._loss(parameters, numbers["random"], numbers["rest"], batch, samples)
-            size = len(batch[0]) if samples is None else int(samples.sum())
+            size = batches.rows(batch) if samples is None else int(samples.sum())
             total = value.loss * size if value.count is None else value.loss
             count = jnp.asarray(size if value.count is None else value.count, total.dtype)
             return total, (count, after, jnp.zeros((), jnp.int32) if value.correct is None else value.correct)
@@ -222,6 +224,7 @@ class Steps:
             models.computing_in(model, self.dtype, statistics=True)
         with self._watched(model):
             value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
+            value = value.plus(linen.sown_losses(model, in_parts=self.settings.step.accumulate > 1))
         self.counts_correct = value.correct is not None
         numbers = self.skeleton.numbers(model)
         return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value)
@@ -229,7 +232,9 @@ class Steps:
     @contextlib.contextmanager
     def _watched(self, model: Any) -> Iterator[None]:
         attributes = Attributes(
-            (".".join(map(str, (type(model).__name__, *path))), layer) for path, layer in nnx.iter_modules(model)
+            (".".join(map(str, (type(model).__name__, *path))), layer)
+            for path, layer in nnx.iter_modules(model)
+            if not isinstance(layer, nnx.bridge.ToNNX)  # a Linen module has none; these are its variables
         )
         yield
         self.changed |= set(attributes.rewritten())
@@ -255,7 +260,8 @@ def _as_parameters(batch: Batch, parameters: Any) -> Batch:
     def widened(part: jax.Array) -> jax.Array:
         return part.astype(jnp.float64) if double and jnp.issubdtype(part.dtype, jnp.floating) else part
 
-    return tuple(map(widened, batch))
+    widened_batch: Batch = jax.tree.map(widened, batch)
+    return widened_batch
 
 
 def _chosen(good: jax.Array, new: Any, old: Any) -> Any:
