@@ -193,8 +193,8 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         except TypeError as error:
             raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
 
-    def _metrics(self) -> Metrics:
-        """The metrics of a job."""
+    def _metrics(self, model: Any = None) -> Metrics:
+        """The metrics of a job, those of a compiled model included."""
         return metrics_of(self._option("metrics"), self._own_meter, self._joined)
 
     def _own_meter(self, metric: Any) -> Meter | None:
@@ -327,7 +327,7 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
             followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
         rates = any(callback.wants_rates for callback in callbacks)
-        known = monitor.known_figures(self._metrics().names, validates=self.test_source is not None, rates=rates)
+        known = monitor.known_figures(self._metrics(model).names, validates=self.test_source is not None, rates=rates)
         sources = {"train_acc": self.train_source, "val_acc": self.test_source}
 
         def why_not(name: str) -> str | None:

@@ -115,8 +115,6 @@ class OwnTest(keras.Model):
     [
         (OwnStep, {}, "train_step of its own.*training_step"),
         (OwnTest, {}, "test_step of its own.*validation_step"),
-        (keras.Model, {"metrics": ["accuracy", keras.metrics.AUC()]}, r"metrics='auc'.*Trainer\(metrics=\[\.\.\.\]\)"),
-        (keras.Model, {"weighted_metrics": ["mae"]}, "weighted_metrics='mae'"),
         (keras.Model, {"run_eagerly": True}, "run_eagerly=True"),
     ],
 )

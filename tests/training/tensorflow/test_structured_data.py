@@ -128,7 +128,7 @@ def test_accuracy_of_several_outputs_is_not_left_out_in_silence(outputs: str, no
     metrics = [[], ["accuracy"]] if noted else ["accuracy"]
     _, result = trained(in_batches((FEATURES, targets)), outputs, compiled={"loss": losses, "metrics": metrics})
     assert (result.rows[0]["train_acc"] is None) == noted
-    assert any("compiled with accuracy" in note for note in result.notes) == noted
+    assert any("metrics of model.compile" in note for note in result.notes) == noted
 
 
 def test_what_does_not_fit_the_outputs_is_named() -> None:

@@ -68,6 +68,9 @@ _EXPLAINED = {
     "shuffle": "(X, y) arrays are shuffled; for another order give a loader",
     "num_nodes": "start the script with torchrun, which gives every process its place",
     **dict.fromkeys(("verbose", "progress_bar", "enable_progress_bar"), "progress is shown; quiet=True shows none"),
+    "class_weight": "give weights of classes to the loss (torch.nn.CrossEntropyLoss(weight=...)), or weights of "
+    "samples, in Keras and Gluon fit(model, (X, y, weights[y]))",
+    "sample_weight": "weights of samples are a part of the data, in Keras and Gluon fit(model, (X, y, sample_weight))",
     "early_stopping": "it is a callback: Trainer(callbacks=[mh.EarlyStopping('val_loss', patience=3)])",
 }
 _EXPLAINED["patience"] = _EXPLAINED["early_stopping"]

@@ -69,12 +69,15 @@ class OfFunction:
 
 
 class Metrics:
-    """All metrics of a job, by name. Sent to other processes, it is unpacked only in the one that computes them."""
+    """All metrics of a job, by name. Sent to other processes, it is unpacked only in the one that computes them.
 
-    def __init__(self, meters: dict[str, Meter] | None = None) -> None:
+    The values of a meter without a name have names of their own, ``names`` where they are known.
+    """
+
+    def __init__(self, meters: dict[str, Meter] | None = None, names: Sequence[str] | None = None) -> None:
         self._meters, self._packed = meters or {}, b""
         self._last_forms = ("", "")  # outputs and targets of the last piece, in words
-        self.names = tuple(self._meters)
+        self.names = tuple(self._meters if names is None else names)
 
     @property
     def meters(self) -> dict[str, Meter]:
@@ -101,15 +104,15 @@ class Metrics:
         """The next samples, on the host and in order."""
         self._last_forms = _in_words(outputs), _in_words(targets)
         for name, meter in self.meters.items():
-            _explained(name, meter.update, self._last_forms, outputs, targets)
+            _explained(name or "of compile", meter.update, self._last_forms, outputs, targets)
 
     def figures(self) -> dict[str, Any]:
         """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
         values: dict[str, Any] = {}
         for name, meter in self.meters.items():
-            value = _explained(name, meter.result, self._last_forms)
+            value = _explained(name or "of compile", meter.result, self._last_forms)
             if isinstance(value, Mapping):
-                values |= {f"{name}_{key}": _plain(part, name) for key, part in value.items()}
+                values |= {f"{name}_{key}" if name else key: _plain(part, name) for key, part in value.items()}
             else:
                 values[name] = _plain(value, name)
         return values

@@ -18,7 +18,7 @@ from manyhands.training.book import plots
 from manyhands.training.data.labels import ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
-from manyhands.training.tensorflow.loss import keras_losses
+from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
 from manyhands.training.tensorflow.loss.batch_parts import checked_output, parts_of
 from manyhands.training.tensorflow.loss.loss_trial import try_loss
 from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
@@ -35,6 +35,24 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, keras.Layer):
         raise refusals.not_a_model(model, "a keras.Model or a keras.Layer")
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False) is True:
+            raise BadSettings(
+                f"layer {layer.name!r} has stateful=True, which carries its state from each batch to the next: batches "
+                "here are shuffled and divided over devices. Make it with stateful=False, and give whole sequences"
+            )
+
+
+def check_metrics(model: Any, test: Source | None) -> None:
+    """Refuse ``weighted_metrics`` over validation data with weights of samples: metrics are given no weights."""
+    if test is None or not compiled_settings.weighs_metrics(model):
+        return
+    few = few_samples(test, 1)
+    if few is None or parts_of(model, few).sample_weight is not None:
+        raise BadSettings(
+            "the model was compiled with weighted_metrics, and the validation data have weights of samples, which the "
+            "trainer gives to the loss alone: compile the model with metrics=, or leave the weights out of these data"
+        )
 
 
 def materialise(model: Any, data: Source) -> None:

@@ -6,25 +6,29 @@ weights of that moment, so that it can be saved; ``model.stop_training = True`` 
 batch is refused, because its figures would have to be waited for, and so is what writes to the optimizer, which is not
 the one that trains.
 
-A checkpoint keeps the plain numbers of a callback (``wait`` and ``best`` of an EarlyStopping): a resumed job stops
-where it would have stopped.
+A checkpoint keeps the plain numbers of a callback and its lists of arrays (``wait``, ``best`` and ``best_weights`` of
+an EarlyStopping): a resumed job stops where it would have stopped, with the weights that it would have had.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
+from manyhands.training.checkpoints import tensors
 
 _OF_BATCHES = [name for name in dir(keras.callbacks.Callback) if "_batch_" in name and "predict" not in name]
 _INSTEAD = {
-    "LearningRateScheduler": "give the trainer schedule=, or the optimizer a keras.optimizers.schedules object",
-    "ReduceLROnPlateau": "give the trainer schedule=, or the optimizer a keras.optimizers.schedules object",
+    "LearningRateScheduler": "give the trainer schedule=, a function from how much of the training is done (0 to 1) to "
+    "a factor of the rate, or the optimizer a keras.optimizers.schedules object",
+    "ReduceLROnPlateau": "no rate follows a figure here. Give the trainer schedule=mh.one_cycle, or another function "
+    "of how much of the training is done; keras.callbacks.EarlyStopping ends it at a plateau",
     "TensorBoard": "give the trainer loggers=[mh.TensorBoardLogger()]",
     "BackupAndRestore": "give the trainer run= and resume='auto'",
     "TerminateOnNaN": "the trainer stops at a loss that is NaN; step=mh.Step(on_nan='continue') goes on",
@@ -32,6 +36,7 @@ _INSTEAD = {
     "ProgbarLogger": "the trainer shows its progress itself",
 }
 _NAMES = {"train_loss": "loss", "train_acc": "accuracy", "val_acc": "val_accuracy"}
+_PART = "callbacks"  # of a checkpoint
 _NO_FIGURES = ("epoch", "step", "samples", "seconds", "whole")
 
 
@@ -75,10 +80,19 @@ class KerasCallback(Callback):
             self.callback.on_train_end(_logs(training.rows[-1]) if training.rows else {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.callback).items() if _is_plain(value)}
+        # min_delta is an option, whose sign Keras changes at the end of the first epoch.
+        return {name: value for name, value in vars(self.callback).items() if _is_plain(value) and name != "min_delta"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved = dict(state)
+        self._saved |= state
+
+    def arrays(self) -> dict[str, list[Any]]:
+        """Lists of arrays: ``best_weights``."""
+        lists = {name: value for name, value in vars(self.callback).items() if isinstance(value, list) and value}
+        return {name: arrays for name, arrays in lists.items() if all(isinstance(part, np.ndarray) for part in arrays)}
+
+    def load_array(self, name: str, array: Any) -> None:
+        self._saved.setdefault(name, []).append(array)
 
 
 def adapted(values: Any) -> Any:
@@ -111,6 +125,25 @@ def _check(callback: keras.callbacks.Callback) -> None:
 def _logs(row: Row) -> dict[str, Any]:
     figures = {name: value for name, value in row.items() if name not in _NO_FIGURES and value is not None}
     return {_NAMES.get(name, name): value for name, value in figures.items()}
+
+
+def pack(callbacks: Sequence[KerasCallback]) -> dict[str, bytes]:
+    """The arrays of all callbacks, as a part of a checkpoint."""
+    arrays = {
+        f"{number}.{name}.{place:06}": array
+        for number, callback in enumerate(callbacks)
+        for name, several in callback.arrays().items()
+        for place, array in enumerate(several)
+    }
+    return {_PART: tensors.pack(arrays)} if arrays else {}
+
+
+def unpack(callbacks: Sequence[KerasCallback], parts: Mapping[str, bytes]) -> None:
+    """Give the arrays of a checkpoint back to the callbacks."""
+    for key, array in sorted(tensors.unpack(parts[_PART]).items()) if _PART in parts else ():
+        number, name, _ = key.split(".")
+        if int(number) < len(callbacks):
+            callbacks[int(number)].load_array(name, array)
 
 
 def _is_plain(value: Any) -> bool:

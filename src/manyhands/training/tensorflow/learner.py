@@ -27,10 +27,11 @@ from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
-from manyhands.training.tensorflow import naming, optimizers
+from manyhands.training.tensorflow import keras_callbacks, naming, optimizers
 from manyhands.training.tensorflow.data.feed import Feed, StepInput
 from manyhands.training.tensorflow.evaluation import Evaluation, prepared_by
 from manyhands.training.tensorflow.job import Job
+from manyhands.training.tensorflow.keras_callbacks import KerasCallback
 from manyhands.training.tensorflow.loss import compiled_settings
 from manyhands.training.tensorflow.objective import Supervised
 from manyhands.training.tensorflow.ranks.world import World
@@ -60,6 +61,7 @@ class KerasLearner:
         self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
         self.names = naming.names(job.layers)
         self._unknown = [variable.numpy() for _, variable in function.unknown]
+        self.callbacks: list[KerasCallback] = []  # of Keras
         self.notes = self._first_notes()
         # Of a single sample there are no statistics.
         self.least = 2 if world.replicas > 1 and normalises(job.layers) and not self.step_of.all_take_part else 1
@@ -78,7 +80,7 @@ class KerasLearner:
         self._base_rate = None if rate is None else float(self._memory()[rate])
 
     def _first_notes(self) -> list[str]:
-        notes = self.job.notes + compiled_settings.notes(self.job.model)
+        notes = self.job.notes + compiled_settings.notes(self.job.model, tests=self.job.test is not None)
         if normalises(self.job.layers) and self.world.replicas > 1:
             over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
             notes.append(f"batch normalisation takes its statistics over {over}")
@@ -205,7 +207,12 @@ class KerasLearner:
             return None
         return Saved(
             state={"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)},
-            blobs={"model": self._packed_weights(), "optimizer": self._packed_memory(), **self._packed_average()},
+            blobs={
+                "model": self._packed_weights(),
+                "optimizer": self._packed_memory(),
+                **self._packed_average(),
+                **keras_callbacks.pack(self.callbacks),
+            },
         )
 
     def _packed_average(self) -> dict[str, bytes]:
@@ -236,6 +243,7 @@ class KerasLearner:
         self._set_weights(parts["model"])
         if "optimizer" in parts:  # weights from another framework come alone
             self._set_memory(parts["optimizer"])
+        keras_callbacks.unpack(self.callbacks, parts)
         if self.step_of.average:
             self._restore_average(parts)
         self.step_of.set_sums(self.step_of.sums, figures)

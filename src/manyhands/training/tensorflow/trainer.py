@@ -20,7 +20,7 @@ from manyhands.training.data.sources import Source, is_dataset, source
 from manyhands.training.data.structure import Structure
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.evaluation.metrics import MetricCalls
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -106,7 +106,7 @@ class Trainer(BaseTrainer):
         if here.replicas > 1 or settings.step.accumulate > 1:
             note = checks.check_loss(job.layers, job.objective, job.train)
             job.notes += [] if note is None else [note]
-        options = {"schedule": self._option("schedule"), "run": run, "resume": resume, "metrics": self._metrics()}
+        options = {"schedule": self._option("schedule"), "run": run, "resume": resume, "metrics": self._metrics(model)}
         with _statistics_over(job.layers, settings.step.batch_stats):
             result = _fit(job, here, dispatcher, **options)
         if here.size > 1:
@@ -119,6 +119,7 @@ class Trainer(BaseTrainer):
         checks.check_model(model)
         loss = self._option("loss")
         compiled_settings.check(model, loss=loss, tests=self.test_source is not None)
+        checks.check_metrics(model, self.test_source)
         checks.materialise(model, self.train_source)
         optimizer = optimizers.optimizer_for(self._option("optimizer"), model, settings.lr)
         if self._option("schedule") is not None:
@@ -140,7 +141,8 @@ class Trainer(BaseTrainer):
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
         compiled_settings.check(model, loss=self._option("loss"), tests=True)
-        return evaluate.evaluated(self._evaluator(model, source, settings, tests=True), self._metrics())
+        checks.check_metrics(model, source)
+        return evaluate.evaluated(self._evaluator(model, source, settings, tests=True), self._metrics(model))
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_model(model)
@@ -164,6 +166,9 @@ class Trainer(BaseTrainer):
     def _resolved_callbacks(self, callbacks: Any) -> Any:
         return adapted(callbacks)
 
+    def _metrics(self, model: Any = None) -> Metrics:
+        return compiled_settings.with_compiled(super()._metrics(), model)
+
     def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
 
@@ -182,9 +187,9 @@ def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) ->
     """``options``: of the loop."""
     try:
         learner = KerasLearner(job, here)
-        for callback in dispatcher.callbacks:
-            if isinstance(callback, KerasCallback):
-                callback.of_model(job.model, learner.update_caller_model)
+        learner.callbacks = [callback for callback in dispatcher.callbacks if isinstance(callback, KerasCallback)]
+        for callback in learner.callbacks:
+            callback.of_model(job.model, learner.update_caller_model)
         result = Loop(learner, job.settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
     except _LOST as error:
         if here.size == 1:

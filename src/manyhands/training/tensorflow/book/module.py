@@ -58,5 +58,8 @@ def cross_entropy(y_hat: Any, y: Any) -> Any:
 
 
 def before_softmax(output: Any) -> Any:
-    """The scores that Keras's softmax was given, where an answer comes from one: Keras keeps them for its losses."""
-    return getattr(output, "_keras_logits", output)
+    """The scores that a softmax was given, if the output comes from one of Keras's or of TensorFlow's."""
+    if hasattr(output, "_keras_logits"):
+        return output._keras_logits
+    operation = None if tf.is_tensor(output) and hasattr(output, "numpy") else getattr(output, "op", None)
+    return operation.inputs[0] if operation is not None and operation.type == "Softmax" else output

@@ -1,8 +1,8 @@
 """What ``model.compile`` and a model's class say about training: honoured, or refused by name.
 
 Of Keras's own training loop the trainer takes the loss with its weights, the optimizer, regularizers, ``compute_loss``
-and accuracy. It cannot take what is written for one device and one process: a ``train_step`` that updates the weights
-itself, and metrics that are updated while training; the trainer's own ``metrics=`` are of the validation data.
+and metrics, which are of the validation data. It cannot take what is written for one device and one process: a
+``train_step`` that updates the weights itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
 from manyhands.errors import BadSettings
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics, name_of
 
 _ACCURACY = ("accuracy", "acc")
 _OWN_LOOP = {
@@ -42,15 +43,6 @@ def check(model: Any, *, loss: Any, tests: bool) -> None:
             "the model was compiled with run_eagerly=True, and the trainer runs a step as one graph: compile it "
             "without. tf.print shows values in a graph"
         )
-    for option, metrics in _metrics(model).items():
-        strange = [metric for metric in keras.tree.flatten(metrics) if not _is_accuracy(metric)]
-        if strange:
-            name = strange[0] if isinstance(strange[0], str) else getattr(strange[0], "name", strange[0])
-            raise BadSettings(
-                f"the model was compiled with {option}={name!r}, and the trainer takes only accuracy from there: "
-                "compile the model without it and give it to the trainer, Trainer(metrics=[...]), which computes it "
-                "over the validation data"
-            )
 
 
 def check_precision(model: Any) -> None:
@@ -64,15 +56,18 @@ def check_precision(model: Any) -> None:
             )
 
 
-def notes(model: Any) -> list[str]:
-    """What changes no result and is not done."""
+def notes(model: Any, *, tests: bool) -> list[str]:
+    """What changes no result and is not done, or is done otherwise than by ``model.fit``."""
     lines = []
     if getattr(model, "compiled", False) and model.jit_compile and not tf.config.list_physical_devices("GPU"):
         lines.append("the model was compiled with jit_compile=True: the trainer does not use XLA")
-    if _metrics(model) and len(getattr(model, "outputs", None) or ()) > 1:
+    if not tests and _names(model):
+        lines.append("metrics of model.compile are computed over validation data, and there are none")
+    generators = ((layer.name, each) for layer in model._flatten_layers() for each in layer._seed_generators)
+    if seeded := [name for name, generator in generators if generator._initial_seed is not None]:
         lines.append(
-            "the model was compiled with accuracy, which the trainer counts for one output only: give it a function of "
-            "all outputs and targets, metrics={'acc_of_first': function}"
+            f"layer {seeded[0]!r} has a seed of its own: random layers draw by the trainer's seed=, the step and the "
+            "device, so that a resumed job draws the same numbers; they are others than those of model.fit"
         )
     return lines
 
@@ -84,7 +79,7 @@ def has_own_compute_loss(model: Any) -> bool:
 def accuracy(model: Any) -> Any:
     """The function that counts correct predictions where the model was compiled with accuracy; else None."""
     wanted = [metric for metrics in _metrics(model).values() for metric in keras.tree.flatten(metrics)]
-    return _correct if wanted else None
+    return _correct if any(isinstance(metric, str) and metric.lower() in _ACCURACY for metric in wanted) else None
 
 
 def _overrides(model: Any, name: str) -> bool:
@@ -100,8 +95,38 @@ def _metrics(model: Any) -> dict[str, Any]:
     return {name: value for name, value in both.items() if value}
 
 
-def _is_accuracy(metric: Any) -> bool:
-    return isinstance(metric, str) and metric.lower() in _ACCURACY
+def weighs_metrics(model: Any) -> bool:
+    return "weighted_metrics" in _metrics(model)
+
+
+def with_compiled(metrics: Metrics, model: Any) -> Metrics:
+    """The trainer's metrics, and those that the model was compiled with, under the names that Keras gives them."""
+    names = _names(model)
+    if not names:
+        return metrics
+    compiled = model._compile_metrics
+
+    def result() -> dict[str, Any]:
+        counted = _ACCURACY if len(compiled._flat_metrics) == 1 else ()
+        return {name: value for name, value in compiled.result().items() if name not in counted}
+
+    def update(outputs: Any, targets: Any) -> None:
+        compiled.update_state(targets, outputs)
+
+    meter = MetricCalls(compiled.reset_state, update, result)
+    return Metrics({"": meter, **metrics.meters}, (*names, *metrics.names))
+
+
+def _names(model: Any) -> list[str]:
+    """The names of the compiled metrics. The trainer counts the accuracy of a single output itself."""
+    given = [name_of(metric) for metrics in _metrics(model).values() for metric in keras.tree.flatten(metrics)]
+    if _outputs(model) == 1:
+        return [name for name in given if name not in _ACCURACY]
+    return [f"{output}_{name}" for output in getattr(model, "output_names", ()) for name in given]
+
+
+def _outputs(model: Any) -> int:
+    return len(getattr(model, "outputs", None) or (None,))
 
 
 def _correct(target: Any, output: Any) -> Any:

@@ -1,9 +1,10 @@
 """A Keras model as a function of all that it holds.
 
 A model has one set of variables, and each replica needs its own. So only the model's layers are used: within a
-``keras.StatelessScope`` every variable has the replica's value, and what layers would write to their variables (running
-statistics) is returned as new values. The caller's model does not change, and no model has to be cloned. Random layers
-draw from seeds that are computed from (seed, step, replica), so a resumed job draws the same numbers.
+``keras.StatelessScope`` every variable has the replica's value, and what layers write to their variables (running
+statistics, weights that a layer normalises) is returned as new values. The caller's model does not change, and no model
+has to be cloned. Random layers draw from seeds that are computed from (seed, step, replica), so a resumed job draws the
+same numbers.
 
 Within the model's layers and its loss the number of replicas reads 1. Keras's losses (and
 ``tf.nn.compute_average_loss``) divide by that number, because Keras adds up the replicas' losses; the step weighs each
@@ -54,8 +55,8 @@ class Function:
 
     def __call__(
         self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch, *, training: bool
-    ) -> tuple[Losses, list[Any]]:
-        """The loss, regularizers and ``add_loss`` included, and the statistics after it.
+    ) -> tuple[Losses, tuple[list[Any], list[Any]]]:
+        """The loss, regularizers and ``add_loss`` included, and the weights and statistics after it.
 
         ``numbers`` (of the step, the replica and the like) seed the random numbers of this call.
         """
@@ -63,7 +64,11 @@ class Function:
             losses = self.objective(self.model, batch, training=training)
             if not losses.complete:
                 losses = sum((Losses(_penalty(loss)) for loss in self.model.losses), losses)
-        return losses, [scope.get_current_value(variable) for variable in self.statistics]
+        weights, statistics = (
+            [scope.get_current_value(variable) for variable in variables]
+            for variables in (self.trained, self.statistics)
+        )
+        return losses, (weights, statistics)
 
     def output(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
         """The model's output for a batch with or without targets, in evaluation mode and full precision."""
@@ -76,7 +81,7 @@ class Function:
         """Within it the model has these values, and its random numbers are seeded by ``numbers``."""
         mapping = [*zip(self.trained, weights, strict=True), *zip(self.statistics, statistics, strict=True)]
         mapping += zip(self._generators, self._seeds(numbers), strict=True)
-        scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
+        scope = _Scope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
         with self._own_generator(), self._as_it_was(), _as_one_replica(), scope:
             yield scope
 
@@ -104,6 +109,21 @@ class Function:
             yield
         finally:
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+
+
+class _Scope(keras.StatelessScope):  # type: ignore[misc]
+    """The gradient of a weight that was assigned is that of its uses, not of what was assigned: as with variables."""
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        before = self.get_current_value(variable)
+        follows = before is not None and before.dtype.is_floating
+        super().add_update((variable, _assigned(before, value) if follows else value))
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _assigned(before: Any, value: Any) -> Any:
+    return tf.identity(value), lambda upstream: (upstream, None)
 
 
 def _own_layers(model: Any) -> Iterator[tuple[str, Any]]:

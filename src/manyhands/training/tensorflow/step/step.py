@@ -34,6 +34,9 @@ from manyhands.training.tensorflow.step.function import Function
 
 Prepare = Callable[[Batch], Batch]
 
+# Gradients of each term of the loss, weights and statistics, and figures.
+_Outcome = tuple[list[list[Any]], tuple[list[Any], list[Any]], list[Any]]
+
 LOSS, CORRECT, COUNT, BAD_STEP = range(4)
 MOST_SUMS = 8  # losses with a divisor of their own: one for each masked output, or one of the user's
 _NONE_BAD = np.inf
@@ -137,7 +140,7 @@ class Step:
                 return prepare(_gathered(data, order[start:stop], on_host))
 
             numbers = (number, replica, part)
-            more, statistics, now = self._part(rows, stop - start, whole, weights, statistics, numbers)
+            more, (weights, statistics), now = self._part(rows, stop - start, whole, weights, statistics, numbers)
             gradients = [_added(*both) for both in zip(gradients, more, strict=True)] if gradients else more
             sums = _added(sums, now)
         figures, summed = self._divided(gradients, sums, whole)
@@ -151,14 +154,17 @@ class Step:
 
     def _part(
         self, rows: Callable[[], Batch], size: Any, whole: Any, weights: list[Any], statistics: list[Any], numbers: Any
-    ) -> tuple[list[list[Any]], list[Any], list[Any]]:
-        """Gradients of each term of the loss, statistics and figures of a part of a shard, if it has samples."""
+    ) -> _Outcome:
+        """Gradients of each term of the loss, values after it and figures of a part of a shard, if it has samples."""
+        alone = self.replicas == 1 and self.settings.step.accumulate == 1
 
-        def work() -> tuple[list[list[Any]], list[Any], list[Any]]:
+        def work() -> _Outcome:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 tape.watch(weights)
                 losses, after = self.function(weights, statistics, numbers, rows(), training=True)
                 terms = _terms(losses, size, whole)
+            if not alone:
+                self._refuse_assigned(weights, after[0])
             self._terms = len(terms)
             gradients = [tape.gradient(term, weights, unconnected_gradients="zero") for term in terms]
             return (
@@ -167,18 +173,25 @@ class Step:
                 self._figures(losses, size, whole),
             )
 
-        if self.all_take_part or (self.replicas == 1 and self.settings.step.accumulate == 1):
+        if self.all_take_part or alone:
             return work()
 
-        def nothing() -> tuple[list[list[Any]], list[Any], list[Any]]:  # traced after the other branch
-            return (
-                [[tf.zeros_like(weight) for weight in weights] for _ in range(self._terms)],
-                statistics,
-                _no_figures(),
-            )
+        def nothing() -> _Outcome:  # traced after the other branch
+            gradients = [[tf.zeros_like(weight) for weight in weights] for _ in range(self._terms)]
+            return gradients, (weights, statistics), _no_figures()
 
-        outcome: tuple[list[list[Any]], list[Any], list[Any]] = tf.cond(size > 0, work, nothing)
+        outcome: _Outcome = tf.cond(size > 0, work, nothing)
         return outcome
+
+    def _refuse_assigned(self, before: list[Any], after: list[Any]) -> None:
+        """Refuse a weight that is trained and assigned in ``call``: each part of a batch would assign its own value."""
+        for variable, old, new in zip(self.function.trained, before, after, strict=True):
+            if new is not old:
+                raise BadSettings(
+                    f"{variable.path} is trained, and a layer assigns it in its call (as SpectralNormalization does): "
+                    "on several devices, or with accumulate, a batch is processed in parts, each of which would assign "
+                    "it again. Train this model on one device, with accumulate=1"
+                )
 
     def _divided(self, gradients: list[list[Any]], figures: list[Any], whole: Any) -> tuple[Any, list[Any]]:
         """This replica's part of the loss and of its gradients, each sum divided by the count of all replicas."""
@@ -204,7 +217,7 @@ class Step:
         if self.rate is not None:
             new_memory[self.rate] = memory[self.rate]
         average = _read(self.average)
-        old = [*weights, *memory, *_read(self.statistics), *average]
+        old = [*_read(self.weights), *memory, *_read(self.statistics), *average]
         floating = [value for value in statistics if value.dtype.is_floating]
         averaged = [*new_weights, *floating][: len(average)]  # see keep_average: all statistics, or none
         new = [*new_weights, *new_memory, *statistics, *self._moved(average, averaged)]

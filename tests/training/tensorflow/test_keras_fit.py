@@ -1,0 +1,178 @@
+"""A compiled Keras model trains as ``model.fit`` trains it, or is refused with what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras_cases import CLASSES, fit, mlp, tensors, vectors
+
+from manyhands import tensorflow as mh
+from manyhands.errors import BadSettings, UnknownOption
+from manyhands.training.commands import parity
+from manyhands.training.options import Checkpoints, Step
+
+X, Y = vectors(32)
+BATCHES = [(X[start : start + 8], Y[start : start + 8]) for start in range(0, 32, 8)]
+SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    model.compile(keras.optimizers.SGD(0.1), SPARSE, **options)
+    return model
+
+
+def train(model: Any, data: Any, **how: Any) -> Any:
+    return fit(model, data, **{"optimizer": None, "lr": None, "batch_size": 8, **how})
+
+
+def difference_from_fit(make: Any, **how: Any) -> float:
+    by_keras, ours = make(), make()
+    by_keras.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    train(ours, BATCHES, **how)
+    return parity.largest_difference(tensors(ours), tensors(by_keras))
+
+
+# Weights that a layer assigns
+
+
+def normalised() -> Any:
+    """Its kernel is divided by its largest singular value in every call."""
+    keras.utils.set_random_seed(0)
+    dense = layers.SpectralNormalization(layers.Dense(8, activation="tanh"))
+    return compiled(keras.Sequential([layers.Input((6,)), dense, layers.Dense(CLASSES)]))
+
+
+class Renewing(layers.Layer):
+    """Uses a weight, assigns it, and uses it again: both uses have a part in its gradient."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        before = inputs * self.scale
+        self.scale.assign(0.9 * self.scale + 0.05 * keras.ops.square(self.scale))
+        return before + inputs * self.scale
+
+
+def test_a_weight_that_is_assigned_in_a_call_keeps_its_value() -> None:
+    assert difference_from_fit(normalised) < 1e-6
+    assert difference_from_fit(lambda: compiled(mlp(Renewing, dtype="float32"))) < 1e-6
+    for how in ({"devices": 2}, {"step": Step(accumulate=2)}):
+        with pytest.raises(BadSettings, match=r"dense.*/kernel is trained, and a layer assigns it.*on one device"):
+            train(normalised(), BATCHES, **how)
+
+
+def test_state_from_batch_to_batch_is_refused() -> None:
+    rows = X.reshape(32, 2, 3)
+    model = keras.Sequential([layers.Input(batch_shape=(8, 2, 3)), layers.GRU(4, stateful=True, name="memory")])
+    with pytest.raises(BadSettings, match=r"layer 'memory' has stateful=True.*Make it with stateful=False"):
+        train(compiled(model), (rows, Y))
+
+
+def test_seeds_of_random_layers_are_named() -> None:
+    """A note, because they are the trainer's; ``docs/training.md`` says so."""
+    for seed, noted in ((0, True), (None, False)):
+        model = compiled(mlp(lambda seed=seed: layers.Dropout(0.5, seed=seed, name="drops"), dtype="float32"))
+        notes = train(model, (X, Y), epochs=1).notes
+        assert any("layer 'drops' has a seed of its own" in note for note in notes) == noted
+
+
+# Compiled metrics
+
+
+def squared(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y_pred), axis=-1)
+
+
+def test_compiled_metrics_of_any_kind_are_those_of_evaluate() -> None:
+    entropy = keras.metrics.SparseCategoricalCrossentropy(name="entropy", from_logits=True)
+    metrics = ["accuracy", "sparse_top_k_categorical_accuracy", squared, entropy]
+    weighted = [keras.metrics.MeanMetricWrapper(squared, name="weighed")]
+    for devices in (1, 2):
+        model = compiled(mlp(dtype="float32"), metrics=metrics, weighted_metrics=weighted)
+        stopping = mh.EarlyStopping("val_entropy", patience=9)
+        row = train(model, ((X, Y), (X[:27], Y[:27])), devices=devices, callbacks=[stopping]).rows[-1]
+        expected = model.evaluate(X[:27], Y[:27], verbose=0, return_dict=True)
+        assert row["val_acc"] == pytest.approx(expected.pop("accuracy"))
+        assert {name: row[f"val_{name}"] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert len(expected) == 5
+        assert mh.Trainer(quiet=True).evaluate(model, (X[:27], Y[:27]))["entropy"] == pytest.approx(expected["entropy"])
+    assert any(
+        "metrics of model.compile are computed over validation data" in note
+        for note in train(model, (X, Y), epochs=1).notes
+    )
+    with pytest.raises(BadSettings, match=r"weighted_metrics, and the validation data have weights.*with metrics="):
+        train(model, ((X, Y), (X, Y, np.ones(32))))
+
+
+def test_compiled_metrics_of_several_outputs() -> None:
+    inputs = layers.Input((6,))
+    model = keras.Model(
+        inputs, {"price": layers.Dense(1, name="price")(inputs), "kind": layers.Dense(3, name="kind")(inputs)}
+    )
+    model.compile("sgd", {"price": "mse", "kind": SPARSE}, metrics={"price": ["mae"], "kind": ["accuracy"]})
+    data = X, {"price": X[:, :1], "kind": Y}
+    row = train(model, (data, data)).rows[-1]
+    expected = model.evaluate(*data, verbose=0, return_dict=True)
+    for name in ("price_mae", "kind_accuracy"):
+        assert row[f"val_{name}"] == pytest.approx(expected[name], rel=1e-5)
+
+
+# Weights of classes, callbacks, probabilities
+
+
+def test_weights_of_classes_are_weights_of_samples() -> None:
+    weights = np.array([1.0, 5.0, 0.2])
+    by_keras, ours = compiled(mlp(dtype="float32")), compiled(mlp(dtype="float32"))
+    by_keras.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False, class_weight=dict(enumerate(weights)))
+    with pytest.raises(UnknownOption, match=r"class_weight: give .*fit\(model, \(X, y, weights\[y\]\)\)"):
+        mh.Trainer(2).fit(ours, (X, Y), class_weight=dict(enumerate(weights)))
+    train(ours, [(*batch, weights[batch[1]]) for batch in BATCHES], devices=2)
+    assert parity.largest_difference(tensors(ours), tensors(by_keras)) < 1e-5
+
+
+def test_early_stopping_restores_the_best_weights_after_a_resume(tmp_path: Path) -> None:
+    """Also where the best epoch, and the sign of min_delta, are from before."""
+
+    def stopping() -> Any:
+        return keras.callbacks.EarlyStopping("val_loss", patience=3, min_delta=0.5, restore_best_weights=True)
+
+    how: dict[str, Any] = {"epochs": 8, "checkpoints": Checkpoints(keep=1)}
+    whole, resumed = compiled(mlp(dtype="float32")), compiled(mlp(dtype="float32"))
+    result = train(whole, (BATCHES, (X, Y)), epochs=8, callbacks=[stopping()])
+    assert len(result.rows) == 4  # the first epoch is the best
+    train(resumed, (BATCHES, (X, Y)), run=tmp_path / "run", **{**how, "epochs": 2}, callbacks=[stopping()])
+    other = compiled(mlp(dtype="float32"))
+    again = train(other, (BATCHES, (X, Y)), run=tmp_path / "run", **how, resume="auto", callbacks=[stopping()])
+    assert len(again.rows) == 4
+    for one, two in zip(whole.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+class Probabilities(keras.Model):
+    def __init__(self, softmax: Any) -> None:
+        super().__init__()
+        self.dense, self.softmax = (
+            layers.Dense(CLASSES, kernel_initializer=keras.initializers.GlorotUniform(3)),
+            softmax,
+        )
+
+    def call(self, inputs: Any) -> Any:
+        return self.softmax(self.dense(inputs))
+
+
+@pytest.mark.parametrize("how", [{}, {"loss": "cross_entropy"}])
+def test_probabilities_are_not_read_as_scores(how: dict[str, Any]) -> None:
+    """Whether Keras's softmax made them or TensorFlow's."""
+    data = X.astype(np.float32), Y
+    losses = [
+        fit(Probabilities(softmax), data, epochs=1, lr=0.0, **how).rows[0]["train_loss"]
+        for softmax in (tf.identity, keras.activations.softmax, tf.nn.softmax)
+    ]
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
