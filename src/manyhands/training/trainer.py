@@ -208,14 +208,15 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
 
     def _check_topics(self) -> None:
         """Refuse values that are not option objects, and options that the framework does not have."""
-        chosen = [self._option(topic) for topic in options.TOPICS]
-        for topic, value in zip(options.TOPICS, chosen, strict=True):
-            options.check_topic(topic, value)
+        topics = {topic: self._option(topic) for topic in options.TOPICS}
+        for topic, chosen in topics.items():
+            options.check_topic(topic, chosen)
         for refused, reason in self.refused.items():
-            name, _, value = refused.partition("=")
-            place = next((topic for topic in chosen if hasattr(topic, name)), self)
+            name, _, text = refused.partition("=")
+            place = next((topic for topic in topics.values() if hasattr(topic, name)), self)
             default = _DEFAULTS[name] if place is self else getattr(type(place)(), name)
-            if repr(getattr(place, name)) == value if value else getattr(place, name) != default:
+            value = getattr(place, name)
+            if (repr(value) == text) if text else (value != default):
                 raise BadSettings(f"{options.as_written(place, name)}: {reason}")
 
     def _check_settings(self) -> None:

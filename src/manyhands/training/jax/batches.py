@@ -66,9 +66,8 @@ def _named(model: Any, entries: Mapping[str, Any]) -> Arguments:
     inputs = {name: value for name, value in entries.items() if name not in LABELS}
     call = type(getattr(model, "to_nnx__module", model)).__call__
     parameters = inspect.signature(call).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return (), inputs
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     by_name = {name: value for name, value in inputs.items() if name in parameters}
     if by_name:
-        return (), by_name
+        return (), inputs if takes_any else by_name
     return (next(iter(inputs.values())) if len(inputs) == 1 else inputs,), {}

@@ -176,7 +176,7 @@ def _outputs(take: Take | None) -> PendingOutputs:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Preparation:
     """Prepares the arrays of a batch, and puts them into the structure of the user's batches."""
 
     prepare: Callable[[Any], Any]
@@ -187,9 +187,9 @@ class Prepared:
         return prepared if self.structure is None else self.structure.nested(prepared)
 
 
-def prepared_by(source: Source) -> Prepared:
+def prepared_by(source: Source) -> Preparation:
     """The function that prepares a batch: compiled programs are cached by it."""
-    return Prepared(source.prepare if isinstance(source, Arrays) else as_it_is, source.structure)
+    return Preparation(source.prepare if isinstance(source, Arrays) else as_it_is, source.structure)
 
 
 def _even(count: int, size: int) -> int:

@@ -111,8 +111,10 @@ class Trainer(BaseTrainer):
 
     def _is_one_data_set(self, data: Any) -> bool:
         """Two dicts of the same names are data to train on and data to validate with."""
-        names = {tuple(part) if isinstance(part, Mapping) else None for part in data} if is_dataset(data) else {None}
-        return is_dataset(data) and (len(names) > 1 or None in names)
+        if not is_dataset(data):
+            return False
+        first, second = data[:2]
+        return not (isinstance(first, Mapping) and isinstance(second, Mapping) and first.keys() == second.keys())
 
     def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Optax's optimizers, and Linen's modules, hold nothing that a step changes."""
