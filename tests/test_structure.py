@@ -184,7 +184,7 @@ def test_a_door_shows_type_checkers_what_it_has(framework: str) -> None:
 
 
 def test_only_pytorch_has_a_backend_for_torch_compile() -> None:
-    assert set(door.names("torch")) - set(door.names("jax")) == {"compile_backend"}
+    assert set(door.names("torch")) - set(door.names("jax")) == {"compile_backend", "whole_batch"}
     assert door.names("jax") == door.names("tensorflow") == door.names("mxnet")
 
 

@@ -25,3 +25,15 @@ def seconds(value: float) -> str:
         if value * factor >= 1 or unit == "us":
             return f"{value * factor:.3g} {unit}"
     return "0 us"
+
+
+def bytes_in_words(count: float) -> str:
+    """An amount of memory with its unit.
+
+    >>> bytes_in_words(12), bytes_in_words(2048), bytes_in_words(3.5e6)
+    ('12 bytes', '2.05 kB', '3.5 MB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return counted(round(count), "byte")

@@ -79,6 +79,7 @@ OF_TORCH: Mapping[str, str] = MappingProxyType(
         "compile_backend": "manyhands.parallel.torch_entry",
         "parallel": "manyhands.parallel.torch_entry",
         "predict": "manyhands.training.torch.predict.entry",
+        "whole_batch": "manyhands.training.torch.ranks.whole_batch",
     }
 )
 

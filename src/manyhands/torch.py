@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from manyhands.training.torch.command import load_model as load_model
     from manyhands.training.torch.command import load_weights as load_weights
     from manyhands.training.torch.predict.entry import predict as predict
+    from manyhands.training.torch.ranks.whole_batch import whole_batch as whole_batch
     from manyhands.training.torch.trainer import Trainer as Trainer
     from manyhands.training.torch.trainer import train as train
 else:

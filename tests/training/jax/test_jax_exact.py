@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax_cases import CLASSES, Net, difference, fit, rows, vectors
 
+from manyhands.errors import BadSettings
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.jax.step.division import division
 from manyhands.training.loss.loss_sum import LossSum
@@ -184,3 +185,20 @@ def test_how_samples_lie_on_the_devices() -> None:
     nobody = division(2, 3, [1, 0, 1])
     assert nobody.weights is not None
     assert nobody.weights.tolist() == [True, False, True]
+
+
+class Centred(nnx.Module):
+    """Its forward pass compares the samples of a batch, in front of a loss that is known."""
+
+    def __init__(self) -> None:
+        self.first, self.last = nnx.Linear(6, 8, rngs=nnx.Rngs(3)), nnx.Linear(8, CLASSES, rngs=nnx.Rngs(4))
+
+    def __call__(self, X: Any) -> Any:
+        hidden = jnp.tanh(self.first(X))
+        return self.last(hidden - hidden.mean(0))
+
+
+def test_a_model_that_compares_samples_is_refused_in_parts() -> None:
+    fit(Centred(), vectors(), max_epochs=1)
+    with pytest.raises(BadSettings, match="depends on the other samples"):
+        fit(Centred(), vectors(), max_epochs=1, step=Step(accumulate=2))

@@ -15,6 +15,7 @@ from gluon_cases import CLASSES, Branching, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from manyhands.errors import BadSettings
 from manyhands.training.commands.parity import Trial, compare, largest_difference
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import epoch_order
@@ -251,3 +252,22 @@ def test_parity_in_numpys_mode() -> None:
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adadelta"])
 def test_optimizers_that_remember_in_float32_whatever_the_weights_are(optimizer: str) -> None:
     check(mlp, vectors(), optimizer=optimizer)
+
+
+class Centred(gluon.Block):  # type: ignore[misc]
+    """Its forward pass compares the samples of a batch, in front of one of Gluon's losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = sequential(nn.Dense(8, in_units=6)), sequential(nn.Dense(CLASSES, in_units=8))
+
+    def forward(self, X: Any) -> Any:
+        hidden = self.first(X)
+        return self.last(hidden - hidden.mean(axis=0, keepdims=True))
+
+
+def test_a_model_that_compares_samples_is_refused_in_parts() -> None:
+    fit(Centred(), vectors(), max_epochs=1)
+    for options in ({"devices": 2}, {"step": Step(accumulate=2)}):
+        with pytest.raises(BadSettings, match="depends on the other samples"):
+            fit(Centred(), vectors(), max_epochs=1, **options)

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Arrays
-from manyhands.training.loss.loss_trial import Pass, Term, check, choose, chosen_from, note, partial_note
+from manyhands.training.loss.loss_trial import DRAWS, Pass, Term, check, choose, chosen_from, note, partial_note
 
 X = np.random.default_rng(0).normal(size=(6, 3))
 Y = np.linspace(-1, 1, 6)
@@ -43,7 +43,7 @@ def test_a_mean_over_samples_passes() -> None:
 def test_another_mean_is_refused_with_advice_for_where_it_is_written() -> None:
     with pytest.raises(BadSettings, match=r"put together from 6 parts.*let the loss return .* mh\.LossSum"):
         tried(mean)
-    with pytest.raises(BadSettings, match=r"from training_step: mh\.LossSum"):
+    with pytest.raises(BadSettings, match=r"from training_step: `return mh\.LossSum"):
         tried(mean, own_step=True)
 
 
@@ -85,7 +85,7 @@ def test_gradients_may_round_where_losses_do_not() -> None:
 
 def test_why_it_is_not_known() -> None:
     generator = np.random.default_rng(1)
-    assert tried(lambda rows: mean(rows, generator.uniform(size=6))) == "it draws random numbers"
+    assert tried(lambda rows: mean(rows, generator.uniform(size=6))) == DRAWS
     assert tried(mean, 1) == "there is only one sample"
     assert "NaN" in str(tried(lambda rows: mean(rows, np.full(6, np.nan))))
 
@@ -100,17 +100,18 @@ def test_why_it_is_not_known() -> None:
     assert "(ValueError: too few)" in str(note(ValueError("too few\nand more")))
 
 
-def test_a_sum_is_recognised_although_it_draws_random_numbers() -> None:
-    generator = np.random.default_rng(1)
+def test_advice_is_given_where_it_helps() -> None:
+    """A sum and its divisor repair another mean; nothing repairs a loss that compares samples."""
 
-    def added(rows: Sequence[int]) -> Pass:
-        noise = 100 + generator.uniform(size=6)
-        term = mean(rows, noise).terms[0]
-        return Pass([Term(term.total * len(rows), term.count, term.gradients)])
+    def compared(rows: Sequence[int]) -> Pass:
+        total, gradient = sums(rows, np.ones(6))
+        return Pass([Term(total**2, len(rows), [2 * total * gradient])])
 
-    with pytest.raises(BadSettings, match="put together from 6 parts"):
-        tried(added)
-    assert tried(lambda rows: mean(rows, 100 + 30 * generator.uniform(size=6))) == "it draws random numbers"
+    with pytest.raises(BadSettings, match="LossSum"):
+        tried(mean)
+    with pytest.raises(BadSettings, match="depends on the other samples") as refused:
+        tried(compared)
+    assert "LossSum" not in str(refused.value)
 
 
 def test_a_part_that_fails_leaves_the_others() -> None:

@@ -1,10 +1,10 @@
-"""Tries a user's loss on real samples before a job begins: is it a mean over samples, so that parts of a batch add up?
+"""Tries model and loss on real samples before a job begins: do the parts of a batch add up to the whole?
 
 On several devices, or with ``accumulate``, a batch is processed in parts, and their losses and gradients are added up:
-means weighted by their samples, a ``LossSum`` by its counts. The result is the loss of the whole batch unless the loss
-is another kind of mean, and a user's function does not say. So loss and gradients are computed for a few samples at
-once and for parts of them, and both must agree. For example a mean over tokens, of two texts with 1 and 3 tokens whose
-losses are 4 and 2, 2, 2::
+means weighted by their samples, a ``LossSum`` by its counts. The result is that of the whole batch unless the loss is
+another kind of mean, or model or loss compare samples with each other. No function is trusted by its name: loss and
+gradients are computed for a few samples at once and for parts of them, and both must agree. For example a mean over
+tokens, of two texts with 1 and 3 tokens whose losses are 4 and 2, 2, 2::
 
     whole   (4 + 2 + 2 + 2) / 4 = 2.5
     parts   (4 / 1 + 6 / 3) / 2 = 3.0     -> refused
@@ -46,7 +46,7 @@ _LABELS = 32  # distinct ones, each of which is tried
 # moves gradients far more than the loss: of 20 convolutions in float32 by 4e-3.
 _CLOSE = {"float64": (1e-7, 1e-7), "float32": (1e-4, 3e-2), "tf32": (1e-3, 3e-2)}
 _OTHERWISE_CLOSE = (3e-2, 3e-2)
-_NOISE = 0.1  # relative to the loss: what random numbers may change, and a sum is still recognised
+_WEIGHTS = 1e-2  # by how much weights may miss one
 _SMALL = 1e-3  # of all gradients: those of a weight that are smaller may be nothing but rounding
 
 
@@ -90,20 +90,95 @@ class Pass:
 Compute = Callable[[Sequence[int]], Pass]
 
 
+@dataclass(frozen=True)
+class Difference:
+    """The parts of a batch do not add up to the whole."""
+
+    whole: Pass
+    parts: Sequence[Pass]
+    size: int
+    close: tuple[float, float]
+    halves: Sequence[Pass] | None = None
+
+    def refusal(self, own_step: bool, coupled: str | None = None) -> str:
+        """``own_step``: the loss comes from ``training_step``. ``coupled``: advice where samples are compared."""
+        together = _together(self.parts)
+        values = (
+            f"it is {self.whole.loss:.6g} for {self.size} samples, and {together.loss:.6g} put together from "
+            f"{len(self.parts)} parts of them"
+        )
+        if math.isclose(self.whole.loss, together.loss, rel_tol=1e-4):
+            values = f"the gradients of {self.size} samples are not those of {len(self.parts)} parts of them together"
+        return (
+            f"the loss is not a mean over the samples of a batch: {values}. On several devices, or with accumulate, a "
+            "batch is processed in parts, and this loss would then train another model than one device does. "
+            + (_WEIGHTED[own_step] if self.is_weighted else coupled or _COUPLED)
+        )
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the whole is a weighted mean of the halves, or their sum, loss and gradient alike."""
+        if self.halves is None:
+            return False
+        passes = (self.whole, *self.halves)
+        whole, *halves = (np.concatenate([[each.loss], *map(np.ravel, each.gradients)]) for each in passes)
+        weights = np.linalg.lstsq(np.stack(halves, 1), whole, rcond=None)[0]
+        rest = np.linalg.norm(np.stack(halves, 1) @ weights - whole)
+        are_weights = (weights > 0).all() and math.isclose(weights.sum(), 1, rel_tol=_WEIGHTS)
+        is_sum = np.allclose(weights, 1, rtol=_WEIGHTS)
+        return bool((are_weights or is_sum) and rest <= self.close[1] * np.linalg.norm(whole))
+
+
+_WEIGHTED = {
+    True: "To train with it, return a mean over samples, or a sum and its divisor, from training_step: "
+    "`return mh.LossSum(total, count)` instead of `return total / count`",
+    False: "To train with it, let the loss return one number per sample (called in it, a PyTorch or Keras loss with "
+    "reduction='none' gives them), their mean, or a sum and its divisor: `return mh.LossSum(total, count)` instead of "
+    "`return total / count`",
+}
+_COUPLED = (
+    "The loss of a sample depends on the other samples of its batch, so it needs the whole batch: one device, and "
+    "accumulate=1"
+)
+
+
 def check(batches: Sequence[tuple[Compute, int]], *, precisions: Iterable[str], own_step: bool) -> str | None:
-    """Refuse a loss whose parts do not add up; or say why that is not known.
+    """Refuse a loss whose parts do not add up; or say why that is not known (:func:`compare`).
 
-    Of each batch there are a function that gives the pass of some of its rows, in these ``precisions``, and the number
-    of its samples; the first one is tried most thoroughly. ``own_step``: the loss comes from ``training_step``.
+    ``own_step``: the loss comes from ``training_step``.
     """
-    close = max(_CLOSE.get(name, _OTHERWISE_CLOSE) for name in precisions)
-    outcomes = [
-        _check(compute, size, close, own_step, halves=not number) for number, (compute, size) in enumerate(batches)
-    ]
-    return None if None in outcomes else outcomes[0]
+    outcome = compare(batches, tolerances(precisions))
+    if isinstance(outcome, Difference):
+        raise BadSettings(outcome.refusal(own_step))
+    return outcome
 
 
-def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bool, *, halves: bool) -> str | None:
+def tolerances(precisions: Iterable[str]) -> tuple[float, float]:
+    """How far apart losses, and gradients, may be in these precisions."""
+    return max(_CLOSE.get(name, _OTHERWISE_CLOSE) for name in precisions)
+
+
+def compare(batches: Sequence[tuple[Compute, int]], close: tuple[float, float]) -> Difference | str | None:
+    """How the parts of the batches differ from the whole, or why that is not known; None: they add up.
+
+    Of each batch there are a function that gives the pass of some of its rows, and the number of its samples; the
+    first one is tried most thoroughly.
+    """
+    first: str | None = None
+    for number, (compute, size) in enumerate(batches):
+        outcome = _compared(compute, size, close, halves=not number)
+        if isinstance(outcome, Difference) or outcome is None:
+            return outcome if isinstance(outcome, Difference) else _rest(batches[number + 1 :], close)
+        first = first or outcome
+    return first
+
+
+def _rest(batches: Sequence[tuple[Compute, int]], close: tuple[float, float]) -> Difference | None:
+    outcomes = (_compared(compute, size, close, halves=False) for compute, size in batches)
+    return next((outcome for outcome in outcomes if isinstance(outcome, Difference)), None)
+
+
+def _compared(compute: Compute, size: int, close: tuple[float, float], *, halves: bool) -> Difference | str | None:
     whole = compute(range(size))
     if not whole.is_finite:
         return "it is NaN for the samples that were tried"
@@ -111,17 +186,18 @@ def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bo
         return "there is only one sample"
     why: str | None = "it is NaN, or fails, for a part of a batch"
     for passes in _divisions(compute, size, halves=halves):
-        why, together = None, _together(passes)
-        if not _differ(whole, together, passes, close):
+        why = None
+        if are_close(whole, _together(passes), passes, close):
             continue
         repeated = compute(range(size))
-        draws = not repeated.is_finite or _differ(whole, repeated, [repeated], close)
-        if draws and not _is_sum(whole, repeated, together, len(passes)):
-            return "it draws random numbers"
-        raise BadSettings(_refusal(whole.loss, together.loss, size, len(passes), own_step))
+        if not repeated.is_finite or not are_close(whole, repeated, [repeated], close):
+            return DRAWS
+        in_half = _all(compute, [range(size // 2), range(size // 2, size)])
+        return Difference(whole, passes, size, close, in_half)
     return why
 
 
+DRAWS = "it draws random numbers, or counts its calls: two passes over the same samples differ"
 READ_ONCE = "the loader can be read only once"
 
 
@@ -300,37 +376,11 @@ def _together(passes: Sequence[Pass]) -> Pass:
     return Pass([added(terms) for terms in zip(*(pass_.terms for pass_ in passes), strict=True)])
 
 
-def _differ(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[float, float]) -> bool:
-    """Whether losses or gradients are further apart than rounding explains, relative to those of the parts."""
+def are_close(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[float, float]) -> bool:
+    """Whether losses and gradients are no further apart than rounding explains, relative to those of the parts."""
     if abs(whole.loss - other.loss) > close[0] * (sum(abs(part.loss) for part in parts) / len(parts) or 1.0):
-        return True
+        return False
     scales = [max(column) for column in zip(*(part.norms for part in parts), strict=True)]
     least = _SMALL * math.hypot(*scales) or 1.0
     gaps = [float(np.linalg.norm(a - b)) for a, b in zip(whole.gradients, other.gradients, strict=True)]
-    return any(gap > close[1] * max(scale, least) for gap, scale in zip(gaps, scales, strict=True))
-
-
-def _is_sum(whole: Pass, repeated: Pass, together: Pass, number: int) -> bool:
-    """Whether the loss is clearly a sum over samples although it draws random numbers, as that of most autoencoders."""
-    expected = number * together.loss
-    return bool(expected) and all(math.isclose(loss, expected, rel_tol=_NOISE) for loss in (whole.loss, repeated.loss))
-
-
-def _refusal(whole: float, parts: float, size: int, number: int, own_step: bool) -> str:
-    if own_step:
-        advice = "return a mean over samples, or a sum and its divisor from training_step: mh.LossSum(total, count)"
-    else:
-        advice = (
-            "let the loss return one number per sample, or their mean (called in it, a PyTorch or Keras loss with "
-            "reduction='none' gives the numbers); or a sum and its divisor, mh.LossSum(total, count)"
-        )
-    values = f"it is {whole:.6g} for {size} samples, and {parts:.6g} put together from {number} parts of them"
-    if math.isclose(whole, parts, rel_tol=1e-4):
-        values = f"the gradients of {size} samples are not those of {number} parts of them put together"
-    return (
-        f"the loss is not a mean over the samples of a batch: {values}. On several devices, or with accumulate, a "
-        "batch is processed in parts, and this loss would then train another model than one device does. To train with "
-        f"it, {advice}. A mean over the tokens that are not padding ends with `return mh.LossSum(total, count)` "
-        "instead of `return total / count`. A loss that compares samples with each other needs the whole batch: one "
-        "device, and accumulate=1"
-    )
+    return all(gap <= close[1] * max(scale, least) for gap, scale in zip(gaps, scales, strict=True))

@@ -7,6 +7,7 @@ batch to get their shapes, and on several devices, or with ``accumulate``, a los
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,13 +125,15 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
     The model does not change: it is in evaluation mode, gradients are not written to the parameters, and Python
     attributes are put back. MXNet's random numbers are not put back: every step of such a job seeds them.
     """
-    if parts == 1 or objective.is_gluons:
+    if parts == 1:
         return None
     if data.is_read_once:
         return loss_trial.note(loss_trial.READ_ONCE)
     arrays = loss_trial.arrays_of(data)
     chosen, attributes = loss_trial.choose(arrays), replicas.attributes(model)
     seen = loss_trial.seen_of(data, chosen)
+    if objective.is_gluons:
+        chosen, seen = dataclasses.replace(chosen, batches=chosen.batches[:1]), None  # how labels weigh is known
     trained = [parameter.list_data()[0] for parameter in replicas.distinct(model) if parameter.grad_req != "null"]
 
     def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:

@@ -92,7 +92,9 @@ class Rank:
                 "same updates with a sample that it has had before, and statistics over all devices would count it. "
                 "Leave out batch_stats"
             )
-        self.all_take_part = self._global_stats or self.sharded or (self.makes_updates and world.size > 1)
+        several = world.size > 1
+        gathers = job.objective.rows is not None
+        self.all_take_part = self._global_stats or self.sharded or (several and (self.makes_updates or gathers))
         self.model = self._shard_model(job) if self.sharded else self._place_model(job.model)
         self.least = 2 if world.size > 1 and not self._global_stats and normalises_batches(self.model) else 1
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing

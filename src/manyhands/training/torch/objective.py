@@ -24,6 +24,7 @@ from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
+from manyhands.training.torch.ranks.whole_batch import Rows
 from manyhands.training.torch.step.known_means import ClassWeightsCast, KnownMeans, function_and_options
 
 
@@ -42,10 +43,13 @@ class Objective(abc.ABC):
     and its count (:class:`LossSum`), and all sums are divided by all counts, once. False: the loss is a mean over
     samples. None: not known, because no batch is processed in parts.
 
+    ``rows`` are gathered from all ranks for a loss that needs the whole batch. None: each rank's loss is of its part.
+
     ``dtype``: that of the model, where the trainer has changed it; class weights of a loss are then cast to it.
     """
 
     sums: bool | None = None
+    rows: Rows | None = None
     dtype: torch.dtype | None = None
     batch_idx: int = 0  # the number of the batch in its epoch, for a step that takes it
 
@@ -57,6 +61,13 @@ class Objective(abc.ABC):
 
         ``known``, where it is given, is entered around the code that computes the loss.
         """
+
+    def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
+        """What the loss is computed from; None where the model computes its loss itself."""
+        return None
+
+    def _gathered(self, output: Any, target: Any) -> tuple[Any, Any]:
+        return (output, target) if self.rows is None else self.rows.gathered(output, target)
 
     def __call__(
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
@@ -143,38 +154,36 @@ class Supervised(Objective):
 
     def is_mean(self, model: torch.nn.Module) -> bool:
         """For batches that are not dicts; with dicts the default loss is the one in the model's output."""
-        return is_torchs_mean(self.loss)
+        return self.rows is None and is_torchs_mean(self.loss)
+
+    def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
+        if not isinstance(batch, Mapping):
+            inputs, target = inputs_and_target(batch)
+            return model(*inputs), target
+        return None if self.is_default else (dict_batches.output_of(model, batch), batch)
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, Scored | None]:
-        if isinstance(batch, Mapping):
-            return self._value_by_name(model, batch, known)
-        inputs, target = inputs_and_target(batch)
-        output = model(*inputs)
-        if self.labels is not None and self.labels.classes is None:
-            self.labels.learn(output)
-        _check_shapes(self.loss, output, target)
-        with known or nullcontext():
-            value = in_full(self.loss, output, target)
-        if not isinstance(value, LossSum):
-            value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
-        return value, class_scores(output, target)
-
-    def _value_by_name(
-        self, model: torch.nn.Module, batch: Mapping[str, Any], known: TorchFunctionMode | None
-    ) -> tuple[Any, Scored | None]:
-        if self.is_default:
+        both = self.output_and_target(model, batch)
+        if both is None:
             with known or nullcontext():
                 output = dict_batches.output_of(model, batch)
-            value = dict_batches.loss_of(output, model, batch)
+            target, value = batch, dict_batches.loss_of(output, model, batch)
         else:
-            output = dict_batches.output_of(model, batch)
+            output, target = self._gathered(*both)
+            if not isinstance(batch, Mapping):
+                if self.labels is not None and self.labels.classes is None:
+                    self.labels.learn(output)
+                _check_shapes(self.loss, output, target)
             with known or nullcontext():
-                value = in_full(self.loss, output, batch)
+                value = in_full(self.loss, output, target)
+            output, own = both
         if not isinstance(value, LossSum):
-            value = mean_loss(self.loss, _loss_from(value, "the loss"), batch)
-        return value, class_scores(*dict_batches.count_correct(output, batch))
+            value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
+        if isinstance(batch, Mapping):
+            return value, class_scores(*dict_batches.count_correct(output, batch))
+        return value, class_scores(output, own)
 
 
 @dataclass
@@ -194,9 +203,8 @@ class OwnStep(Objective):
     plotted_accuracy: Any = dataclasses.field(default=None, init=False)
 
     def is_mean(self, model: torch.nn.Module) -> bool:
-        if not isinstance(model, Module) or type(model).validation_step is not Module.validation_step:
-            return False
-        return type(model).loss is Module.loss
+        is_of_book = isinstance(model, Module) and type(model).validation_step is Module.validation_step
+        return self.rows is None and is_of_book and getattr(type(model), "loss", None) is Module.loss
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
@@ -209,11 +217,11 @@ class OwnStep(Objective):
                 f"training_step(batch, optimizers) of {type(model).__name__} makes updates and has no loss to show: "
                 "give the model a validation_step(self, batch) that returns one"
             )
-        if isinstance(model, Module) and getattr(type(model), name) is getattr(Module, name):
-            inputs, target = inputs_and_target(batch)  # the same step, but with the outputs at hand
+        if _is_of_book(model, name):  # the same step, but with the outputs at hand
+            inputs, target = inputs_and_target(batch)
             output = user(*inputs)
             with known or nullcontext():
-                return in_full(user.loss, output, target), class_scores(output, target)
+                return in_full(user.loss, *self._gathered(output, target)), class_scores(output, target)
         with known or nullcontext():
             returned = self._called(getattr(user, name), batch)
             if not trains and (plots := plots_of(model)) is not None:
@@ -229,6 +237,12 @@ class OwnStep(Objective):
                 f"{who} returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
             )
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
+
+    def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
+        if not _is_of_book(model, "training_step"):
+            return None
+        inputs, target = inputs_and_target(batch)
+        return model(*inputs), target
 
     def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
         share, self.plotted_accuracy = self.plotted_accuracy, None
@@ -248,6 +262,11 @@ class OwnStep(Objective):
     def why_not_captured(self, model: torch.nn.Module) -> str | None:
         step: Any = getattr(model, "training_step", None)
         return "training_step takes batch_idx, another number in every step" if takes_number(step) else None
+
+
+def _is_of_book(model: torch.nn.Module, name: str) -> bool:
+    """Whether this step is the one that the book's Module has: a loss of outputs and targets."""
+    return isinstance(model, Module) and getattr(type(model), name) is getattr(Module, name)
 
 
 def takes_number(step: Callable[..., Any]) -> bool:

@@ -124,12 +124,24 @@ class Trainer(BaseTrainer):
         job.callbacks = dispatcher.plan
         diagnosed = _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error))
         with plots.taken_over(model), diagnosed:
+            device = self._launched_device() if launcher.is_launched() else self.ranks[0]
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
                 gradient_hooks.check(model, settings.step, launcher.size() or len(self.ranks))
-                checks.check_loss(model, job, launcher.size() or len(self.ranks))
+                warnings = checks.check_loss(model, job, launcher.size() or len(self.ranks), device)
+            for text in warnings:
+                dispatcher.event({"kind": "warning", "text": text})
             return self._fit(job, dispatcher)
+
+    def _launched_device(self) -> torch.device:
+        """The device of this rank of a launcher: a GPU where every rank of the machine has its own."""
+        place = launcher.place()
+        on_cpu = self._option("devices") is not None and not self.gpus
+        gpus = 0 if on_cpu or virtual.stands_in() else torch.cuda.device_count()
+        if gpus < (1 if place.sees_own_gpus else place.local_size):
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if place.sees_own_gpus else place.local_rank)
 
     def _fit(self, job: Job, dispatcher: Dispatcher) -> Result:
         ranks = [] if launcher.is_launched() else self.ranks
@@ -198,14 +210,11 @@ class Trainer(BaseTrainer):
     def _as_rank(self, settings: Settings, say: Callable[[dict[str, Any]], Any]) -> Iterator[world.World]:
         """The world of a launcher, for as long as a job lasts."""
         place = launcher.place()
-        on_cpu = self._option("devices") is not None and not self.gpus
-        gpus = 0 if on_cpu or virtual.stands_in() else torch.cuda.device_count()
-        own_gpu = gpus >= (1 if place.sees_own_gpus else place.local_size)
-        if gpus and not own_gpu and place.rank == 0:
+        device = self._launched_device()
+        gpus = 0 if virtual.stands_in() else torch.cuda.device_count()
+        if gpus and device.type == "cpu" and place.rank == 0 and (self.gpus or self._option("devices") is None):
             say({"kind": "warning", "text": _too_few(gpus, place.local_size)})
-        number = 0 if place.sees_own_gpus else place.local_rank
-        device = torch.device("cuda", number) if own_gpu else torch.device("cpu")
-        name = "nccl" if own_gpu else "gloo"
+        name = "nccl" if device.type == "cuda" else "gloo"
         seconds = world.PATIENCE_UNDER_LAUNCHER * settings.workers.hang_seconds
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
         try:

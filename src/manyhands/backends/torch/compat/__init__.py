@@ -55,6 +55,7 @@ from manyhands.backends.torch.compat.attributes import (
     PARAMETERS,
     BatchNorm,
     Convolution,
+    Dropout,
     autocast_like,
     base,
     check_input,

@@ -13,9 +13,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.utils import parametrize
 
-__all__ = ["BatchNorm", "Convolution"]  # the classes of all BatchNorm layers and of all convolutions
+__all__ = ["BatchNorm", "Convolution", "Dropout"]  # the classes of all BatchNorm layers, convolutions and dropouts
 
 # The dicts of a module that hold its tensors and the modules in it.
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"

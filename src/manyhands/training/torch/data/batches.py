@@ -32,6 +32,7 @@ class Shard:
 
     parts: tuple[Batch, ...]
     sizes: tuple[int, ...]  # the samples in each of them
+    of_ranks: tuple[int, ...] = ()  # the samples that each rank has of the batch
 
     @property
     def size(self) -> int:

@@ -69,14 +69,10 @@ def shards(
     """
     spans = [window.part(world.rank, world.size, shares, least=least) for window in windows]
     parts = [micro_batches(*span, accumulate, empty=empty) for span in spans]
-    return _grouped(parts, _taken(source, order, windows, world, [each for part in parts for each in part], seed))
-
-
-def _grouped(parts: Sequence[Sequence[tuple[int, int]]], batches: Iterator[Batch]) -> Iterator[Shard | None]:
-    """The batches, which are one micro-batch each, by shard."""
-    for spans in parts:
-        sizes = tuple(stop - start for start, stop in spans)
-        yield Shard(tuple(itertools.islice(batches, len(spans))), sizes) if spans else None
+    batches = _taken(source, order, windows, world, [each for part in parts for each in part], seed)
+    for window, cuts in zip(windows, parts, strict=True):
+        sizes, of_ranks = tuple(stop - start for start, stop in cuts), window.sizes(world.size, shares, least=least)
+        yield Shard(tuple(itertools.islice(batches, len(cuts))), sizes, tuple(of_ranks)) if cuts else None
 
 
 def _taken(
@@ -154,7 +150,8 @@ def stream_shards(
             start, stop = (place - window.start for place in window.part(world.rank, world.size, shares, least=least))
             spans = micro_batches(start, stop, accumulate, empty=empty)
             cuts = [cut(batch, *span) if is_cut and not window.whole else batch for span in spans]
-            yield window, Shard(tuple(cuts), tuple(end - begin for begin, end in spans)) if spans else None
+            sizes, of_ranks = (end - begin for begin, end in spans), window.sizes(world.size, shares, least=least)
+            yield window, Shard(tuple(cuts), tuple(sizes), tuple(of_ranks)) if spans else None
 
     # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
     return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()

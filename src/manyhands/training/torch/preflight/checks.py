@@ -1,7 +1,7 @@
 """Checks before a job begins. On one device they make no pass through the model or the loss.
 
 There are two exceptions: lazy layers need a few samples to get their shapes, and on several devices, or with
-``accumulate``, an unknown loss is tried once, on a copy (:mod:`manyhands.training.loss.loss_trial`).
+``accumulate``, model and loss are tried once, on a copy (:mod:`manyhands.training.loss.loss_trial`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates, takes_optimizer
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
+from manyhands.training.torch.ranks.whole_batch import Rows
 from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 from manyhands.training.torch.step.several_optimizers import Several
 
+_HOST = torch.device("cpu")
 _FEW = 2  # normalisation over a batch wants more than one
 
 
@@ -144,28 +146,35 @@ _OF_UPDATES = (
 )
 
 
-def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
+def check_loss(model: torch.nn.Module, job: Job, ranks: int, device: torch.device = _HOST) -> list[str]:
     """Find out how the parts of a batch are put together, where it is processed in parts; refuse what cannot be.
 
-    PyTorch's means over classes are known: with class weights, or labels that are left out, they come as sums and
-    counts. Other losses are tried.
+    PyTorch's means over classes come as sums and counts where class weights, or labels that are left out, ask for it.
+    The model is tried on ``device``. The result are warnings.
     """
     objective, parts = job.objective, ranks > 1 or job.settings.step.accumulate > 1
     if isinstance(objective, OwnStep) and makes_updates(model):  # to try a loss would be to train
         job.notes += [_OF_UPDATES] if parts else []
-        return
+        objective.rows = Rows() if parts else None
+        return []
     if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
         job.notes.append(_MEAN_OF_SUM)
     if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss) and not _loss_of_model(job, parts):
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
-    elif parts and isinstance(objective, OwnStep) and (keys := _several(model, job)):
+    if not parts:
+        return []
+    answers: list[loss_trial.Answer] = []
+    if isinstance(objective, OwnStep) and (keys := _several(model, job)):
         for key in keys:
             job_of_key = dataclasses.replace(job, objective=objective.of_optimizer(key))
-            objective.sums_of[key], note = loss_trial.sums(model, job_of_key)
-            job.notes += [note] if note is not None and note not in job.notes else []
-    elif parts:
-        objective.sums, note = loss_trial.sums(model, job)
-        job.notes += [note] if note is not None else []
+            answers.append(loss_trial.try_parts(model, job_of_key, ranks=ranks, device=device))
+            objective.sums_of[key] = answers[-1].sums
+    else:
+        answers.append(loss_trial.try_parts(model, job, ranks=ranks, device=device))
+        objective.sums = answers[0].sums
+    objective.rows = next((answer.rows for answer in answers if answer.rows is not None), None)
+    job.notes += dict.fromkeys(note for answer in answers for note in answer.notes)
+    return list(dict.fromkeys(warning for answer in answers for warning in answer.warnings))
 
 
 def _several(model: torch.nn.Module, job: Job) -> list[int | str]:

@@ -15,6 +15,7 @@ from manyhands.training.torch.objective import Objective, OwnStep
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
+from manyhands.training.torch.ranks.whole_batch import AllRanks
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.own_updates import OwnUpdates
 from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
@@ -32,8 +33,10 @@ def build_step(rank: Rank) -> PlainStep:
     measures = rank.size > 1 and rank.settings.step.shares == "measured"
     clock = Clock(rank.world.device) if measures else None
     optimizer, objective = rank.optimizer, rank.objective
+    gathers = rank.size > 1 and objective.rows is not None
+    rows = AllRanks(rank.rank) if gathers else None
     if not isinstance(optimizer, Several):
-        return _eager_step(rank, optimizer, objective, clock, rank.model.parameters())
+        return _eager_step(rank, optimizer, objective, clock, rank.model.parameters(), rows)
     if rank.sharded:
         raise BadSettings(
             "Step(shard=True) with several optimizers: parameters are gathered for all at once. Leave shard out, or "
@@ -44,7 +47,7 @@ def build_step(rank: Rank) -> PlainStep:
     for key, entry in optimizer.entries.items():
         parameters = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
         step_objective = objective.of_optimizer(key)
-        steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, number=len(steps))
+        steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, rows, number=len(steps))
     if not rank.makes_updates:
         return EachOptimizer(steps, optimizer, rank.model, rank.average)
 
@@ -61,6 +64,7 @@ def _eager_step(
     objective: Objective,
     clock: Clock | None,
     parameters: Iterable[torch.nn.Parameter],
+    rows: AllRanks | None,
     number: int = 0,
 ) -> EagerStep:
     """The step of one optimizer; ``number``: which of several it is."""
@@ -88,4 +92,5 @@ def _eager_step(
         counts=number == 0,
         # Each rank updates other parts of sharded parameters: what it draws is its own.
         draws=None if rank.sharded else UpdateDraws(optimizer, device, rank.settings.seed, number),
+        rows=rows,
     )

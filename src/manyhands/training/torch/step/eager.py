@@ -24,6 +24,7 @@ from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
+from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
@@ -98,6 +99,7 @@ class EagerStep:
         counts: bool = True,
         scale: LossScale | None = None,
         draws: UpdateDraws | None = None,
+        rows: whole_batch.AllRanks | None = None,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
@@ -106,6 +108,7 @@ class EagerStep:
         self.clock, self.undo, self.average = clock, undo, average
         self.scale = scale  # with float16; ``undo`` then takes updates back
         self._draws = draws
+        self._rows = rows  # gathered from all ranks, for a loss that needs the whole batch
         self._counts = counts  # whether this step counts its samples: of several optimizers' steps the first does
         self._losses: list[torch.Tensor] = []
         # For a step of the model's own, with which a rank without samples takes part; it counts nothing.
@@ -186,9 +189,11 @@ class EagerStep:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
 
     def _work(self, shard: Shard, whole: int, step: int, *, in_sums: bool) -> None:
-        every_rank = self.gradients is not None and self.gradients.every_rank
-        if every_rank and shard.sizes[0] and self._sample is None and isinstance(self.objective, OwnStep):
+        every_rank = self.gradients is not None and self.gradients.every_rank and isinstance(self.objective, OwnStep)
+        if (every_rank or self._rows is not None) and shard.sizes[0] and self._sample is None:
             self._sample = map_tensors(torch.clone, cut(shard.parts[0], 0, 1))
+        if self._rows is not None:
+            self._rows.sizes = shard.of_ranks
         for number, (batch, size) in enumerate(zip(shard.parts, shard.sizes, strict=True)):
             part, last = self.number_format.cast(batch), number == len(shard.parts) - 1
             if self.gradients is not None:
@@ -196,7 +201,7 @@ class EagerStep:
             if in_sums:
                 self._work_in_sums(part, size, last=last)
                 continue
-            with self.number_format.scope(self.device):
+            with self.number_format.scope(self.device), self.gathering():
                 loss, correct = self._loss(part, size)
             self._note(loss)
             self.scaled(loss * (size / whole)).backward()
@@ -205,7 +210,7 @@ class EagerStep:
 
     def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
         """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""
-        with self.number_format.scope(self.device):
+        with self.number_format.scope(self.device), self.gathering():
             if size:
                 both, correct = self.objective.in_parts(self.model, part)
             else:
@@ -247,14 +252,30 @@ class EagerStep:
         if size:
             return self.objective(self.model, part, part=self.in_parts)
         # BatchNorm refuses an empty batch, unless its statistics are global.
-        is_sharded = isinstance(self.gradients, ShardedGradients)
-        with evaluating(self.model) if is_sharded else contextlib.nullcontext():
-            if self._sample is not None and isinstance(self.objective, OwnStep):
-                step = dataclasses.replace(self.objective, training=True)
+        alone = isinstance(self.gradients, ShardedGradients) or self._rows is not None
+        with evaluating(self.model) if alone else contextlib.nullcontext():
+            if self._sample is not None:
+                step = self.objective
+                if isinstance(step, OwnStep):
+                    step = dataclasses.replace(step, training=True)
                 value = step.value(self.model, self.number_format.cast(self._sample))[0]
                 return (value.total if isinstance(value, LossSum) else value) * 0, None
+            if self._rows is not None:
+                raise BadSettings(
+                    "the loss needs the whole batch, and a device has had no samples yet: give larger batches, or "
+                    "fewer devices"
+                )
             output = self._empty_output(part)
         return torch.stack([tensor.sum() * 0 for tensor in tensors_in(output)]).sum(), None
+
+    def gathering(self, sizes: Sequence[int] = ()) -> contextlib.AbstractContextManager[None]:
+        """Within it, ``mh.whole_batch`` gathers from all ranks; ``sizes``: their samples, if others than so far."""
+        if self.gradients is None:
+            return contextlib.nullcontext()
+        if self._rows is None:
+            return whole_batch.gathered_by(whole_batch.not_announced)
+        self._rows.sizes = sizes or self._rows.sizes
+        return whole_batch.gathered_by(self._rows)
 
     def _empty_output(self, part: Batch) -> Any:
         """The output for a shard without samples, so that the rank takes part in the collectives of the layers."""

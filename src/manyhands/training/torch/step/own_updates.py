@@ -152,7 +152,11 @@ class OwnUpdates(SeveralSteps):
         if self.clock is not None:
             self.clock.start()
         # Without samples the statistics of layers must not change.
-        with self.number_format.scope(self.device), contextlib.nullcontext() if size else evaluating(self.model):
+        with (
+            self.number_format.scope(self.device),
+            contextlib.nullcontext() if size else evaluating(self.model),
+            self._first.gathering(() if shard is None else shard.of_ranks),
+        ):
             user: Any = self.model
             user.training_step(self.number_format.cast(batch), self._updates)
         if self.clock is not None:

@@ -1,0 +1,275 @@
+"""Losses and models whose samples depend on each other: exact on several devices, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from training_cases import CLASSES, difference, fit, mlp, vectors
+
+from manyhands import torch as mh
+from manyhands.errors import BadSettings
+from manyhands.training.options import Step
+
+
+def doubled() -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs of views of a sample."""
+    X, _ = vectors(46)
+    return X, X + 0.1 * X.flip(0)
+
+
+def similarity(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """CLIP's loss: each sample has to find its own pair among all others."""
+    scores = functional.normalize(first) @ functional.normalize(second).T
+    labels = torch.arange(len(scores), device=scores.device)
+    return (functional.cross_entropy(scores, labels) + functional.cross_entropy(scores.T, labels)) / 2
+
+
+def dice(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One ratio over the whole batch."""
+    chosen = scores.softmax(1).gather(1, y[:, None])[:, 0]
+    return 1 - (2 * chosen.sum() + 1) / (scores.softmax(1).square().sum() + len(y) + 1)
+
+
+def balanced(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Class weights computed from the batch: it ends in a function that PyTorch divides itself."""
+    counts = torch.bincount(y, minlength=CLASSES).clamp(min=1)
+    return functional.cross_entropy(scores, y, weight=len(y) / counts.to(scores.dtype))
+
+
+def standardised(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy((scores - scores.mean(0)) / (scores.std(0, correction=0) + 0.1), y)
+
+
+class Temperature(nn.Module):
+    """A loss of the whole batch with a parameter of its own among the model's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), self.scale.exp()
+
+
+def scaled_similarity(output: tuple[torch.Tensor, torch.Tensor], pair: torch.Tensor) -> torch.Tensor:
+    return similarity(output[0] * output[1], pair[:, :CLASSES]) * output[1]
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "CLIP": (mlp, lambda output, pair: similarity(output, pair[:, :CLASSES]), doubled),
+    "Dice": (mlp, dice, lambda: vectors(46)),
+    "class weights of the batch": (mlp, balanced, lambda: vectors(46)),
+    "scores standardised over the batch": (mlp, standardised, lambda: vectors(46)),
+    "a temperature": (Temperature, scaled_similarity, doubled),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_of_the_whole_batch_gets_it(name: str) -> None:
+    """Also with uneven shares, and with a last batch of two samples for three ranks."""
+    make, loss, data = CASES[name]
+    torch.manual_seed(3)
+    model = make()
+    options: dict[str, Any] = {"loss": loss, "batch_size": 11, "max_epochs": 2}
+    alone, expected = fit(make(), data(), **options)
+    for ranks, shares in ((2, [0.7, 0.3]), (3, None)):
+        weights, result = fit(make(), data(), ranks, step=Step(shares=shares), **options)
+        assert difference(alone, weights) < 1e-11
+        assert any("gathered" in note for note in result.notes)
+        for one, other in zip(expected.rows, result.rows, strict=True):
+            assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
+    del model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_of_such_a_loss_are_refused(name: str) -> None:
+    make, loss, data = CASES[name]
+    with pytest.raises(BadSettings, match="accumulate=1"):
+        fit(make(), data(), loss=loss, batch_size=11, max_epochs=1, step=Step(accumulate=3))
+
+
+class Contrastive(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.net, self.whole = mlp(), whole
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        first, second = self.net(batch[0]), self.net(batch[1])
+        if self.whole:
+            first, second = mh.whole_batch(first), mh.whole_batch(second)
+        return similarity(first, second)
+
+
+def test_a_training_step_asks_for_the_whole_batch() -> None:
+    alone, _ = fit(Contrastive(False), doubled(), batch_size=11, max_epochs=2)
+    same, _ = fit(Contrastive(True), doubled(), batch_size=11, max_epochs=2)
+    assert difference(alone, same) == 0
+    for ranks in (2, 3):
+        weights, _ = fit(Contrastive(True), doubled(), ranks, batch_size=11, max_epochs=2)
+        assert difference(alone, weights) < 1e-11
+    with pytest.raises(BadSettings, match=r"mh\.whole_batch"):
+        fit(Contrastive(False), doubled(), 2, batch_size=11, max_epochs=1)
+    with pytest.raises(BadSettings, match="accumulate=1"):
+        fit(Contrastive(True), doubled(), batch_size=11, max_epochs=1, step=Step(accumulate=2))
+
+
+class HalfGathered(Contrastive):
+    """Gathers one of two: each device compares other pairs."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        first, second = self.net(batch[0]), self.net(batch[1])
+        return similarity(first[: len(first) // 1], second) + mh.whole_batch(first).square().mean()
+
+
+def test_a_step_that_gathers_too_little_is_refused() -> None:
+    with pytest.raises(BadSettings, match=r"mh\.whole_batch"):
+        fit(HalfGathered(True), doubled(), 2, batch_size=11, max_epochs=1)
+
+
+class Centred(nn.Module):
+    """The forward pass compares samples."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.whole = nn.Linear(6, 5).double(), nn.Linear(5, CLASSES).double(), whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        return self.last(h - (mh.whole_batch(h) if self.whole else h).mean(0))
+
+
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"step": Step(accumulate=2)}])
+def test_a_model_that_compares_samples_is_refused(options: Any) -> None:
+    with pytest.raises(BadSettings, match="depend"):
+        fit(Centred(), vectors(), max_epochs=1, **options)
+
+
+def test_a_model_may_gather_too() -> None:
+    torch.manual_seed(5)
+    start = Centred().state_dict()
+
+    def made(whole: bool) -> nn.Module:
+        model = Centred(whole)
+        model.load_state_dict(start)
+        return model
+
+    alone, _ = fit(made(False), vectors(46), batch_size=11, max_epochs=2)
+    weights, _ = fit(made(True), vectors(46), 2, batch_size=11, max_epochs=2)
+    assert difference(alone, weights) < 1e-11
+
+
+# State that the forward pass changes
+
+
+class Remembers(nn.Module):
+    """Its forward pass changes a buffer: ``reads`` says whether training reads it back."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.net, self.reads = mlp(), reads
+        self.register_buffer("centre", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.centre.lerp_(x.mean(0), 0.1)
+        return self.net(x - self.centre if self.reads else x)
+
+
+class Renormalised(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(30, 8, **options).double(), nn.Linear(8, CLASSES).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words(x).mean(1))
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(30, (40, 3), generator=generator), torch.randint(CLASSES, (40,), generator=generator)
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first one, within the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.slow = mlp(), mlp().requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+                slow.lerp_(fast, 0.3)
+        return (self.net(batch[0]) - self.slow(batch[0])).square().mean()
+
+
+TWO: Any = {"ranks": 2}
+THREE_PARTS: Any = {"step": Step(accumulate=3)}
+
+
+@pytest.mark.parametrize("options", [TWO, THREE_PARTS])
+def test_a_buffer_that_training_reads_is_refused_by_name(options: Any) -> None:
+    with pytest.raises(BadSettings, match="'centre'"):
+        fit(Remembers(True), vectors(), max_epochs=1, **options)
+    _, result = fit(Remembers(False), vectors(), max_epochs=1, **options)
+    assert any("'centre'" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("kind", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_depend_on_the_batch_are_refused(kind: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(BadSettings):
+        fit(Renormalised(**kind), texts(), 2, max_epochs=1)
+    fit(Renormalised(**kind), texts(), max_epochs=1)
+
+
+def test_a_momentum_update_in_the_step_is_exact_on_devices_and_refused_in_parts() -> None:
+    torch.manual_seed(0)
+    start = Momentum().state_dict()
+
+    def made() -> nn.Module:
+        model = Momentum()
+        model.load_state_dict(start)
+        return model
+
+    alone, _ = fit(made(), vectors(46), batch_size=11, max_epochs=2)
+    weights, result = fit(made(), vectors(46), 2, batch_size=11, max_epochs=2)
+    assert difference(alone, weights) < 1e-11
+    assert not any("draws random numbers" in note for note in result.notes)
+    with pytest.raises(BadSettings, match=r"'slow\."):
+        fit(made(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
+
+
+def test_spectral_norm_works_on_devices_and_is_refused_in_parts() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES).double()))
+
+    alone, _ = fit(made(), vectors(46), batch_size=11, max_epochs=2)
+    weights, _ = fit(made(), vectors(46), 2, batch_size=11, max_epochs=2)
+    assert difference(alone, weights) < 1e-11
+    with pytest.raises(BadSettings, match=r"parametrizations\.weight"):
+        fit(made(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
+
+
+def test_a_loss_that_draws_is_announced_and_never_refused() -> None:
+    def variational(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (scores + torch.randn_like(scores)).square().sum() + functional.cross_entropy(scores, y)
+
+    _, result = fit(mlp(), vectors(), 2, loss=variational, max_epochs=1)
+    assert any("not checked" in note and "random" in note for note in result.notes)
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    """Two ranks start from the caller's weights, buffers and random numbers, whatever the trial did to its copy."""
+    model = Remembers(False)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    fit(model, vectors(), 2, max_epochs=1, lr=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
