@@ -124,6 +124,19 @@ def test_two_ranks_on_one_gpu_are_one() -> None:
         assert difference(both, alone) < 1e-10
 
 
+def overlap(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One ratio over the whole batch."""
+    chosen = scores.softmax(1).gather(1, y[:, None])
+    return 1 - 2 * chosen.sum() / (scores.softmax(1).square().sum() + len(y))
+
+
+def test_two_ranks_gather_what_a_loss_of_the_whole_batch_needs() -> None:
+    alone, _ = trained(step=Step(batch_stats="global"), loss=overlap)
+    both, result = trained(step=Step(batch_stats="global"), loss=overlap, workers=Workers(per_device=2))
+    assert any("gathered" in note for note in result.notes)
+    assert difference(both, alone) < 1e-10
+
+
 def test_a_cpu_and_a_gpu_in_one_job() -> None:
     alone, _ = trained(step=Step(batch_stats="global"))
     both, result = trained(step=Step(batch_stats="global", shares="measured"), devices=["gpu:0", "cpu"])

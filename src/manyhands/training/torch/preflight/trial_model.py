@@ -63,8 +63,8 @@ class TrialModel:
                 layer.eval()
             if isinstance(layer, compat.BatchNorm) and layer.running_mean is None:
                 weight = next(self.model.parameters())
-                layer.running_mean, layer.running_var = weight.new_zeros(layer.num_features), weight.new_ones(1)
-                layer.running_var = layer.running_var.expand(layer.num_features).clone()
+                layer.running_mean = weight.new_zeros(layer.num_features)
+                layer.running_var = weight.new_ones(layer.num_features)
 
     def _move_weights(self) -> None:
         """A little, as updates do: a copy of the model within it, which follows it slowly, is then another."""
