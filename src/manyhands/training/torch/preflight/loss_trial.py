@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from manyhands.amounts import bytes_in_words
-from manyhands.errors import BadSettings
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.order import spread
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import FEW, WIDTH, Difference, Look
 from manyhands.training.torch.data import samples
-from manyhands.training.torch.data.batches import Batch, pick, rows, tensors_in
+from manyhands.training.torch.data.batches import Batch, check_asked, pick, rows, tensors_in
 from manyhands.training.torch.data.sources import Arrays, Samples, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep
@@ -75,7 +75,7 @@ def try_parts(model: torch.nn.Module, job: Job, *, ranks: int, device: torch.dev
     try:
         with randomness.preserved(device):
             return _Trial(model, job, ranks, device).answer()
-    except BadSettings:
+    except (BadBatch, BadSettings):
         raise
     except Exception as error:
         note = loss_trial.note(error)
@@ -238,7 +238,13 @@ def _batches(job: Job) -> tuple[list[Few], str | None]:
 
 def _numbered(data: Arrays | Samples, chosen: Sequence[int]) -> Few:
     """Samples by their numbers: each part is collated for itself."""
-    return Few(lambda some: samples.take(data, np.array([chosen[each] for each in some])), len(chosen))
+
+    def take(some: Sequence[int]) -> Batch:
+        batch = samples.take(data, np.array([chosen[each] for each in some]))
+        check_asked(batch, len(some))
+        return batch
+
+    return Few(take, len(chosen))
 
 
 def _unlike(pool: Batch) -> Iterator[Few]:
