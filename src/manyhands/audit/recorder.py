@@ -41,6 +41,7 @@ class Recorder:
         self.step_times: list[float] = [time.perf_counter()]
         self.entries: list[Entry] = []
         self.others: list[tuple[int, Stall, float]] = []  # waits of other threads than the loop's
+        self.loaders: dict[Stall, list[float]] = {}  # where the rest is predicted: the clock's seconds of each batch
         self.used_device = False
         self.frameworks: set[str] = set()
         self.forks = 0
@@ -65,6 +66,9 @@ class Recorder:
 
     def after(self, event: Event) -> None:
         with self._lock:
+            if self.profile is not None and event.stall.kind is Kind.LOADER:
+                self.loaders.setdefault(event.stall, []).append(event.seconds)
+                return
             if threading.get_ident() != self._thread:
                 self.others.append((self.steps, event.stall, self._seconds(event)))
                 return
@@ -167,10 +171,10 @@ def measured_wait(event: Event) -> Wait:
 
 
 def predicted_wait(event: Event, profile: Profile) -> Wait:
-    """What a wait costs on the device that is stood in for."""
+    """What a wait costs on the device that is stood in for: by its profile, never by this machine's clock."""
     kind = event.stall.kind
     if kind in _HOST_ONLY:
-        return Wait(-1, host=event.seconds, drains=False)
+        return Wait(-1, host=profile.launch, drains=False)
     if kind is Kind.SYNCHRONIZE:
         return Wait(-1)
     host, copy = _copy_seconds(kind, event.nbytes, profile) or (0.0, profile.kernel)

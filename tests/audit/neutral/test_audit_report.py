@@ -360,8 +360,33 @@ def test_every_kind_has_words() -> None:
     for kind in Kind:
         assert kind.title
         assert all(kind.cure_in(framework) for framework in FRAMEWORKS)
-        event = watch.Event(Stall(kind, "call", Site(Line(HERE, 1))), 0.0, 0.0, 1000)
-        assert recorder.predicted_wait(event, profile.h200()).host >= 0
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_prediction_has_no_time_of_the_clock(kind: Kind) -> None:
+    reports = []
+    for clock in (0.001, 5.0):
+        made = _recorder(0)
+        for _ in range(12):
+            made.launch(1e-5)
+            _wait(made, 1, kind, seconds=clock)
+            made.step("optimizer")
+        reports.append(report.make(made, program="p", warmup=5).as_data())
+    assert [each.pop("loaders") == {} for each in reports] == [kind is not Kind.LOADER] * 2
+    assert reports[0] == reports[1]
+    assert bool(reports[0]["findings"]) is (kind is not Kind.LOADER)
+
+
+def test_a_loaders_time_is_a_line_of_its_own() -> None:
+    made = _recorder(0)
+    for clock in (9.0, 0.012, 0.012):  # the first batch starts the workers
+        made.launch(1e-5)
+        _wait(made, 1, Kind.LOADER, seconds=clock)
+        made.step("optimizer")
+    audited = report.make(made, program="p", warmup=0)
+    assert audited.loaders == {f"{sites.shown_path(HERE)}:1": 0.012}
+    assert "the data loader takes 12 ms a batch by this machine's clock" in table.text(audited)
+    assert "no hidden waits were found" in audited.verdict
 
 
 def test_the_docs_say_of_every_kind_which_calls_are_seen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,6 @@ _MOST_SPANS = 2000
 _FEWEST = 3  # waits of a line in a program without steps: fewer are not a loop
 _IDLE = 0.3  # of a step: less is no sign of a host that is too slow
 _RARE = 0.1  # waits per step: once an epoch, or every tenth step
-_LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
 
 
 @dataclass
@@ -80,6 +80,7 @@ class Report:
     silenced: int = 0
     known: int = 0  # findings that the baseline has already
     findings: list[Finding] = field(default_factory=list)
+    loaders: dict[str, float] = field(default_factory=dict)  # if predicted: a batch's seconds by this machine's clock
     timeline: list[Span] = field(default_factory=list)  # of the first counted steps, simulated
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
@@ -87,9 +88,14 @@ class Report:
 
     def remarks(self) -> list[str]:
         """What was left out of the findings."""
+        loaders = [
+            f"{line}: the data loader takes {seconds(each)} a batch by this machine's clock, which is no part of the "
+            "prediction: if that is more than a step, give it more workers"
+            for line, each in self.loaders.items()
+        ]
         silenced = f"silenced by comments (manyhands: wait-ok): {counted(self.silenced, 'wait')}"
         known = f"known from the baseline and not shown: {self.known}"
-        return [silenced] * bool(self.silenced) + [known] * bool(self.known)
+        return loaders + [silenced] * bool(self.silenced) + [known] * bool(self.known)
 
     def as_data(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -110,6 +116,11 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
         predicted=recorder.profile is not None,
         device=recorder.profile.name if recorder.profile is not None else None,
         steps=recorder.steps,
+        loaders={
+            key.line: statistics.median(each)
+            for key, each in recorder.loaders.items()
+            if recorder.launched and key.site.allowed is None
+        },
     )
     first = _first_step(recorder, warmup, report)
     last = recorder.steps if recorder.steps else 1
@@ -128,10 +139,8 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
         if not recorder.used_device or not _is_loop(sum(entry.times for entry in same_line), recorder):
             continue
         waited = length.waited.get(number, 0.0) if report.predicted else sum(entry.seconds for entry in same_line)
-        if key.kind is Kind.LOADER:
-            least = _LOADER_SECONDS * len(same_line) if report.predicted else 0.0
-            if waited < least or not _is_slow_loader(waited, alone[number], length.total):
-                continue
+        if key.kind is Kind.LOADER and not _is_slow_loader(waited, alone[number], length.total):
+            continue
         if key.kind is Kind.LAUNCHES and 2 * len({entry.step for entry in same_line}) < report.counted_steps:
             continue  # a loop between some steps, as an evaluation: no fault of the step
         listed.add(number)
