@@ -122,6 +122,14 @@ def test_what_several_ranks_cost_each_other_is_what_was_measured(tmp_path: Path)
     assert apart.terms["stragglers"] == 0
 
 
+def test_more_than_perfect_is_refused_with_the_reason() -> None:
+    """The step of one device was measured while the machine was busy, that of a half was not."""
+    times = (StepTime(64, 0.2, 0.4, 0.0, 2), StepTime(32, 0.05, 0.1, 0.0, 1))
+    disturbed = profile(times=times, kind="cpu", cores=2)
+    with pytest.raises(BadProfile, match=r"2 devices would be \d+% efficient.*slowed down while it was measured"):
+        predict(disturbed, LINKS["nvlink"], [1, 2])
+
+
 def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
     noisy = profile(times=(StepTime(64, 0.1, 0.2, 0.0), StepTime(32, 0.2, 0.1, 0.0)))
     assert noisy.step(64, 1).total == pytest.approx(0.3)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
+from manyhands.errors import BadProfile
 from manyhands.predict import scaling
 from manyhands.predict.files import SCHEMA
 from manyhands.predict.link import Link
 from manyhands.predict.profile import MEMORY_PARTS, Profile
 from manyhands.predict.scaling import Assumptions, Row
 from manyhands.schedule.memory import megabytes
+
+_MOST_EFFICIENT = 1.1  # more than 1 is noise of the measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,13 @@ def predict(
 ) -> Prediction:
     """Predict from a profile and a link; see :func:`manyhands.predict.scaling.rows`."""
     rows = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
+    best = max(rows, key=lambda row: row.efficiency)
+    if best.efficiency > _MOST_EFFICIENT:
+        raise BadProfile(
+            f"{_devices(best.devices)} would be {best.efficiency:.0%} efficient, and parts of a batch cannot be that "
+            "much faster than the whole: the step of one device was slowed down while it was measured, by other "
+            "programs or by more threads than its work is worth (OMP_NUM_THREADS). Measure again on a quiet machine"
+        )
     return Prediction(profile, link, tuple(rows), assumptions, per_device)
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands import machine
 from manyhands import torch as mh
 from manyhands.cli import main
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadProfile, BadSettings
 from manyhands.predict import profile as neutral
 from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Profile
@@ -32,6 +34,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_LONG_ENOUGH", 0.05)
     monkeypatch.setattr(real_steps, "_LONG_ENOUGH", 0.05)
     monkeypatch.setattr(real_steps, "MOST", 1)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 1)  # as many threads for a part as for the whole
 
 
 def net() -> nn.Sequential:
@@ -256,6 +259,30 @@ def test_what_cannot_be_predicted_is_one_line() -> None:
         mh.predict(net(), batch(4), link="wire")
     with pytest.raises(BadSettings, match="precision='half'"):
         mh.predict(net(), batch(4), precision="half")
+
+
+def test_what_cannot_be_right_is_measured_again_and_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disturbed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.1 if len(x) == 64 and len(measured) <= disturbances else 0.02)
+            return super().forward(x)
+
+    def profile(*args: Any, **options: Any) -> Profile:
+        measured.append(None)
+        return real(*args, **options)
+
+    real, measured = measure.profile, []
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measure, "profile", profile)
+    disturbances = 1
+    made = mh.predict(Disturbed(100, 10), batch(64), devices=[1, 2], link="nvlink", precision="fp32", device="cpu")
+    assert len(measured) == 2
+    assert made.rows[1].efficiency <= 1.1
+    measured.clear()
+    disturbances = 9
+    with pytest.raises(BadProfile, match=r"2 devices would be \d+% efficient"):
+        mh.predict(Disturbed(100, 10), batch(64), devices=[1, 2], link="nvlink", precision="fp32", device="cpu")
+    assert len(measured) == 2
 
 
 def test_a_link_between_two_ranks_is_measured() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadProfile, BadSettings
 from manyhands.predict import prediction
 from manyhands.predict.link import Link
 from manyhands.predict.link import link as known_link
@@ -63,11 +63,18 @@ def predict(
     place = _device(device)
     together = max(devices) if between is None else min(max(devices), between.per_node)
     contentions = sorted({min(count, together, real_steps.MOST) for count in devices} - {1})
-    profile = measure.profile(
-        model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place, contentions=contentions
-    )
-    between = between or measured_link(profile.kind, max(devices))
-    return prediction.predict(profile, between, devices, per_device=per_device, assumptions=assumptions)
+
+    def measured() -> Prediction:
+        profile = measure.profile(
+            model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place, contentions=contentions
+        )
+        chosen = between or measured_link(profile.kind, max(devices))
+        return prediction.predict(profile, chosen, devices, per_device=per_device, assumptions=assumptions)
+
+    try:
+        return measured()
+    except BadProfile:  # disturbed, so that it cannot be right
+        return measured()
 
 
 def has_gpu() -> bool:
