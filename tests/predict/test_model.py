@@ -122,6 +122,55 @@ def test_what_several_ranks_cost_each_other_is_what_was_measured(tmp_path: Path)
     assert apart.terms["stragglers"] == 0
 
 
+@pytest.mark.parametrize("per_device", [True, False])
+def test_a_prediction_from_a_node_is_that_from_one_of_its_devices(per_device: bool) -> None:
+    one, between = Profile.of(0.1, 102e6, batch_size=32), link("nvlink-v100")
+    (eight,) = rows(one, between, [8], per_device=True)
+    node = Profile.of(eight.seconds, 102e6, batch_size=256, devices=8)
+    from_one = rows(one, between, [8, 16, 64], None if per_device else 256, per_device=per_device)
+    from_node = rows(node, between, [8, 16, 64], per_device=per_device)
+    for known, row in zip(from_one, from_node, strict=True):
+        assert row.seconds == pytest.approx(known.seconds)
+        # Over the node with as many samples, for which its gradients cost less.
+        assert row.speed_up == pytest.approx(known.speed_up / from_one[0].speed_up, rel=0.02 if per_device else 1e-6)
+        assert row.efficiency == pytest.approx(row.speed_up * 8 / row.devices)
+    assert from_node[0].seconds == pytest.approx(eight.seconds)
+    assert (from_node[0].efficiency, from_node[0].worst_term) == (pytest.approx(1), None)
+
+
+def test_a_node_in_a_file_and_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "node.json"
+    path.write_text('{"schema": 1, "seconds": 0.104, "gradient_bytes": 102e6, "batch_size": 256, "devices": 8}')
+    node = Profile.load(path)
+    assert node == Profile.of(0.104, 102e6, batch_size=256, devices=8)
+    assert Profile.load(node.save(path)) == node
+    made = predict(node, link("nvlink-v100"), [8, 16, 32], per_device=True)
+    assert "32 devices pay: 3.85 times the speed of 8, 96% efficient" in made.headline
+    assert "step, each 8 devices' batch 256, on 8 x device: 104 ms a step" in str(made)
+    assert [row["base_devices"] for row in made.as_dict()["rows"]] == [8, 8, 8]
+    path.write_text('{"schema": 1, "seconds": 0.1, "gradient_bytes": 1, "batch": 2}')
+    with pytest.raises(BadProfile, match="unexpected keyword argument 'batch'"):
+        Profile.load(path)
+    with pytest.raises(BadSettings, match="give multiples of 8"):
+        predict(node, link("nvlink-v100"), [8, 12])
+    with pytest.raises(BadSettings, match="each device has an equal part"):
+        Profile.of(0.1, 1e6, batch_size=12, devices=8)
+    with pytest.raises(BadSettings, match="cannot be over link 'ethernet-10g'"):
+        predict(node, link("ethernet-10g"), [8])
+
+
+def test_a_step_waits_for_samples_that_its_machine_has_to_prepare() -> None:
+    slow = Assumptions(input_rate=640.0, jitter=0.0)
+    one, eight, sixteen = rows(profile(), LINKS["nvlink"], [1, 8, 16], per_device=True, assumptions=slow)
+    assert one.seconds == pytest.approx(0.3)  # 213 samples a second
+    assert eight.seconds == pytest.approx(8 * 64 / 640)
+    assert sixteen.seconds == pytest.approx(8 * 64 / 640)  # two machines
+    assert eight.worst_term == "input"
+    assert sum(eight.terms.values()) == pytest.approx(eight.seconds)
+    (slower,) = rows(profile(), LINKS["nvlink"], [1], assumptions=Assumptions(input_rate=64.0))
+    assert slower.seconds == pytest.approx(1.0)
+
+
 def test_more_than_perfect_is_refused_with_the_reason() -> None:
     """The step of one device was measured while the machine was busy, that of a half was not."""
     times = (StepTime(64, 0.2, 0.4, 0.0, 2), StepTime(32, 0.05, 0.1, 0.0, 1))

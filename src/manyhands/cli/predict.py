@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags, script
 from manyhands.errors import BadProfile, BadSettings
-from manyhands.predict.scaling import DEVICES
+from manyhands.predict.scaling import DEVICES, Assumptions
 
 if TYPE_CHECKING:
     from manyhands.predict.link import Link
@@ -50,7 +50,12 @@ def add(commands: Any) -> None:
         action="store_true",
         help="--batch-size is per device (weak scaling); default: it is divided over the devices",
     )
-    option("--devices", type=_counts, default=_DEVICES, metavar="N,N", help=f"numbers of devices; default: {_DEVICES}")
+    option(
+        "--devices",
+        type=_counts,
+        metavar="N,N",
+        help=f"numbers of devices; default: {_DEVICES}, or so many nodes where the profile is a node's",
+    )
     option(
         "--link",
         default="pcie",
@@ -58,6 +63,11 @@ def add(commands: Any) -> None:
         "file; default: pcie",
     )
     option("--per-node", **flags.COUNT, help="devices per machine; default: the usual number for the link")
+    option(
+        "--input-rate",
+        **flags.COUNT,
+        help="samples that the input pipeline of one machine prepares in a second; default: no limit",
+    )
     option(
         "--precision",
         choices=["auto", "fp32", "bf16", "fp64"],
@@ -113,9 +123,12 @@ def _stored(options: argparse.Namespace, between: Link | None) -> Prediction:
         if getattr(options, name) is not None:
             raise BadSettings(f"--profile {options.profile} and {getattr(options, name)}: a profile has its own model")
     profile = Profile.load(options.profile)
+    devices = options.devices or [count * profile.devices for count in DEVICES]
     if between is None:
-        between = _framework(flags.framework(options)).measured_link(profile.kind, max(options.devices))
-    return predict(profile, between, options.devices, options.batch_size, per_device=options.per_device)
+        between = _framework(flags.framework(options)).measured_link(profile.kind, max(devices))
+    return predict(
+        profile, between, devices, options.batch_size, per_device=options.per_device, assumptions=_assumptions(options)
+    )
 
 
 def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
@@ -127,11 +140,16 @@ def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
         loss=loss,
         optimizer=options.optimizer,
         precision=options.precision,
-        devices=options.devices,
+        devices=options.devices or DEVICES,
         link=between or "measured",
         per_device=options.per_device,
+        assumptions=_assumptions(options),
     )
     return replace(prediction, profile=replace(prediction.profile, name=name))
+
+
+def _assumptions(options: argparse.Namespace) -> Assumptions:
+    return Assumptions() if options.input_rate is None else Assumptions(input_rate=options.input_rate)
 
 
 def _framework(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.amounts import counted
 from manyhands.errors import BadProfile, PackageMissing
 from manyhands.predict.profile import MEMORY_PARTS
 from manyhands.predict.scaling import TERMS
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.predict.prediction import Prediction
 
 # Colours that can be told apart without red and green (Okabe and Ito).
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000")
 
 
 def place(path: str | Path) -> Path:
@@ -64,10 +65,11 @@ def draw(prediction: Prediction, path: str | Path) -> Path:
 def _speed_up(axes: Axes, prediction: Prediction) -> None:
     rows = sorted(prediction.rows, key=lambda row: row.devices)
     devices = [row.devices for row in rows]
-    axes.plot(devices, devices, "--", color="#999999", label="perfect")
+    base = rows[0].base
+    axes.plot(devices, [count / base for count in devices], "--", color="#999999", label="perfect")
     axes.plot(devices, [row.speed_up for row in rows], color=_COLOURS[0], label="predicted")
     for pays, marker, label in ((True, "o", "pays"), (False, "X", "does not pay")):
-        chosen = [row for row in rows if row.pays is pays and row.devices > 1]
+        chosen = [row for row in rows if row.pays is pays and row.devices > base]
         if chosen:
             colour = _COLOURS[0] if pays else _COLOURS[5]
             points = [row.devices for row in chosen], [row.speed_up for row in chosen]
@@ -77,7 +79,7 @@ def _speed_up(axes: Axes, prediction: Prediction) -> None:
     axes.set_xticks(devices, [f"{count}" for count in devices])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("devices")
-    axes.set_ylabel("times the speed of one device")
+    axes.set_ylabel(f"times the speed of {counted(base, 'device')}")
     axes.grid(visible=True, alpha=0.35)
     axes.legend(frameon=False)
 

@@ -32,7 +32,7 @@ class Prediction:
     @property
     def headline(self) -> str:
         """The answer in one line: what does not pay comes first."""
-        several = [row for row in self.rows if row.devices > 1]
+        several = [row for row in self.rows if row.devices > row.base]
         problems = [row for row in self.rows if row.fits is False]
         words = []
         if problems:
@@ -43,7 +43,10 @@ class Prediction:
         best = max((row for row in several if row.pays), key=lambda row: row.devices, default=None)
         if best is not None:
             words.append(f"{_devices(best.devices)} pay: {_times(best)}, {best.efficiency:.0%} efficient")
-        return "; ".join(words) + "." if words else f"one device takes {_time(self.rows[0].seconds)} a step."
+        if words:
+            return "; ".join(words) + "."
+        first = self.rows[0]
+        return f"{_devices(first.devices)} take{'s' * (first.devices == 1)} {_time(first.seconds)} a step."
 
     def _does_not_fit(self, problems: Sequence[Row]) -> str:
         counts = ", ".join(str(row.devices) for row in problems)
@@ -64,6 +67,7 @@ class Prediction:
         rows = [
             {
                 "devices": row.devices,
+                "base_devices": row.base,
                 "batch_size": row.batch,
                 "batch_size_per_device": row.shard,
                 "step_seconds": row.seconds,
@@ -96,14 +100,17 @@ class Prediction:
 
     def __str__(self) -> str:
         profile, step = self.profile, self.profile.step(self.profile.batch_size, 1)
-        sizes = "each device's batch" if self.per_device else "batch size"
+        base = profile.devices
+        whose = "each device's" if base == 1 else f"each {base} devices'"
+        sizes = f"{whose} batch" if self.per_device else "batch size"
+        device = profile.device if base == 1 else f"{base} x {profile.device}"
         parts = f" (forward {_time(step.forward)}, backward {_time(step.backward)}, optimizer {_time(step.optimizer)})"
         if not step.optimizer:  # a step that was timed as a whole: its parts are assumed
             parts = ""
         lines = [
             self.headline,
             "",
-            f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(step.total)} a step{parts}",
+            f"{profile.name}, {sizes} {profile.batch_size}, on {device}: {_time(step.total)} a step{parts}",
             f"gradients: {megabytes(profile.gradient_bytes)} in {counted(len(profile.buckets), 'bucket')}; "
             f"link {self.link}",
             "",
@@ -116,8 +123,9 @@ class Prediction:
         pays = self.assumptions.pays
         lines += [
             "",
-            f"pays: at least {pays:.0%} of each device's time goes into training; pays from: the smallest batch size "
-            "for which it does; device-hours: for a million samples",
+            f"pays: at least {pays:.0%} of each device's time goes into training"
+            f"{'' if base == 1 else f', where {base} devices count as 100%'}; pays from: the smallest batch size for "
+            "which it does; device-hours: for a million samples",
         ]
         if profile.cores and self.link.kind != "measured" and self.link.per_node > 1 and len(self.rows) > 1:
             lines.append(
@@ -159,7 +167,9 @@ def _losing(first: Row, losing: Sequence[Row]) -> str:
     words = f"{counts} device{'s' if counts != '1' else ''} do not pay"
     worst = "" if first.worst_term is None else f", {first.worst_term} eats most of the gain"
     if first.speed_up < 1:
-        detail = f"{_devices(first.devices)} are slower than one ({first.speed_up:.2f} times its speed{worst})"
+        detail = (
+            f"{_devices(first.devices)} are slower than {_base(first)} ({first.speed_up:.2f} times its speed{worst})"
+        )
     else:
         detail = f"{_devices(first.devices)} give {_times(first)}{worst}"
     cure = f"; they pay from batch size {first.pays_from:,} on" if first.pays_from is not None else ""
@@ -171,7 +181,11 @@ def _devices(count: int) -> str:
 
 
 def _times(row: Row) -> str:
-    return f"{row.speed_up:.3g} times the speed of one"
+    return f"{row.speed_up:.3g} times the speed of {_base(row)}"
+
+
+def _base(row: Row) -> str:
+    return "one" if row.base == 1 else str(row.base)
 
 
 def _time(seconds: float) -> str:
@@ -203,8 +217,8 @@ def _time_columns(rows: Sequence[Row]) -> list[list[str]]:
                 f"{row.speed_up:.2f}",
                 f"{row.efficiency:.0%}",
                 "-" if worst is None else f"{worst} {row.terms[worst] / row.seconds:.0%}",
-                "-" if row.devices == 1 else "yes" if row.pays else "no",
-                "-" if row.devices == 1 else "never" if row.pays_from is None else f"{row.pays_from:,}",
+                "-" if row.devices == row.base else "yes" if row.pays else "no",
+                "-" if row.devices == row.base else "never" if row.pays_from is None else f"{row.pays_from:,}",
                 f"{row.device_hours:.3g}",
             ]
         )

@@ -126,6 +126,7 @@ class Profile:
     capacity: int | None = None  # bytes of the device
     contentions: tuple[Contention, ...] = ()  # of devices made of one CPU
     notes: tuple[str, ...] = field(default=())
+    devices: int = 1  # that made the step together, each its part of the batch: a node
 
     @classmethod
     def of(
@@ -135,18 +136,27 @@ class Profile:
         *,
         batch_size: int = 1,
         tensors: int = 0,
+        devices: int = 1,
         name: str = "step",
         device: str = "device",
     ) -> Profile:
-        """A profile from published figures. ``tensors``: the number of parameter tensors, for the host's time."""
+        """A profile from published figures, of one device or of a node with this many ``devices``.
+
+        ``batch_size`` is that of all these devices together; ``tensors`` the number of parameter tensors, for the
+        host's time.
+        """
         if not seconds > 0 or not gradient_bytes > 0 or batch_size < 1:
             raise BadSettings(
                 f"seconds={seconds!r}, gradient_bytes={gradient_bytes!r}, batch_size={batch_size!r}: a step takes time "
                 "and has gradients and at least one sample"
             )
+        if devices < 1 or batch_size % devices:
+            raise BadSettings(
+                f"batch_size={batch_size!r}, devices={devices!r}: each device has an equal part of the batch"
+            )
         step = StepTime(batch_size, seconds * _FORWARD, seconds * (1 - _FORWARD), 0.0)
         fixed = min(seconds, tensors * _HOST_SECONDS)
-        return cls(name, device, batch_size, (step,), spread_buckets(gradient_bytes), fixed=fixed)
+        return cls(name, device, batch_size, (step,), spread_buckets(gradient_bytes), fixed=fixed, devices=devices)
 
     @property
     def gradient_bytes(self) -> int:
@@ -208,6 +218,8 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         values = read(Path(path), "profile")
         try:
+            if "seconds" in values:  # published figures
+                return cls.of(**{name: value for name, value in values.items() if name != "schema"})
             chosen: dict[str, Any] = {known.name: values[known.name] for known in fields(cls) if known.name in values}
             chosen["times"] = tuple(StepTime(**point) for point in chosen["times"])
             chosen["buckets"] = tuple(Bucket(**bucket) for bucket in chosen["buckets"])
@@ -225,8 +237,9 @@ class Profile:
 
     def _check(self) -> None:
         numbers = [self.batch_size, *(bucket.size for bucket in self.buckets), *(point.batch for point in self.times)]
+        numbers.append(self.devices)
         if not self.times or not all(isinstance(number, int) and number > 0 for number in numbers):
-            raise ValueError("batch sizes, buckets and times are above 0")
+            raise ValueError("batch sizes, buckets, times and devices are above 0")
         if not all(point.total > 0 for point in self.times):
             raise ValueError("a step takes time")
         if not all(

@@ -15,6 +15,7 @@ stragglers          all wait for the slowest of N. Equal GPUs differ by 8% from 
                     CPU it is measured
 copies              of gradients into and out of buckets, where a framework makes them (DDP: 2 to 5 ms per 100 MB)
 host                one process that drives all devices issues their operations one after the other
+input               a machine prepares samples for all its devices: what a step waits for them (given, else no limit)
 ==================  ====================================================================================================
 
 No constant is fitted to a table of training times; ``benchmarks/predict.py`` compares with those.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from manyhands.errors import BadSettings
@@ -37,8 +38,9 @@ HIDDEN = 0.42
 JITTER = 0.08 / 5.4
 DDP_COPIES = 3.5e-3 / 100e6  # seconds a byte: the middle of 2 to 5 ms per 100 MB
 PAYS = 0.8  # of each device's time goes into training
-TERMS = ("fixed cost", "communication", "latency", "contention", "stragglers", "copies", "host")
+TERMS = ("fixed cost", "communication", "latency", "contention", "stragglers", "copies", "host", "input")
 _LARGEST_BATCH = 1 << 24
+_LEAST_COMPUTING = 1e-3  # of a node's step
 DEVICES = (1, 2, 4, 8, 16, 64, 1024)  # the default numbers of devices
 
 
@@ -50,11 +52,15 @@ class Assumptions:
     jitter: float = JITTER  # standard deviation of a device's step, as a fraction of its time
     copies: float = 0.0  # seconds a byte of gradients; manyhands' gradients are views of their buckets
     one_process: bool = False  # as in DataParallel: one host thread drives all devices
+    input_rate: float = math.inf  # samples a second that the input pipeline of one machine prepares
     pays: float = PAYS
 
     def __post_init__(self) -> None:
-        if not (0 <= self.hidden <= 1 and 0 <= self.jitter < 1 and self.copies >= 0 and 0 < self.pays <= 1):
-            raise BadSettings(f"{self}: hidden and pays are parts of 1, jitter and copies not below 0")
+        good = 0 <= self.hidden <= 1 and 0 <= self.jitter < 1 and self.copies >= 0 and 0 < self.pays <= 1
+        if not (good and self.input_rate > 0):
+            raise BadSettings(
+                f"{self}: hidden and pays are parts of 1, jitter and copies not below 0, input_rate above 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class Row:
     devices: int
     batch: int
     seconds: float
-    one_device: float  # seconds of one device for the same samples
+    base: int  # devices that the speed-up is over: one, or a node
+    base_seconds: float  # of the base for the same samples
     terms: dict[str, float]
     memory: Memory | None
     fits: bool | None
@@ -77,11 +84,11 @@ class Row:
 
     @property
     def speed_up(self) -> float:
-        return self.one_device / self.seconds
+        return self.base_seconds / self.seconds
 
     @property
     def efficiency(self) -> float:
-        return self.speed_up / self.devices
+        return self.speed_up * self.base / self.devices
 
     @property
     def rate(self) -> float:
@@ -97,7 +104,7 @@ class Row:
     def worst_term(self) -> str | None:
         """Which term eats most of the gain."""
         name = max(TERMS, key=lambda term: self.terms.get(term, 0.0))
-        return name if self.devices > 1 and self.terms.get(name, 0.0) > 0 else None
+        return name if self.devices > self.base and self.terms.get(name, 0.0) > 0 else None
 
 
 def rows(
@@ -111,29 +118,59 @@ def rows(
 ) -> list[Row]:
     """One row for each number of devices.
 
-    The batch is divided over the devices, as in the trainer; ``per_device``: each device gets a whole batch (weak
-    scaling).
+    The batch is divided over the devices, as in the trainer; ``per_device``: each device, or each node where the
+    profile is a node's, gets a whole batch (weak scaling).
     """
     batch = profile.batch_size if batch is None else batch
-    check_devices(devices)
-    return [_row(profile, link, count, batch * (count if per_device else 1), assumptions) for count in devices]
+    base = profile.devices
+    check_devices(devices, base)
+    one = profile if base == 1 else _one_device(profile, link, assumptions)
+    return [
+        _row(one, link, count, batch * (count // base if per_device else 1), base, assumptions) for count in devices
+    ]
 
 
-def check_devices(devices: Sequence[int]) -> None:
+def check_devices(devices: Sequence[int], base: int = 1) -> None:
     if not devices or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in devices):
         raise BadSettings(f"devices={list(devices)!r}: give whole numbers of at least 1, as [1, 2, 4, 8]")
+    if any(n % base for n in devices):
+        raise BadSettings(
+            f"devices={list(devices)!r}: the profile is that of {base} devices, so give multiples of {base}"
+        )
 
 
-def _row(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> Row:
+def _one_device(profile: Profile, link: Link, assumptions: Assumptions) -> Profile:
+    """The profile of one device with which the prediction for the node is the node's own time."""
+    count, given = profile.devices, profile.step(profile.batch_size, 1).total
+    parts = [replace(point, batch=-(-point.batch // count)) for point in profile.times]
+
+    def scaled(factor: float) -> Profile:
+        times = tuple(part.times(factor) for part in parts)
+        return replace(profile, devices=1, batch_size=-(-profile.batch_size // count), times=times)
+
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        terms = step_terms(scaled(middle), link, count, profile.batch_size, assumptions)
+        low, high = (middle, high) if sum(terms.values()) < given else (low, middle)
+    if high < _LEAST_COMPUTING:
+        raise BadSettings(
+            f"a step of {count} devices that takes {given * 1e3:.3g} ms cannot be over link {link.name!r}: the sum of "
+            "their gradients, or the input, takes longer alone"
+        )
+    return scaled(high)
+
+
+def _row(profile: Profile, link: Link, devices: int, batch: int, base: int, assumptions: Assumptions) -> Row:
     terms = step_terms(profile, link, devices, batch, assumptions)
-    alone = profile.step(batch, 1).total
+    alone = sum(step_terms(profile, link, base, batch, assumptions).values())
     memory = profile.memory_of(-(-batch // devices), devices)
     shared = sharing_memory(profile, link, devices)
     fits = None if memory is None or profile.capacity is None else shared * memory.peak <= profile.capacity
     seconds = sum(terms.values())
-    pays = devices == 1 or alone / seconds / devices >= assumptions.pays
-    smallest = 1 if devices == 1 else _pays_from(profile, link, devices, assumptions)
-    return Row(devices, batch, seconds, alone, terms, memory, fits, pays, smallest)
+    pays = devices == base or alone / seconds * base / devices >= assumptions.pays
+    smallest = 1 if devices == base else _pays_from(profile, link, devices, base, assumptions)
+    return Row(devices, batch, seconds, base, alone, terms, memory, fits, pays, smallest)
 
 
 def sharing_memory(profile: Profile, link: Link, devices: int) -> int:
@@ -150,9 +187,10 @@ def largest_shard(profile: Profile, link: Link, devices: int) -> int:
 def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> dict[str, float]:
     """Seconds of a step by term; ``computing`` is what perfect scaling would take."""
     alone = profile.step(batch, 1).total
-    if devices == 1:
-        return {"computing": alone}
     together = min(devices, link.per_node)
+    prepared = -(-batch // devices) * together / assumptions.input_rate
+    if devices == 1:
+        return {"computing": alone, "input": max(0.0, prepared - alone)}
     step = profile.step(-(-batch // devices), together)
     slowdown = profile.slowdown(together)
     terms = {"computing": alone / devices, "fixed cost": step.total - alone / devices}
@@ -164,6 +202,7 @@ def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptio
     terms["stragglers"] = step.total * _straggling(profile, devices, together, assumptions)
     terms["copies"] = assumptions.copies * profile.gradient_bytes
     terms["host"] = (devices - 1) * profile.fixed if assumptions.one_process else 0.0
+    terms["input"] = max(0.0, prepared - sum(terms.values()))
     return terms
 
 
@@ -201,12 +240,14 @@ def _slowest(devices: int) -> float:
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def _pays_from(profile: Profile, link: Link, devices: int, assumptions: Assumptions) -> int | None:
+def _pays_from(profile: Profile, link: Link, devices: int, base: int, assumptions: Assumptions) -> int | None:
     """The smallest batch size at which this many devices pay; None: none does, or none that fits into memory."""
 
     def pays(shard: int) -> bool:
-        terms = step_terms(profile, link, devices, shard * devices, assumptions)
-        return terms["computing"] / sum(terms.values()) >= assumptions.pays
+        alone, together = (
+            sum(step_terms(profile, link, count, shard * devices, assumptions).values()) for count in (base, devices)
+        )
+        return alone / together * base / devices >= assumptions.pays
 
     most = _LARGEST_BATCH // devices
     if profile.capacity is not None and profile.memory:

@@ -323,6 +323,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["predict", "--profile", stored, "--link", "ethernet-100g", "--devices", "1,2"]) == 0
     shown = capsys.readouterr().out
     assert "device" in shown.splitlines()[0]
+    node = tmp_path / "node.json"
+    node.write_text('{"schema": 1, "seconds": 0.104, "gradient_bytes": 102e6, "batch_size": 256, "devices": 8}')
+    assert main(["predict", "--profile", str(node), "--link", "nvlink-v100", "--input-rate", "2500", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["devices"] for row in rows] == [8, 16, 32, 64, 128, 512, 8192]
     for arguments, words in (
         ([f"{script}:wrong"], "returns one value of type int: let it return (model, (X, y))"),
         ([f"{script}:short"], "returns a tuple of length 1: let it return (model, (X, y))"),
