@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manyhands.predict.link import link
@@ -41,11 +41,13 @@ class Table:
     # Whether errors count: a sign can be judged where the time includes more than steps.
     timed: bool = True
     per_node: int | None = None
+    batch: int = 64  # of each device
+    base: int = 1  # devices that ``one`` is the time of: a node
 
 
 def _rates(batch: int, one: float, several: dict[int, float]) -> dict[str, Any]:
     """Seconds a step from samples a second over all devices."""
-    return {"one": batch / one, "several": {n: n * batch / rate for n, rate in several.items()}}
+    return {"batch": batch, "one": batch / one, "several": {n: n * batch / rate for n, rate in several.items()}}
 
 
 _DDP = "PyTorch benchmarks/distributed/ddp, V100, batch 32"
@@ -203,6 +205,73 @@ LAST_TABLES = (
 )
 
 
+def _efficientnets(images: dict[str, float] | None = None) -> Iterator[Table]:
+    """The same repository's EfficientNets, 21.03: batch sizes, and images a second of 1 and 8 GPUs.
+
+    Left out are rows in which eight GPUs are 15 to 18 times as fast as one (DGX-1 with 32 GB). ``images``: how many a
+    second a machine prepares.
+    """
+    figures: list[tuple[str, str, float, int, float, float]] = [
+        (_A100, "B0 TF32", 5.29, 256, 1078, 8193),
+        (_A100, "B0 AMP", 5.29, 256, 2489, 16652),
+        (_A100, "B4 TF32", 19.34, 64, 157, 1223),
+        (_A100, "B4 AMP", 19.34, 128, 331, 2570),
+        (_A100, "WideSE-B0 TF32", 8.43, 256, 1078, 8244),
+        (_A100, "WideSE-B0 AMP", 8.43, 256, 2512, 16368),
+        (_A100, "WideSE-B4 TF32", 34.93, 64, 157, 1223),
+        (_A100, "WideSE-B4 AMP", 34.93, 128, 331, 2585),
+        (_V100, "B0 fp32", 5.29, 64, 655, 4672),
+        (_V100, "B0 AMP", 5.29, 128, 1301, 7789),
+        (_V100, "B4 fp32", 19.34, 16, 83, 616),
+        (_V100, "B4 AMP", 19.34, 32, 204, 1366),
+        (_V100, "WideSE-B0 fp32", 8.43, 64, 655, 4592),
+        (_V100, "WideSE-B0 AMP", 8.43, 128, 1299, 7875),
+        (_V100, "WideSE-B4 fp32", 34.93, 16, 83, 612),
+        (_V100, "WideSE-B4 AMP", 34.93, 32, 204, 1356),
+        (_V100, "B0 fp32, 32 GB", 5.29, 128, 646, 4937),
+        (_V100, "B0 AMP, 32 GB", 5.29, 256, 1401, 8615),
+    ]
+    for between, name, parameters, batch, one, eight in figures:
+        table = _example(f"EfficientNet-{name}", between, parameters, batch, one, {8: eight})
+        if images is not None and "B0" in name:
+            table = replace(table, assumptions=replace(DDP, input_rate=images[between]))
+        yield table
+
+
+# What ResNet-50 in mixed precision gets on eight GPUs of the same machines, from images of the same size (LAST_TABLES).
+_IMAGES = {_A100: 16621.0, _V100: 8322.0}
+EFFICIENTNETS, EFFICIENTNETS_WITH_INPUT = (tuple(_efficientnets(images)) for images in (None, _IMAGES))
+
+
+def _from_a_node() -> Iterator[Table]:
+    """EfficientNets on several DGX A100, from the time of one DGX A100 with its eight GPUs."""
+    figures: list[tuple[str, float, int, float, dict[int, float]]] = [
+        ("B0 TF32", 5.29, 256, 8193, {16: 16137}),
+        ("B0 AMP", 5.29, 256, 16652, {16: 29332}),
+        ("B4 TF32", 19.34, 64, 1223, {16: 2417, 32: 4813, 64: 9146}),
+        ("B4 AMP", 19.34, 128, 2570, {16: 4813, 32: 9425, 64: 18900}),
+        ("WideSE-B0 TF32", 8.43, 256, 8244, {16: 16062}),
+        ("WideSE-B0 AMP", 8.43, 256, 16368, {16: 29798}),
+        ("WideSE-B4 TF32", 34.93, 64, 1223, {16: 2399, 32: 4616, 64: 9140}),
+        ("WideSE-B4 AMP", 34.93, 128, 2585, {16: 5041, 32: 9379, 64: 18516}),
+    ]
+    for name, parameters, batch, eight, several in figures:
+        yield replace(_example(f"EfficientNet-{name}", _A100, parameters, batch, eight / 8, several), base=8)
+
+
+NODES = tuple(_from_a_node())
+
+
+GROUPS = {
+    "tables": TABLES,
+    "more tables": MORE_TABLES,
+    "last tables": LAST_TABLES,
+    "EfficientNets": EFFICIENTNETS,
+    "EfficientNets, B0 with the images a second that ResNet-50 gets": EFFICIENTNETS_WITH_INPUT,
+    "EfficientNets, from one node": NODES,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     table: Table
@@ -221,10 +290,14 @@ class Case:
 def cases(tables: tuple[Table, ...]) -> Iterator[Case]:
     for table in tables:
         between = link(table.link, table.per_node)
-        profile = Profile.of(table.one, table.gradient_bytes, batch_size=64, tensors=table.tensors)
-        forecast = rows(
-            profile, between, [*table.several], 64, per_device=not table.strong, assumptions=table.assumptions
+        profile = Profile.of(
+            table.one,
+            table.gradient_bytes,
+            batch_size=table.batch * table.base,
+            tensors=table.tensors,
+            devices=table.base,
         )
+        forecast = rows(profile, between, [*table.several], per_device=not table.strong, assumptions=table.assumptions)
         for row, published in zip(forecast, table.several.values(), strict=True):
             ideal = table.one / row.devices if table.strong else table.one
             pays = ideal / published >= PAYS
@@ -233,7 +306,7 @@ def cases(tables: tuple[Table, ...]) -> Iterator[Case]:
 
 def summary(group: tuple[Table, ...]) -> dict[str, Any]:
     compared = [*cases(group)]
-    inside = [abs(case.error) for case in compared if case.within_a_node and case.table.timed]
+    inside = [abs(case.error) for case in compared if (case.within_a_node or case.table.base > 1) and case.table.timed]
     return {
         "rows": len(inside),
         "median_error": statistics.median(inside),
@@ -249,7 +322,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON; default: Markdown")
     as_json = parser.parse_args().json
     answer = {}
-    for title, group in (("tables", TABLES), ("more tables", MORE_TABLES), ("last tables", LAST_TABLES)):
+    for title, group in GROUPS.items():
         result = summary(group)
         compared = result.pop("cases")
         answer[title] = {**result, "cases": [_as_dict(case) for case in compared]}
@@ -273,7 +346,7 @@ def _as_dict(case: Case) -> dict[str, Any]:
 
 def _show(title: str, result: dict[str, Any], compared: list[Case]) -> None:
     print(
-        f"{title}: {result['rows']} rows within a node, median error {result['median_error']:.1%}, worst "
+        f"{title}: {result['rows']} rows, median error {result['median_error']:.1%}, worst "
         f"{result['worst_error']:.1%}; whether N devices pay was right in {result['verdicts_right']} of "
         f"{result['verdicts']}\n\n"
         "| source | model | devices | published | predicted | error | pays: published, predicted |\n"
