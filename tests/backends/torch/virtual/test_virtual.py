@@ -375,3 +375,21 @@ def test_it_is_said_once_on_stderr() -> None:
     result = run_python(code, MANYHANDS_VIRTUAL_DEVICES="2")
     assert result.stdout == f"{mh.gpu(1)}\n"
     assert result.stderr.count("2 virtual CPU devices") == 1
+
+
+@pytest.mark.parametrize("where", ["cpu", "cpu:1", None])
+def test_a_ctc_loss_takes_its_lengths_from_anywhere(where: str | None) -> None:
+    """As on a GPU: in tensors of the host or of the device, and in lists (None)."""
+    torch.manual_seed(0)
+    scores, labels = torch.randn(5, 2, 4).log_softmax(-1), torch.randint(1, 4, (2, 3))
+    expected = torch.nn.functional.ctc_loss(scores, labels, (5, 4), (3, 2))
+    there = scores.to("cpu:1").requires_grad_()
+    lengths = [(5, 4), (3, 2)] if where is None else [torch.tensor(pair, device=where) for pair in ((5, 4), (3, 2))]
+    for loss in (
+        torch.nn.functional.ctc_loss(there, labels.to("cpu:1"), *lengths),
+        torch.nn.CTCLoss()(there, labels, *lengths),
+        torch.nn.functional.ctc_loss(there, labels, input_lengths=lengths[0], target_lengths=lengths[1]),
+    ):
+        torch.testing.assert_close(mh.to(loss.detach(), "cpu"), expected)
+        loss.backward()
+    assert there.grad.device == there.device

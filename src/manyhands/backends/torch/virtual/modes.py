@@ -23,13 +23,23 @@ from manyhands.backends.torch.compat import (
 from manyhands.backends.torch.replacements import Replacements
 from manyhands.backends.torch.virtual import lazy
 from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtual, of_thread, set_devices, stands_in
-from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, move, place, readable, swap_tensors
+from manyhands.backends.torch.virtual.tensor import (
+    VirtualTensor,
+    become,
+    compute,
+    home,
+    move,
+    place,
+    readable,
+    swap_tensors,
+)
 
 _changes = Replacements()
 # Functions that replace calls while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
 instead: dict[Any, Callable[..., Any]] = {}
 _TO = torch.ops.aten.to
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_WITH_LENGTHS = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 
 
@@ -161,6 +171,8 @@ class NameTranslation(TorchFunctionMode):
             kwargs = {**kwargs, "device": device}
         if stands_in() and kwargs.get("pin_memory"):  # PyTorch would ask CUDA for the memory
             return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        if func in _WITH_LENGTHS:
+            args, kwargs = _with_lengths_beside(args, kwargs)
         if func in _FROM_DATA and args:
             args = (readable(args[0]), *args[1:])
         if func in _FROM_DATA and device is not None and is_virtual(device):
@@ -172,6 +184,19 @@ class NameTranslation(TorchFunctionMode):
         if func == _SET_DATA and isinstance(args[1], VirtualTensor) and not isinstance(args[0], VirtualTensor):
             return become(*args)
         return func(*args, **kwargs)
+
+
+def _with_lengths_beside(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a CTC loss with its lengths, which a GPU takes from the host, on the device of the others."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    log_probs = named.get("log_probs")
+    if not isinstance(log_probs, VirtualTensor) or not named.keys() >= set(names):
+        return args, kwargs
+    for name in names[2:]:
+        lengths = named[name]
+        named[name] = place(lengths if isinstance(lengths, torch.Tensor) else torch.tensor(lengths), home(log_probs))
+    return (*(named.pop(name) for name in names), *args[4:]), named
 
 
 def _translated(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.device | None]:
