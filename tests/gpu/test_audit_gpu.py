@@ -141,6 +141,20 @@ def test_a_guard_raises_before_the_host_waits() -> None:
         mh.to(y, "cpu")
 
 
+def test_after_a_guard_a_step_is_captured_as_before(tmp_path: Path) -> None:
+    import torch
+
+    from manyhands import torch as mh
+
+    mode = torch.cuda.get_sync_debug_mode()
+    with mh.guard("count"):
+        torch.ones(4, device="cuda").sum().item()
+    assert torch.cuda.get_sync_debug_mode() == mode
+    data = (torch.randn(512, 1, 28, 28), torch.randint(10, (512,)))
+    result = mh.Trainer(max_epochs=1, batch_size=64, quiet=True, run=tmp_path / "run").fit(mh.lenet(), data)
+    assert not [note for note in result.notes if note.startswith("plain steps")]
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_trainer_waits_for_nothing_in_a_step(tmp_path: Path, fast: bool) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"

@@ -37,8 +37,8 @@ def connect(framework: str, on_step: Callable[[object, bool], None], *, stand_in
     module = hooks(framework)
     if stand_in:
         module.stand_in()
-    module.steps.listeners[:] = [on_step]
     module.install()
+    module.steps.listen(on_step)
 
 
 def begin(framework: str, recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
@@ -51,7 +51,7 @@ def begin(framework: str, recorder: Recorder, warmup: int, at_step: list[Callabl
 def end(framework: str, recorder: Recorder) -> None:
     """Stop, and record what is known only at the end."""
     module = hooks(framework)
-    module.steps.listeners.clear()
+    module.steps.stop()
     recorder.used_device |= module.used_device()
     if framework in _MORE:
         _more(framework).end(recorder)

@@ -28,7 +28,21 @@ class Steps:
     def __init__(self) -> None:
         self.listeners: list[Callable[[object, bool], None]] = []
         self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that made a step
-        loop.step_listeners.append(lambda: self.ended("the trainer's loop", loop=True))
+
+    def listen(self, listener: Callable[[object, bool], None]) -> None:
+        """Tell a listener of every step, until :meth:`stop`."""
+        self.stop()
+        self.listeners.append(listener)
+        loop.step_listeners.append(self._of_loop)
+
+    def stop(self) -> None:
+        """Leave nothing behind that a program or a trainer could notice."""
+        if self.listeners:
+            self.listeners.clear()
+            loop.step_listeners.remove(self._of_loop)
+
+    def _of_loop(self) -> None:
+        self.ended("the trainer's loop", loop=True)
 
     def of(self, optimizer: Any) -> None:
         """An optimizer has made its step."""

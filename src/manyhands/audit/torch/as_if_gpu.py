@@ -7,6 +7,8 @@ it, from a profile.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +24,18 @@ from manyhands.backends.torch.compat import tree_iter
 _PLUMBING = ("torch/utils/_pytree.py", "torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
-def start(recorder: Recorder, profile: Profile) -> None:
+@contextmanager
+def recording(recorder: Recorder, profile: Profile) -> Iterator[None]:
     """Record what is launched on the virtual device that stands in for a GPU."""
-    virtual.observers[:] = [lambda *operation: _launched(recorder, profile, *operation)]
+
+    def launched(*operation: Any) -> None:
+        _launched(recorder, profile, *operation)
+
+    virtual.observers.append(launched)
+    try:
+        yield
+    finally:
+        virtual.observers.remove(launched)
 
 
 def _launched(recorder: Recorder, profile: Profile, func: Any, args: Any, kwargs: Any, result: Any) -> None:

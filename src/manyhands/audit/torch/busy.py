@@ -23,8 +23,18 @@ class BusyTime:
         self._profiler: Any = None
         self._give_way = self._last <= self._first  # a warm-up too short to measure in
         self._is_creating = False
+        self._original_profiler: Any = None
+
+    def __enter__(self) -> BusyTime:
         if not self._give_way:
             self._watch_profilers()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._original_profiler is not None:
+            torch.profiler.profile.__init__ = self._original_profiler  # type: ignore[method-assign]
+        if self._profiler is not None:  # the program ended in the warm-up
+            self._stop()
 
     def __call__(self, steps: int) -> None:
         with watch.quiet():
@@ -61,7 +71,7 @@ class BusyTime:
     def _watch_profilers(self) -> None:
         """A profiler of the program, made before or while ours runs, ends ours for good."""
         owner: Any = torch.profiler.profile
-        original = owner.__init__
+        original = self._original_profiler = owner.__init__
 
         @functools.wraps(original)
         def __init__(profiler: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,30 @@ from manyhands.backends.torch.cuda_stand_in import streams
 from manyhands.backends.torch.virtual import VirtualTensor
 
 _is_compiling = torch.compiler.is_compiling
-steps = Steps()
+
+
+class _OptimizerSteps(Steps):
+    """PyTorch tells of the steps of all optimizers by a hook, which stays no longer than somebody listens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hook: Any = None
+
+    def listen(self, listener: Callable[[object, bool], None]) -> None:
+        super().listen(listener)
+        self._hook = register_optimizer_step_post_hook(self._after)
+
+    def stop(self) -> None:
+        super().stop()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not _is_compiling():
+            self.of(optimizer)
+
+
+steps = _OptimizerSteps()
 installation = Installation("torch", calls.on_device, virtual.count)
 
 
@@ -63,7 +87,6 @@ def install() -> None:
     _wrap_synchronizing()
     _wrap_collectives()
     _wrap_loader()
-    register_optimizer_step_post_hook(_after_optimizer)
 
 
 def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
@@ -146,8 +169,3 @@ def _wrap_loader() -> None:
 
     iterator.__next__ = functools.update_wrapper(__next__, original)
     compat.skip_code(__next__.__code__)
-
-
-def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if steps.listeners and not _is_compiling():
-        steps.of(optimizer)

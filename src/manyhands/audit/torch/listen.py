@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -10,20 +11,21 @@ from manyhands.amounts import counted
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.torch import as_if_gpu
 from manyhands.audit.torch.busy import BusyTime
-from manyhands.backends.torch import virtual
+
+_undo = ExitStack()  # what ends with the audit
 
 
 def begin(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
     """Predict every operation, or measure how busy the GPU is."""
     if recorder.profile is not None:
-        as_if_gpu.start(recorder, recorder.profile)
+        _undo.enter_context(as_if_gpu.recording(recorder, recorder.profile))
     else:
-        at_step.append(BusyTime(recorder, warmup))
+        at_step.append(_undo.enter_context(BusyTime(recorder, warmup)))
 
 
 def end(recorder: Recorder) -> None:
     """Say how often the allocator had to free memory."""
-    virtual.observers.clear()
+    _undo.close()
     if recorder.profile is not None or not torch.cuda.is_initialized():
         return
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)

@@ -242,12 +242,17 @@ def allocating_from(pool: tuple[int, int], device: torch.device) -> Iterator[Non
 
 
 def hooks_of_every_optimizer() -> SimpleNamespace:
-    """The hooks that were registered for the steps of all optimizers: ``before`` and ``after``.
+    """The hooks that a program registered for the steps of all optimizers: ``before`` and ``after``.
 
-    Only registering them is public.
+    Only registering them is public. Hooks of manyhands are left out: they change nothing.
     """
+
+    def of_program(hooks: dict[int, Any]) -> dict[int, Any]:
+        return {n: hook for n, hook in hooks.items() if not str(hook.__module__).startswith("manyhands.")}
+
     return SimpleNamespace(
-        before=_of_optimizers._global_optimizer_pre_hooks, after=_of_optimizers._global_optimizer_post_hooks
+        before=of_program(_of_optimizers._global_optimizer_pre_hooks),
+        after=of_program(_of_optimizers._global_optimizer_post_hooks),
     )
 
 

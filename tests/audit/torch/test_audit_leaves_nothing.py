@@ -1,0 +1,108 @@
+"""What an audit leaves behind in its process: calls that are wrapped, and do nothing without a listener."""
+
+from __future__ import annotations
+
+import pytest
+from support import run_python
+
+pytestmark = pytest.mark.once
+
+STATE = """
+import json, os, sys, tempfile, threading
+import torch, torch.distributed
+from manyhands import torch as mh
+from manyhands.audit import profile, program, watch
+from manyhands.audit.torch import hooks
+from manyhands.backends.torch import compat, virtual
+from manyhands.backends.torch.cuda_stand_in import streams
+from manyhands.training import loop
+from manyhands.training.torch.fast import python_state
+
+OWNERS = [torch, torch.Tensor, virtual.VirtualTensor, torch.linalg, torch.nn.functional, torch.cuda, torch.accelerator]
+OWNERS += [torch.cuda.Stream, torch.cuda.Event, streams, streams.Stream, streams.Event, torch.distributed]
+OWNERS += [torch.optim.Optimizer, torch.nn.Module, torch.profiler.profile, threading.Thread, sys]
+OWNERS += [compat.data_loader_iterator()]
+of_optimizers = sys.modules["torch.optim.optimizer"]
+CHANGING = {"Tensor.__init_subclass__", "sys.path_importer_cache", "sys.last_exc"}
+
+
+def attributes():
+    return {f"{owner.__name__}.{name}": value for owner in OWNERS for name, value in list(vars(owner).items())}
+
+
+def state():
+    return {
+        "hooks of optimizers": [dict(of_optimizers._global_optimizer_pre_hooks)]
+        + [dict(of_optimizers._global_optimizer_post_hooks)],
+        "hooks of modules": [dict(hooks) for hooks in compat.HOOKS_OF_EVERY_MODULE],
+        "modes": [*compat.function_mode_stack(), *compat.dispatch_mode_stack()],
+        "listeners": [*loop.step_listeners, *hooks.steps.listeners],
+        "observers": [observer for observer in virtual.observers if observer is not hooks._number_read],
+        "imports": list(sys.meta_path),
+        "sinks": watch.listening,
+    }
+
+
+def is_inert(value, before):
+    value = getattr(value, "__func__", value)
+    return getattr(value, "__wrapped__", None) in (before, getattr(before, "__func__", before))
+
+
+def check(before, attributes_before):
+    assert state() == before, (before, state())
+    now = attributes()
+    for name in now.keys() & attributes_before.keys() - CHANGING:
+        same = now[name] is attributes_before[name] or now[name] == attributes_before[name]
+        assert same or is_inert(now[name], attributes_before[name]), name
+    net = torch.nn.Linear(2, 2)
+    assert python_state.hooks(net, torch.optim.SGD(net.parameters(), lr=0.1)) is None
+
+
+PROGRAM = '''
+import torch
+from manyhands.backends.torch import compat
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    loss = net(torch.ones(2, 4)).sum()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    float(loss.detach())
+assert not compat.hooks_of_every_optimizer().after  # a trainer does not refuse to capture its step
+'''
+
+
+def audit(as_if_gpu):
+    import dataclasses
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, result = os.path.join(folder, "train.py"), os.path.join(folder, "result.json")
+        with open(path, "w") as file:
+            file.write(PROGRAM)
+        target = dataclasses.asdict(profile.h200()) if as_if_gpu else None
+        settings = {"program": "train.py", "module": False, "warmup": 2, "steps": None, "profile": target}
+        main, arguments, first = sys.modules["__main__"], sys.argv, sys.path[0]
+        assert program.run({**settings, "result": result}, [path]) == 0
+        sys.modules["__main__"], sys.argv, sys.path[0] = main, arguments, first
+        with open(result) as file:
+            assert json.load(file)["report"]["steps"] == 4
+"""
+
+GUARD = """
+before = state(), attributes()
+with mh.guard("warn"):
+    torch.ones(2).sum().item()
+check(*before)
+"""
+PLAIN = "before = state(), attributes()\naudit(False)\ncheck(*before)\n"
+PREDICTED = """
+mh.virtual_devices(1, as_cuda=True)
+before = state(), attributes()
+audit(True)
+check(*before)
+"""
+
+
+@pytest.mark.parametrize("what", [GUARD, PLAIN, PREDICTED], ids=["guard", "audit", "as-if-gpu"])
+def test_the_process_is_as_before(what: str) -> None:
+    done = run_python(STATE + what, MANYHANDS_VIRTUAL_DEVICES="")
+    assert done.returncode == 0, done.stderr
