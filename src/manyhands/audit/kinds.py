@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+# The call of a READ that PyTorch makes by itself: ``torch.zeros(n)``, ``torch.full((2,), loss)``.
+NUMBER = "a tensor given for a number"
+
 
 class Kind(Enum):
     """What happened. The value is the name in ``--json`` and ``--sarif``, and never changes."""

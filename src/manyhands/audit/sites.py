@@ -107,6 +107,10 @@ _libraries = tuple(
 )
 # The end of an epoch is not part of a step: there the trainer reads figures, evaluates and saves.
 _OUTSIDE_STEPS = {"_end_epoch", "_read_figures", "_begin", "_commit", "_close"}
+# Files of PyTorch that an operation passes on its way to a virtual device.
+PLUMBING = ("torch/utils/_pytree.py", "torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+# A virtual device only does what a line asks of PyTorch.
+_PASSED_THROUGH = ("audit/", "backends/torch/virtual/", "backends/torch/compat/dynamo.py")
 _VERBS_THAT_WAIT = {"synchronize", "waitall"}
 
 
@@ -178,6 +182,8 @@ def _owner_of_file(file: str, function: str = "") -> _Owner:
     path = file if file.startswith("<") else os.path.abspath(file)
     if path.startswith(("<frozen", "<eval_with_key", "<manyhands", "<generated", "<__array_function__")):
         return _Owner.LIBRARY
+    if path.endswith(PLUMBING):
+        return _Owner.AUDITOR
     if path.startswith(PACKAGE):
         return _of_manyhands(path[len(PACKAGE) :].replace(os.sep, "/"), function)
     if _user_roots and path.startswith(_user_roots):
@@ -192,7 +198,7 @@ def _of_manyhands(path: str, function: str) -> _Owner:
     >>> _of_manyhands("placement/verbs.py", "to").name, _of_manyhands("training/loop.py", "_train_epoch").name
     ('ASKED_FOR', 'LIBRARY')
     """
-    if path.startswith("audit/"):
+    if path.startswith(_PASSED_THROUGH):
         return _Owner.AUDITOR
     if path.startswith(("placement/", "backends/")):
         return _Owner.LIBRARY if function in _VERBS_THAT_WAIT else _Owner.ASKED_FOR

@@ -48,6 +48,27 @@ def test_forbid():
                 pass
 
 
+def test_a_number_that_pytorch_reads_by_itself():
+    host = torch.zeros(4)
+    with mh.guard("forbid"):
+        for read in (
+            lambda: torch.zeros(x.sum().long()),
+            lambda: torch.arange(x.max() + 1),
+            lambda: torch.full((2,), x.sum()),
+            lambda: x.view(x.sum().long(), 1),
+            lambda: host[x.sum().long() - 1],
+            lambda: host.__setitem__(0, x[0]),
+        ):
+            with pytest.raises(HiddenWait, match="test_cases.py"):
+                read()
+        host[torch.tensor(1)] = 2.0
+        assert host[[0, 1]].sum() == 2.0
+    with mh.guard("count") as seen:
+        torch.zeros(x.sum().long())
+        x.sum().item()
+    assert [seen.times(stall) for stall in seen] == [1, 1]
+
+
 def test_warn():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

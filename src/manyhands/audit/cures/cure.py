@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from manyhands.audit.cures.libraries import setting_for
 from manyhands.audit.cures.statement import Statement, ValueUse, name_of
-from manyhands.audit.kinds import Kind
+from manyhands.audit.kinds import NUMBER, Kind
 
 _OPTION = "non_blocking=True"
 _LEAVE = "none needed: it waits in a few steps only; the comment '# manyhands: wait-ok <reason>' silences it"
@@ -29,6 +29,10 @@ _INTEGER = {
 _INDEX = (
     "the host reads an index that is a tensor without dimensions: use gather, index_select or a Python number, or give "
     "the index a dimension (i.view(1))"
+)
+_NUMBER = (
+    "PyTorch reads a number of a tensor: give a size that Python knows, or fill on the device "
+    "(torch.empty(n, device=x.device).fill_(x))"
 )
 _METHODS = ("item", "tolist", "asscalar")
 _FACTORIES = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty"}
@@ -113,6 +117,8 @@ def cure(
 def _read(wait: _Wait, line: Statement) -> str | None:
     if wait.name in ("__getitem__", "__setitem__"):
         return _INDEX
+    if wait.call == NUMBER:
+        return _NUMBER
     if wait.name in _METHODS:
         reads = [call for call in line.calls(wait.name) if isinstance(call.func, ast.Attribute)]
     else:

@@ -20,9 +20,6 @@ from manyhands.audit.recorder import Recorder
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.compat import tree_iter
 
-# Files of PyTorch that an operation of a tensor subclass passes on its way.
-_PLUMBING = ("torch/utils/_pytree.py", "torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
-
 
 @contextmanager
 def recording(recorder: Recorder, profile: Profile) -> Iterator[None]:
@@ -75,7 +72,7 @@ def _line() -> tuple[int, sites.Line] | None:
         file = frame.f_code.co_filename
         if (
             not file.startswith(sites.PACKAGE)
-            and not file.endswith(_PLUMBING)
+            and not file.endswith(sites.PLUMBING)
             and frame.f_code.co_name != "__torch_function__"
         ):
             break

@@ -142,20 +142,21 @@ def copy_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
 
 def getitem_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
     tensor, index = args
-    if type(index) in (int, slice) or not on_device(tensor):
-        return None
-    return _index(tensor, index)
+    return None if type(index) in (int, slice) else _index(tensor, index)
 
 
 def _index(tensor: torch.Tensor, index: Any) -> Wait | None:
     for part in index if isinstance(index, tuple) else (index,):
-        if isinstance(part, torch.Tensor) and part.dim() > 0:
+        if isinstance(part, torch.Tensor) and part.dim() == 0:
+            if on_device(part):
+                return _about(Kind.READ, tensor, part.element_size())  # x[i] with a 0-dim tensor i is an integer
+        elif not on_device(tensor):  # what indexes a tensor of the host is on the host
+            continue
+        elif isinstance(part, torch.Tensor):
             if not on_device(part):
                 return _about(Kind.IMPLICIT, tensor, _size(part))
             if part.dtype in (torch.bool, torch.uint8):
                 return _about(Kind.SHAPE, tensor)
-        elif isinstance(part, torch.Tensor) and on_device(part):
-            return _about(Kind.READ, tensor, part.element_size())  # x[i] with a 0-dim tensor i is an integer
         elif isinstance(part, (list, range)) or (type(part).__module__ == "numpy" and part.ndim > 0):
             return _about(Kind.IMPLICIT, tensor, 8 * len(part))
     return None
@@ -164,7 +165,7 @@ def _index(tensor: torch.Tensor, index: Any) -> Wait | None:
 def setitem_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
     tensor, index, value = args
     if not on_device(tensor):
-        return None
+        return _about(Kind.TO_HOST, value) if on_device(value) else _index(tensor, index)
     parts = index if isinstance(index, tuple) else (index,)
     if isinstance(value, torch.Tensor):
         if not on_device(value) and value.dim() > 0:

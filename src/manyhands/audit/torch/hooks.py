@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from manyhands.audit import sites, watch
-from manyhands.audit.kinds import Kind
+from manyhands.audit.kinds import NUMBER, Kind
 from manyhands.audit.stall import Stall
 from manyhands.audit.torch import calls
 from manyhands.audit.wrapping import Installation, Steps
@@ -26,6 +26,8 @@ from manyhands.backends.torch.cuda_stand_in import streams
 from manyhands.backends.torch.virtual import VirtualTensor
 
 _is_compiling = torch.compiler.is_compiling
+# The function mode of virtual devices calls again what was called: once is enough.
+_TRANSLATED = virtual.NameTranslation.__torch_function__.__code__
 
 
 class _OptimizerSteps(Steps):
@@ -87,11 +89,12 @@ def install() -> None:
     _wrap_synchronizing()
     _wrap_collectives()
     _wrap_loader()
+    virtual.observers.append(_number_read)
 
 
 def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
     def waits(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling() or not watch.listening:
+        if _is_compiling() or not watch.listening or sys._getframe(1).f_code is _TRANSLATED:
             return original(*args, **kwargs)
         try:
             wait = rule(args, kwargs)
@@ -107,6 +110,13 @@ def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
         virtual.instead[waits] = virtual.instead[original]
     compat.skip_code(waits.__code__)
     return waits
+
+
+def _number_read(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """PyTorch has read a number of a virtual tensor, of which no call of the table tells: ``torch.zeros(n)``."""
+    if watch.listening and func is torch.ops.aten._local_scalar_dense.default:
+        with watch.Waiting(Kind.READ, NUMBER, args[0].element_size()):
+            pass
 
 
 def _wrap_synchronizing() -> None:
