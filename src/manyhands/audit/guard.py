@@ -12,14 +12,15 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
+from unittest import SkipTest
 
 from manyhands.amounts import counted
 from manyhands.audit import watch
 from manyhands.audit.sites import name_callers_in_warnings
 from manyhands.audit.stall import Stall
 from manyhands.device import FRAMEWORKS
-from manyhands.errors import BadSettings, HiddenWait
+from manyhands.errors import BadSettings, HiddenWait, ManyhandsError
 
 Mode = Literal["forbid", "warn", "count"]
 
@@ -28,18 +29,40 @@ class HiddenWaitWarning(UserWarning):
     """The host waited for a device within ``mh.guard("warn")``."""
 
 
+class NothingWatched(ManyhandsError, SkipTest):
+    """There is neither a GPU nor a virtual device, so that a guard can see nothing. A test that ends so is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no hidden wait could be seen: there is neither a GPU nor a virtual device. MANYHANDS_VIRTUAL_DEVICES=1, or "
+            "mh.virtual_devices(1) before tensors are made, lets the CPU stand in for a GPU"
+        )
+
+
 class Seen:
-    """The hidden waits of a guarded block: ``len(seen)`` of them, each once in ``for stall in seen``."""
+    """The hidden waits of a guarded block: ``len(seen)`` of them, each once in ``for stall in seen``.
+
+    Where there is nothing that could be waited for, no number is right: asking for it raises :class:`NothingWatched`.
+    """
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
         self._counts: Counter[Stall] = Counter()
         self.allowed = 0  # waits that a comment allows
+        self._watches = False
+
+    def look(self, *, ask: bool = True) -> None:
+        """Look whether there is something to wait for, where nothing was seen; ``ask``: raise where there is not."""
+        self._watches = self._watches or bool(self._counts or self.allowed) or is_there_a_device()
+        if ask and not self._watches:
+            raise NothingWatched
 
     def __len__(self) -> int:
+        self.look()
         return self._counts.total()
 
     def __iter__(self) -> Iterator[Stall]:
+        self.look()
         return iter(self._counts)
 
     def times(self, stall: Stall) -> int:
@@ -47,6 +70,7 @@ class Seen:
         return self._counts[stall]
 
     def __str__(self) -> str:
+        self.look()
         return "\n".join(f"{count} x {stall}" for stall, count in self._counts.most_common())
 
     # The sink
@@ -73,21 +97,30 @@ def guard(mode: Mode = "count") -> Iterator[Seen]:
 
     ``"forbid"`` raises :class:`~manyhands.errors.HiddenWait` before the host waits, ``"warn"`` warns at the line, and
     ``"count"`` only counts: ``with mh.guard("count") as seen: ...; print(len(seen), seen)``. Tensors on a GPU and on
-    virtual devices are watched.
+    virtual devices are watched. Without either, ``"forbid"`` raises :class:`NothingWatched`, ``"warn"`` warns of it,
+    and a count raises it when it is asked for.
     """
     if mode not in ("forbid", "warn", "count"):
         raise BadSettings(f"guard({mode!r}): give 'forbid', 'warn' or 'count'")
     install_hooks()
     seen = Seen(mode)
+    try:
+        seen.look(ask=mode != "count")
+    except NothingWatched as nothing:
+        if mode == "forbid":
+            raise
+        warnings.warn(str(nothing), HiddenWaitWarning, stacklevel=3)
     with watch.here(seen):
         yield seen
+    seen.look(ask=False)  # its devices may be gone when the count is asked for
 
 
 @contextmanager
 def assert_no_stalls() -> Iterator[Seen]:
     """Raise :class:`~manyhands.errors.HiddenWait` at the end of a block in which the host waited, with all its lines.
 
-    ``with mh.assert_no_stalls(): step(batch)``; also a decorator of a test: ``@mh.assert_no_stalls()``.
+    ``with mh.assert_no_stalls(): step(batch)``; also a decorator of a test: ``@mh.assert_no_stalls()``. Without a GPU
+    and without virtual devices it raises :class:`NothingWatched`, by which a test is skipped.
     """
     with guard("count") as seen:
         yield seen
@@ -98,6 +131,15 @@ def assert_no_stalls() -> Iterator[Seen]:
 def install_hooks() -> None:
     """Hook the frameworks that are imported."""
     name_callers_in_warnings()
-    for framework in FRAMEWORKS:
-        if framework in sys.modules:
-            importlib.import_module(f"manyhands.audit.{framework}.hooks").install()
+    for hooks in _hooks():
+        hooks.install()
+
+
+def is_there_a_device() -> bool:
+    """Whether a framework that is imported has a device, or a virtual one, that the host could wait for."""
+    return any(hooks.installation.has_device() for hooks in _hooks())
+
+
+def _hooks() -> list[Any]:
+    imported = [framework for framework in FRAMEWORKS if framework in sys.modules]
+    return [importlib.import_module(f"manyhands.audit.{framework}.hooks") for framework in imported]

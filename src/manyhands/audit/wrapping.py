@@ -62,9 +62,8 @@ class Installation:
         framework: str,
         on_device: IsOnDevice,
         virtual_count: Callable[[], int],
-        gpu_count: Callable[[], int] = lambda: 0,
+        gpu_count: Callable[[], int],
     ) -> None:
-        """``gpu_count`` is asked only for calls that name no array, as ``waitall()``."""
         self._framework, self._on_device = framework, on_device
         self._virtual_count, self._gpu_count = virtual_count, gpu_count
         self.stands_in = False
@@ -79,6 +78,10 @@ class Installation:
     def on_cpu(self) -> bool:
         """Whether arrays in the memory of the CPU count as a device's."""
         return self.stands_in or self._virtual_count() > 0
+
+    def has_device(self) -> bool:
+        """Whether there is a device whose waits can be seen."""
+        return self.on_cpu or self._gpu_count() > 0
 
     def begins(self) -> bool:
         """Whether this is the first time, so that everything has to be wrapped; it stays wrapped."""
@@ -112,7 +115,7 @@ class Installation:
         if not whole:
             return bool(args) and self._on_device(args[0])
         if not args and not kwargs:
-            return self.on_cpu or self._gpu_count() > 0
+            return self.has_device()
         return any(map(self._on_device, _leaves([args, kwargs])))
 
     def wrap_numpy(self) -> None:

@@ -57,6 +57,73 @@ def test_a_guard_sees_waits(framework: str, tmp_path: Path) -> None:
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
 
 
+NOTHING_WATCHED = """
+import unittest
+import warnings
+import pytest
+from manyhands import FRAMEWORK as mh
+from manyhands.audit.guard import HiddenWaitWarning, NothingWatched
+
+
+def wait():
+    exec(ON_THE_CPU)
+
+
+def test_count():
+    with mh.guard("count") as seen:
+        wait()
+    for ask in (len, bool, list, str):
+        with pytest.raises(NothingWatched, match="neither a GPU nor a virtual device.*mh.virtual_devices"):
+            ask(seen)
+
+
+def test_warn():
+    with pytest.warns(HiddenWaitWarning, match="neither a GPU"), mh.guard("warn"):
+        wait()
+
+
+def test_forbid_is_skipped():
+    with mh.guard("forbid"):
+        raise AssertionError("it is not begun")
+
+
+def test_asserted_is_skipped():
+    with mh.assert_no_stalls():
+        wait()
+
+
+class TestCase(unittest.TestCase):
+    def test_asserted_is_skipped(self):
+        with mh.assert_no_stalls():
+            wait()
+
+
+@pytest.mark.no_stalls
+def test_marked_is_skipped():
+    wait()
+
+
+@pytest.mark.no_stalls
+def test_marked_may_fail():
+    assert False, "as asserted"
+"""
+
+
+def test_where_there_is_no_device_nothing_is_green(framework: str, tmp_path: Path) -> None:
+    """A claim about waits that nothing could see is no claim: a test with it is skipped, with the reason."""
+    code = ON_THE_CPU[framework].replace("\n", ";")
+    (tmp_path / "test_cases.py").write_text(
+        NOTHING_WATCHED.replace("FRAMEWORK", framework).replace("exec(ON_THE_CPU)", f"exec({code!r})")
+    )
+    arguments = ["-q", "-rsf", "-p", "no:cacheprovider", str(tmp_path)]
+    done = run_python(
+        f"import pytest; pytest.main({arguments!r})", MANYHANDS_VIRTUAL_DEVICES="", CUDA_VISIBLE_DEVICES=""
+    )
+    assert "1 failed, 2 passed, 4 skipped" in done.stdout, done.stdout + done.stderr
+    assert "test_cases.py::test_marked_may_fail" in done.stdout
+    assert "no_stalls: no hidden wait could be seen: there is neither a GPU" in done.stdout
+
+
 ON_THE_CPU = {
     "torch": "import torch\nloss = torch.ones(())\nfloat(loss)",
     "jax": "import jax\nloss = jax.numpy.ones(())\nfloat(loss)\njax.block_until_ready(loss)\njax.device_get(loss)",

@@ -29,7 +29,11 @@ def on_device(value: Any) -> bool:
     return any(device.platform != "cpu" for device in value.devices())
 
 
-installation = Installation("jax", on_device, devices.virtual_count)
+def _gpu_count() -> int:
+    return sum(device.platform != "cpu" for device in jax.devices())
+
+
+installation = Installation("jax", on_device, devices.virtual_count, _gpu_count)
 stand_in = installation.stand_in
 
 
@@ -37,7 +41,7 @@ def used_device() -> bool:
     """Whether the program could use a GPU, or what stands in for one."""
     if not backends_are_initialized():  # asking JAX for its devices would start it
         return False
-    return installation.stands_in or any(device.platform != "cpu" for device in jax.devices())
+    return installation.stands_in or _gpu_count() > 0
 
 
 def install() -> None:

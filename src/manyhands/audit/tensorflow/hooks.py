@@ -28,13 +28,17 @@ def on_device(value: Any) -> bool:
     return "GPU" in value.device
 
 
-installation = Installation("tensorflow", on_device, devices.virtual_count)
+def _gpu_count() -> int:
+    return len(tf.config.list_physical_devices("GPU"))
+
+
+installation = Installation("tensorflow", on_device, devices.virtual_count, _gpu_count)
 stand_in = installation.stand_in
 
 
 def used_device() -> bool:
     """Whether the program could use a GPU, or what stands in for one."""
-    return installation.stands_in or bool(tf.config.list_physical_devices("GPU"))
+    return installation.stands_in or _gpu_count() > 0
 
 
 def install() -> None:

@@ -52,7 +52,7 @@ class _OptimizerSteps(Steps):
 
 
 steps = _OptimizerSteps()
-installation = Installation("torch", calls.on_device, virtual.count)
+installation = Installation("torch", calls.on_device, virtual.count, torch.accelerator.device_count)
 
 
 def stand_in() -> None:
