@@ -34,8 +34,8 @@ class NothingWatched(ManyhandsError, SkipTest):
 
     def __init__(self) -> None:
         super().__init__(
-            "no hidden wait could be seen: there is neither a GPU nor a virtual device. MANYHANDS_VIRTUAL_DEVICES=1, or "
-            "mh.virtual_devices(1) before tensors are made, lets the CPU stand in for a GPU"
+            "no hidden wait could be seen: there is neither a GPU nor a virtual device. MANYHANDS_VIRTUAL_DEVICES=1, "
+            "or mh.virtual_devices(1) before tensors are made, lets the CPU stand in for a GPU"
         )
 
 

@@ -1,8 +1,8 @@
 """The pytest plugin: ``@pytest.mark.no_stalls`` fails a test in which the host waited for a device.
 
 It comes with the package, and pytest finds it automatically. Reads for an assertion are allowed by a comment
-``# manyhands: wait-ok <reason>``, or go through ``mh.to(x, "cpu")``, which is silent. Where there is neither a GPU nor a
-virtual device, such a test runs, and is reported as skipped: it has shown nothing about waits.
+``# manyhands: wait-ok <reason>``, or go through ``mh.to(x, "cpu")``, which is silent. Where there is neither a GPU nor
+a virtual device, such a test runs, and is reported as skipped: it has shown nothing about waits.
 """
 
 from __future__ import annotations

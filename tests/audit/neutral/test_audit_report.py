@@ -171,7 +171,7 @@ def test_a_wrapped_call_warns_at_the_callers_line() -> None:
         warnings.warn("look", UserWarning, stacklevel=1)
 
     owner = type("Owner", (), {"warns": staticmethod(warns)})
-    wrapping.Installation("jax", lambda value: True, lambda: 0).wrap(owner, "warns", "warns", Kind.READ)
+    wrapping.Installation("jax", lambda value: True, lambda: 0, lambda: 0).wrap(owner, "warns", "warns", Kind.READ)
     warns.__code__ = warns.__code__.replace(co_filename=wrapping.__file__)  # as C++ does it, which has no frame
     sites.name_callers_in_warnings()
     with warnings.catch_warnings(record=True) as seen:
@@ -248,7 +248,7 @@ def test_a_print_once_an_epoch_needs_no_cure(tmp_path: Path) -> None:
             made.after(watch.Event(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
         made.step("optimizer")
     each, rare = sorted(report.make(made, program="p", warmup=0).findings, key=lambda finding: finding.line)
-    assert each.cure == "count the steps, and: if step % 100 == 0: print(x.item())"
+    assert each.cure == "count the steps, and run this line every 100 steps"
     assert rare.cure.startswith("none needed: it waits in a few steps only")
 
 

@@ -34,6 +34,15 @@ _NUMBER = (
     "PyTorch reads a number of a tensor: give a size that Python knows, or fill on the device "
     "(torch.empty(n, device=x.device).fill_(x))"
 )
+_READ_LATER = (
+    "its value is used as a number later, or where this file does not show: keep the value on the device, and read it "
+    "once, after the loop"
+)
+_COPY_ONCE = (
+    "keep it on the device (.detach()) and copy it once, after the loop; or copy with non_blocking=True, and make one "
+    "torch.cuda.synchronize() before it is read"
+)
+_REPORTS = ("print", "log", "log_dict", "log_metrics", "info", "debug", "write", "add_scalar", "add_scalars")
 _METHODS = ("item", "tolist", "asscalar")
 _FACTORIES = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty"}
 _SIZES = {
@@ -71,26 +80,24 @@ def cure(
     place: tuple[str, int] | None = None,
     rare: bool = False,
 ) -> str:
-    """What to write instead of a line that waits, perhaps in a library.
+    r"""What to write instead of a line that waits, perhaps in a library.
 
     ``place`` is its file and number; ``rare`` says that it waits in a few steps only, once an epoch for example.
 
-    >>> cure(Kind.READ, "Tensor.item", "total += loss.item()")
-    'total += loss.detach()'
-    >>> cure(Kind.READ, "Tensor.__float__", "losses.append(float(loss))")
-    'losses.append(loss.detach())'
-    >>> cure(Kind.READ, "Tensor.__float__", "sums = [a + float(b) for a, b in zip(sums, args)]")
-    'sums = [a + (b.detach() if hasattr(b, "detach") else b) for a, b in zip(sums, args)]'
-    >>> cure(Kind.READ, "Array.__float__", "losses.append(float(loss))", framework="jax")
-    'losses.append(loss)'
+    >>> cure(Kind.READ, "Tensor.item", "total += loss.item()").partition(": ")[2]  # the rest of the file is not known
+    'keep the value on the device, and read it once, after the loop'
+    >>> cure(Kind.READ, "Tensor.__float__", "float(loss)")
+    'loss.detach()'
+    >>> cure(Kind.READ, "Array.__float__", "float(loss)", framework="jax")
+    'loss'
     >>> cure(Kind.READ, "Tensor.item", "print(step, loss.item())")
-    'count the steps, and: if step % 100 == 0: print(step, loss.item())'
+    'count the steps, and run this line every 100 steps'
     >>> cure(Kind.READ, "Tensor.item", "rate = math.exp(loss.item())")
     'exp() takes numbers and has to wait: call it every 100 steps only, or once, with the values of many steps'
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "x = x.to(device)")
-    'x = x.to(device, non_blocking=True), and pin_memory=True where x comes from (DataLoader, or x.pin_memory())'
-    >>> cure(Kind.TO_DEVICE, "Tensor.to", "X[i : i + 32].to(device)").partition(", and ")[2]
-    'pin_memory=True where X comes from (DataLoader, or X.pin_memory())'
+    'x = x.to(device, non_blocking=True)\nwith pin_memory=True where x comes from (DataLoader, or x.pin_memory())'
+    >>> cure(Kind.TO_DEVICE, "Tensor.to", "X[i : i + 32].to(device)").partition("\n")[2]
+    'with pin_memory=True where X comes from (DataLoader, or X.pin_memory())'
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "x = torch.zeros(4, 8).to(device)")
     'x = torch.zeros(4, 8, device=device)'
     >>> cure(Kind.DATA, "Tensor.__setitem__", "x[0] = 1.0")
@@ -131,6 +138,8 @@ def _without_reads(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str |
     if not reads:
         return _rarely(wait, line)
     use = max(line.use(call) for call in reads)
+    if use is ValueUse.LATER:
+        return _READ_LATER
     if use is ValueUse.DECIDES:
         return Kind.CONTROL_FLOW.cure_in(wait.framework)
     if use is ValueUse.NEEDED:
@@ -149,6 +158,8 @@ def _without(wait: _Wait, line: Statement, read: ast.Call) -> tuple[int, int, st
                 break
             begin, inner = line.dot(inner), inner.func.value
         on_device = ".copy()" if function.attr == "asnumpy" else _KEPT[wait.framework]
+        if wait.framework == "torch" and isinstance(inner, (ast.Attribute, ast.Subscript)):
+            on_device += ".clone()"  # it may be memory that an optimizer changes
         return begin, line.end(read), on_device
     value = read.args[0]  # float(x), np.asarray(x)
     text = line.text(value)
@@ -177,13 +188,13 @@ def _rarely(wait: _Wait, line: Statement) -> str | None:
     """A line that only reports something can be left out in most steps."""
     if line.is_rare():
         return wait.in_words
-    if not isinstance(line.whole(), ast.Expr):
+    whole = line.whole()
+    if not isinstance(whole, ast.Expr) or not isinstance(whole.value, ast.Call) or name_of(whole.value) not in _REPORTS:
         return None
     if wait.rare:
         return _LEAVE
     counter = line.counter()
-    begin = "" if counter is not None else "count the steps, and: "
-    return f"{begin}if {counter or 'step'} % 100 == 0: {line.code}"
+    return f"if {counter} % 100 == 0: {line.code}" if counter else "count the steps, and run this line every 100 steps"
 
 
 def _needed_by(line: Statement, reads: list[ast.Call]) -> str | None:
@@ -204,19 +215,16 @@ def _to_host(wait: _Wait, line: Statement) -> str | None:
     if wait.framework != "torch":
         reads = line.calls("numpy", "asnumpy", "asarray", "array", "device_get")
         return None if any(len(read.args) > 1 or read.keywords for read in reads) else _without_reads(wait, line, reads)
+    if wait.name == "__setitem__":
+        return "the tensor that is written to is on the host: make it on the device, and copy it once, after the loop"
     copies = [*line.calls("cpu"), *(call for call in line.calls("to") if _names_cpu(call))]
     if not copies:
         return None
     reads = [read for copy in copies if (read := _after(line, copy, *_METHODS)) is not None]
     if reads:
         return _without_reads(wait, line, reads)
-    edits = []
-    for copy in copies:
-        last = _after(line, copy, "numpy") or copy
-        if line.use(last) is not ValueUse.KEPT:
-            return _wanted_on_host(line, last)
-        edits.append((line.dot(copy), line.end(last), f'.to("cpu", {_OPTION})'))
-    return f"{line.edited(*edits)}, and one torch.cuda.synchronize() before it is read"
+    wanted = [_wanted_on_host(line, _after(line, copy, "numpy") or copy) for copy in copies]
+    return next((words for words in wanted if words is not None), _COPY_ONCE)
 
 
 def _wanted_on_host(line: Statement, copy: ast.Call) -> str | None:
@@ -253,14 +261,14 @@ def _to_device(wait: _Wait, line: Statement) -> str | None:
         source = source.value
     is_name = isinstance(source, (ast.Name, ast.Attribute, ast.Subscript)) and _copies_its_owner(copies[0])
     if not is_name:
-        return f"{changed}, from pinned memory (DataLoader(pin_memory=True), or .pin_memory() before the copy)"
+        return f"{changed}\nfrom pinned memory: DataLoader(pin_memory=True), or .pin_memory() before the copy"
     text = ast.unparse(source)
     if changed == line.code:
         return (
             f"take {text} from pinned memory (DataLoader(pin_memory=True), or {text}.pin_memory()): from pageable "
             f"memory {_OPTION} blocks, too"
         )
-    return f"{changed}, and pin_memory=True where {text} comes from (DataLoader, or {text}.pin_memory())"
+    return f"{changed}\nwith pin_memory=True where {text} comes from (DataLoader, or {text}.pin_memory())"
 
 
 def _copies_its_owner(call: ast.Call) -> bool:

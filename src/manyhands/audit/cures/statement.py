@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import os
 from collections.abc import Iterator
 from enum import IntEnum
+
+from manyhands.audit.cures.later import Later
 
 # Calls that store their arguments unchanged.
 _KEEPERS = {"append", "appendleft", "extend", "insert", "update", "setdefault", "put", "put_nowait"}
@@ -24,8 +27,9 @@ class ValueUse(IntEnum):
     """What a line does with a value that it reads."""
 
     KEPT = 0  # it is stored, returned or computed with: that can be done on the device
-    NEEDED = 1  # a call or a text wants a number
-    DECIDES = 2  # control flow
+    LATER = 1  # it is stored, and another line may want a number
+    NEEDED = 2  # a call or a text wants a number
+    DECIDES = 3  # control flow
 
 
 class _File:
@@ -56,12 +60,17 @@ class Statement:
         self._text = lines[number - 1] if 0 < number <= len(lines) else ""
         self.code = self._text.strip().partition("  #")[0].rstrip()
         self._indent = len(self._text) - len(self._text.lstrip())
+        self._is_alone = False  # whether it is all that is known of its program
 
     @classmethod
     def at(cls, file: str, number: int, code: str) -> Statement:
         """A line of a file; if the file cannot be read, the line alone."""
         statement = cls("".join(linecache.getlines(file)), number)
-        return statement if statement.code == code and statement._root is not None else cls.alone(code)
+        is_there = statement.code == code and statement._root is not None
+        if not is_there:
+            return cls.alone(code)
+        statement._is_alone = not os.path.isfile(file)  # a cell of a notebook: others may use its names
+        return statement
 
     @classmethod
     def alone(cls, code: str) -> Statement:
@@ -70,6 +79,7 @@ class Statement:
         if statement._root is None and code.endswith(":"):
             statement = cls(f"{code} pass", 1)
             statement.code = code
+        statement._is_alone = True
         return statement
 
     # Nodes
@@ -135,7 +145,10 @@ class Statement:
         child: ast.AST = node
         for parent in self.above(node):
             if isinstance(parent, _STATEMENTS):
-                return ValueUse.DECIDES if self._decides_later(parent) else ValueUse.KEPT
+                if self._decides_later(parent):
+                    return ValueUse.DECIDES
+                later = Later(self._parents, parent, is_alone=self._is_alone)
+                return ValueUse.LATER if later.needs_a_number(node) else ValueUse.KEPT
             use = _use_in(parent, child)
             if use is not ValueUse.KEPT:
                 return use

@@ -19,7 +19,7 @@ td, th { border-bottom: 1px solid var(--line); padding: 0.4rem; text-align: left
 td.figure, th.figure { text-align: right; white-space: nowrap; }
 .source { border: 1px solid var(--line); border-radius: 4px; padding: 0.5rem; }
 .source mark { background: var(--mark); color: inherit; display: block; }
-td code { overflow-wrap: anywhere; } td[data-name="cure"] { width: 32%; }
+td code { overflow-wrap: anywhere; white-space: pre-wrap; } td[data-name="cure"] { width: 32%; }
 .small { font-size: 0.85rem; opacity: 0.8; } svg { width: 100%; height: auto; display: block; }
 @media (max-width: 40rem) {
   thead { display: none; } tr { display: block; padding: 0.5rem 0; border-bottom: 2px solid var(--line); }

@@ -31,6 +31,6 @@ def _rows(finding: Finding, report: Report) -> list[str]:
         f"{waited:>9} {gained:>9} {per_step:>9} {count:>7}  {finding.file}:{finding.line}{beside}",
         f"{indent}{finding.source}",
         f"{indent}{finding.what} ({finding.call})",
-        f"{indent}cure: {finding.cure}",
+        f"{indent}cure: " + finding.cure.replace("\n", f"\n{indent}      "),
     ]
     return [row for row in rows if row.strip()]  # code that a program made itself has no source text

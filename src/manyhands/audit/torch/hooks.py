@@ -114,7 +114,7 @@ def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
 
 def _number_read(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """PyTorch has read a number of a virtual tensor, of which no call of the table tells: ``torch.zeros(n)``."""
-    if watch.listening and func is torch.ops.aten._local_scalar_dense.default:
+    if watch.listening and func is compat.READ_OF_A_NUMBER:
         with watch.Waiting(Kind.READ, NUMBER, args[0].element_size()):
             pass
 

@@ -191,6 +191,8 @@ def data_loader_iterator() -> Any:
 
 # What torch.compile and DTensor make their wrappers of tensors with.
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+# The operation in which the host reads a number: ``x.item()``, and a tensor that is given for a number.
+READ_OF_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 # A subclass whose operations need no detour through its own __torch_function__, as a Parameter's.
 no_torch_function_of_its_own: Any = torch._C._disabled_torch_function_impl
 # Below a subclass's own operations: its metadata can be set there.
