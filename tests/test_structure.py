@@ -122,7 +122,7 @@ def test_private_names_of_pytorch_stand_in_one_folder(path: Path) -> None:
 
 # Where values of users and of frameworks pass through: `object`, type variables and protocols say so, `Any` hides it.
 TYPED = ("schedule", "parallel", "placement", "tasks")
-PROTOCOLS = ("planning", "protocol", "runtime", "exactness")
+PROTOCOLS = ("planning", "protocol", "exactness")
 
 
 def _signatures(path: Path) -> list[str]:

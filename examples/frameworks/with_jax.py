@@ -51,7 +51,7 @@ def trains(devices: list[jax.Device]) -> None:
 
 
 def runs_in_parallel() -> None:
-    """``jax.jit`` runs the function; ``explain`` says what it found."""
+    """``jax.jit`` runs the function, and ``explain`` says so."""
 
     @mh.parallel
     def branches(x: jnp.ndarray) -> jnp.ndarray:

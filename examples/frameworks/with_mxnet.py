@@ -48,7 +48,7 @@ def trains(devices: list[mx.Context]) -> None:
 
 
 def runs_in_parallel() -> None:
-    """MXNet's engine runs the function as one CachedOp; ``explain`` says what it found."""
+    """MXNet's engine runs the function, and ``explain`` says so."""
 
     @mh.parallel
     def branches(x: mx.nd.NDArray) -> mx.nd.NDArray:

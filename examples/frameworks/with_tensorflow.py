@@ -47,7 +47,7 @@ def trains(devices: list[str]) -> None:
 
 
 def runs_in_parallel() -> None:
-    """``tf.function`` runs the function; ``explain`` says what it found."""
+    """``tf.function`` runs the function, and ``explain`` says so."""
 
     @mh.parallel
     def branches(x: tf.Tensor) -> tf.Tensor:

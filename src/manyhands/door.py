@@ -40,7 +40,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "LossSum": "manyhands.training.loss.loss_sum",
         "MLflowLogger": "manyhands.training.callbacks.loggers.mlflow_logger",
         "Module": "manyhands.training.{framework}.book.module",
-        "Parallel": "manyhands.parallel.delegated",
+        "Parallel": "manyhands.parallel.handed_over",
         "Progress": "manyhands.training.callbacks.progress",
         "PerEpoch": "manyhands.training.schedules",
         "PerStep": "manyhands.training.schedules",
@@ -65,7 +65,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "load_model": "manyhands.training.{framework}.command",
         "load_weights": "manyhands.training.{framework}.command",
         "one_cycle": "manyhands.training.commands.recipes",
-        "parallel": "manyhands.parallel.delegated",
+        "parallel": "manyhands.parallel.handed_over",
         "predict": "manyhands.training.{framework}.predict",
         "resnet18": "manyhands.training.{framework}.book.models",
         "task": "manyhands.tasks.scope",
@@ -103,7 +103,7 @@ def lazy(door: str, verbs: Verbs[Any, Any, Any]) -> tuple[list[str], Callable[[s
             waits = {"_synchronize": staticmethod(verbs.synchronize), "__module__": door}
             value = type(name, (module.Benchmark,), {**waits, "__doc__": module.Benchmark.__doc__})
         elif name == "parallel" and framework != "torch":
-            value = module.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.planning"))
+            value = module.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
         else:
             value = getattr(module, name)
         here[name] = value

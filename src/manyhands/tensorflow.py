@@ -39,8 +39,8 @@ gather = _verbs.gather
 
 if TYPE_CHECKING:
     from manyhands.door_names import *  # noqa: F403
-    from manyhands.parallel.delegated import Parallel as Parallel
-    from manyhands.parallel.delegated import ParallelEntry as _Offer
+    from manyhands.parallel.handed_over import Parallel as Parallel
+    from manyhands.parallel.handed_over import ParallelEntry as _Offer
     from manyhands.training.tensorflow.book.accuracy import accuracy as accuracy
     from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
     from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus

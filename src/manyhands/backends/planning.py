@@ -1,8 +1,8 @@
 """The seam between the planner and a framework: what ``parallel(fn)`` asks of a framework whose functions it plans.
 
-Today that is PyTorch (:mod:`manyhands.backends.torch.planning`); the others have planners of their own, and a smaller
-seam (:mod:`manyhands.backends.runtime`). The planner never looks into a trace, a call, a plan or a device of the
-framework: it only passes them on. They are the four type variables here; small protocols say what may be asked of them.
+That is PyTorch (:mod:`manyhands.backends.torch.planning`); the others schedule functions themselves. The planner never
+looks into a trace, a call, a plan or a device of the framework: it only passes them on. They are the four type
+variables here; small protocols say what may be asked of them.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Capabilities:
     moves_models: bool
     # Page-locked host memory can be asked for.
     pins_memory: bool
-    # parallel(fn): manyhands chooses the lanes, and timeline() is measured (elsewhere the framework's own runtime
-    # chooses them, and timeline() is simulated).
+    # parallel(fn): manyhands plans the lanes, and can draw, time and forecast the plan (elsewhere the framework's own
+    # runtime schedules the function).
     plans_lanes: bool
 
 

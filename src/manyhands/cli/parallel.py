@@ -48,10 +48,11 @@ def run(options: argparse.Namespace) -> int:
     framework = flags.framework(options)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     backend: Any = importlib.import_module(f"manyhands.backends.{framework}.devices")
-    if options.devices is not None and not backend.CAPABILITIES.plans_lanes:
+    wanted = [f"--{name}" for name in ("draw", "timeline", "devices") if getattr(options, name) is not None]
+    if wanted and not backend.CAPABILITIES.plans_lanes:
         raise BadSettings(
-            f"--devices {options.devices}: {framework}'s own runtime runs the function, so other devices "
-            "cannot be simulated. Leave --devices out, or write the function in torch"
+            f"{', '.join(wanted)}: {framework}'s own runtime runs the function, so there is no plan to draw, time or "
+            "forecast. Leave it out, or write the function in torch"
         )
     module, function = script.load(options.function)
     arguments, named = _inputs(module, function, options.function)

@@ -38,7 +38,7 @@ def explain(name: str, planned: Planned) -> str:
             lines.append(f"  {way!s:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
     if planned.schedule is not None:
         lines += _about(planned.schedule)
-        lines.append(f"  {planned.about_runtime or why_not_faster(planned, planned.schedule)}")
+        lines.append(f"  {why_not_faster(planned, planned.schedule)}")
     if planned.peaks is not None:
         peaks = planned.peaks
         lines.append(

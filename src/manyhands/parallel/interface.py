@@ -1,8 +1,8 @@
 """What ``parallel(fn)`` returns in every framework: a function that can be called, explained, drawn and simulated.
 
 In PyTorch manyhands plans the lanes itself (:mod:`manyhands.parallel.function`); in JAX, TensorFlow and MXNet it hands
-the function to their own runtime (:mod:`manyhands.parallel.delegated`). A question that a framework cannot answer
-raises an :class:`EngineError`.
+the function to their own runtime (:mod:`manyhands.parallel.handed_over`), and there is no plan: asking for it raises an
+:class:`EngineError`.
 """
 
 from __future__ import annotations
@@ -76,15 +76,12 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         """The graph as SVG, coloured by lane."""
         return graph_svg.save(self._scheduled(), path)
 
-    def timeline(self, path: str | Path, *, simulated: bool | None = None) -> Path:
+    def timeline(self, path: str | Path, *, simulated: bool = False) -> Path:
         """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
 
-        Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks. By default
-        it is measured where manyhands runs the schedule (PyTorch), and simulated where the framework's runtime does.
+        Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks.
         """
         checked_path(path)  # before anything is run
-        if simulated is None:
-            simulated = not self._can_measure()
         return (self.simulated() if simulated else self.measured()).save(path)
 
     def simulated(self) -> Timeline:
@@ -108,9 +105,6 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
     def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         """The function as written, with the signature of a plan's run."""
         return self.plain(*arguments, **keywords)
-
-    def _can_measure(self) -> bool:
-        return True
 
     def _scheduled(self) -> Schedule:
         planned = self.planned

@@ -48,7 +48,6 @@ class Planned(Guarded):
     peaks: Peaks | None = None
     advice: Sequence[str] = ()
     pieces: Pieces | None = None  # if it cannot be captured as one graph
-    about_runtime: str = ""  # if the framework runs the schedule: what is known about that
     # Runs the schedule once more and returns when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None
     # Starts a run before the guards are checked: it has no effects besides its results. Guards are then checked

@@ -18,7 +18,6 @@ class Executor(enum.Enum):
     THREADS = "CPU threads"
     GRAPH = "one graph"  # a CUDA graph that is captured once and replayed
     STREAMS = "issued at every call"  # CUDA streams
-    RUNTIME = "the framework's own runtime"
     PIECES = "in pieces"  # captured graphs, and Python between them
 
 
@@ -30,11 +29,8 @@ class Way:
     lanes: str = ""  # how the schedule divides the work: "one lane", "2 beside the critical path"
     one_thread: bool = False  # each operation uses one thread of the CPU
     compiled: bool = False  # runs of small operations are compiled to one each
-    runtime: str = ""  # the framework's own way: "jax.jit"
 
     def __str__(self) -> str:
-        if self.executor is Executor.RUNTIME:
-            return self.runtime
         words = ["fused"] if self.compiled else []
         words += [self.lanes] if self.lanes else []
         words += [] if self.executor is Executor.THREADS else [self.executor.value]

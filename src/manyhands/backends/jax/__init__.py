@@ -1,1 +1,1 @@
-"""JAX: its devices, its functions as graphs, and ``jax.jit`` as the way to run them."""
+"""JAX: its devices, how functions are handed to ``jax.jit``, and what explicit tasks need of it."""

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from manyhands.backends.jax import devices as adapter
-from manyhands.backends.runtime import PLAIN_VALUES, difference
 
 memory_of = id  # arrays are immutable, so it does not matter which share memory
 _ARRAYS = (jax.Array, np.ndarray)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, type, np.generic, np.dtype)
 _REFERENCES: Any = getattr(jax, "Ref", ())
 
 
@@ -113,9 +113,10 @@ class Value:
         if not isinstance(other, Value) or self._value is other._value:
             return isinstance(other, Value)
         if not isinstance(self._value, _ARRAYS) or not isinstance(other._value, _ARRAYS):
-            same_kind = type(self._value) is type(other._value) and isinstance(self._value, (*PLAIN_VALUES, tuple))
+            same_kind = type(self._value) is type(other._value) and isinstance(self._value, (*_PLAIN, tuple))
             return bool(same_kind and self._value == other._value)
-        return difference(*(adapter.without_key(array) for array in (self._value, other._value)))[0]
+        one, two = (np.asarray(adapter.without_key(array)) for array in (self._value, other._value))
+        return (one.shape, one.dtype, one.tobytes()) == (two.shape, two.dtype, two.tobytes())
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,1 +1,1 @@
-"""MXNet: its contexts, its operations as graphs, and ``CachedOp`` as the way to run them."""
+"""MXNet: its contexts, how functions are handed to its engine, and what explicit tasks need of it."""

@@ -1,1 +1,1 @@
-"""TensorFlow: its devices, its graphs, and ``tf.function`` as the way to run them."""
+"""TensorFlow: its devices, how functions are handed to ``tf.function``, and what explicit tasks need of it."""

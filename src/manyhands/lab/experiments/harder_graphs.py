@@ -99,15 +99,16 @@ def run(bench: Bench) -> Finding:
         bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, compared=name)
         ways = {"as written": lambda: function(*arguments), "mh.parallel": lambda: fast(*arguments)}  # noqa: B023
         times = all_times[name] = bench.trials(ways, {"graph": name})
-        planned = fast.planned
-        tasks = "" if planned.schedule is None else str(len(planned.schedule.graph))
+        schedule = fast.planned.schedule if is_torch else None
+        run_as = fast.explain().splitlines()[0].removeprefix(f"{name}: run ").removeprefix("as ")
+        tasks = "" if schedule is None else str(len(schedule.graph))
         gain = times.compare("mh.parallel", to="as written").ratio
         medians = [seconds(times.median(way)) for way in ways]
-        rows.append((name, tasks, str(planned.way), *medians, f"{gain:.2f}"))
-        if planned.schedule is not None:
+        rows.append((name, tasks, run_as, *medians, f"{gain:.2f}"))
+        if schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_drawn(fast)))
-            timeline = fast.measured() if is_torch else fast.simulated()
-            plots.append(Plot("timeline", f"{name}: {timeline.title or planned.way}", spans=timeline.spans))
+            timeline = fast.measured()
+            plots.append(Plot("timeline", f"{name}: {timeline.title or run_as}", spans=timeline.spans))
     table = Table(("graph", "tasks", "run as", "as written", "mh.parallel", "gain"), rows, "Three graphs")
     bars = [
         Series(
@@ -124,7 +125,7 @@ def run(bench: Bench) -> Finding:
         if is_torch
         else [
             f"In {bench.framework} mh.parallel hands a function to the framework's runtime as a program of one device: "
-            "all three graphs are on one device here, and the timelines are simulated from the costs of operations."
+            "all three graphs are on one device here, and there is no plan to draw."
         ]
     )
     gains = {name: times.compare("mh.parallel", to="as written") for name, times in all_times.items()}

@@ -65,7 +65,7 @@ def run(bench: Bench) -> Finding:
     conclusion = f"{_of_keeping(keeping)} Captured, it {best}."
     title = f"{products} products of {_SIZE} x {_SIZE}, each norm in a log"
     where = bench.mh.device_of(start)
-    notes = [f"On {where}. How the captured part runs: {captured.planned.how}."]
+    notes = [f"On {where}. The captured part, {captured.explain().splitlines()[0]}."]
     return Finding(conclusion, [times.table(to="read each norm", title=title)], [times.bars(title)], notes)
 
 

@@ -1,0 +1,165 @@
+"""``parallel(fn)`` where the framework's own runtime finds the parallelism: JAX, TensorFlow, MXNet.
+
+manyhands hands the function to ``jax.jit``, to ``tf.function``, or calls it as it is (MXNet's engine is asynchronous).
+The contract is theirs: a function is traced once for each structure, shape, dtype and plain value of its arguments, and
+what it reads from Python besides its arguments is read then. There is no plan of ours to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Set
+from typing import TYPE_CHECKING, Protocol, overload
+
+from manyhands.errors import EngineError
+from manyhands.parallel.explain import name_of
+from manyhands.parallel.interface import P, ParallelFunction, R
+from manyhands.parallel.plan import Planned
+from manyhands.schedule.forecast import Forecast
+from manyhands.schedule.pictures.timeline import Timeline
+from manyhands.tasks.hooks import Hooks
+from manyhands.tasks.scope import no_threads
+from manyhands.tasks.scope import parallel as Scope
+
+if TYPE_CHECKING:  # the type checker checks the three modules against the protocol
+    from manyhands.backends.jax import handover as _jax
+    from manyhands.backends.mxnet import handover as _mxnet
+    from manyhands.backends.tensorflow import handover as _tensorflow
+
+    _RUNTIMES: tuple[Runtime, ...] = (_jax, _mxnet, _tensorflow)
+
+
+class TaskHooks(Protocol):
+    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.hooks.Hooks`."""
+
+    def memory_of(self, value: object, /) -> Hashable: ...
+    def parts_of(self, value: object, /) -> Collection[object] | None: ...
+    def version_of(self, value: object, /) -> object: ...
+    def bound(self, function: Callable[..., object], /) -> Callable[..., object]: ...
+    def exclusive(self, objects: list[object], words: Set[str], /) -> Collection[object]: ...
+
+
+class Runtime(Protocol):
+    """The module ``handover`` of a framework."""
+
+    name: str
+    RUN_AS: str  # what runs a function: "jax.jit"
+    SCHEDULER: str  # who decides what runs when
+    PROFILER: str  # what shows when each operation ran
+    tasks: TaskHooks
+
+    def hand_over(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+class Parallel(ParallelFunction[P, R]):
+    """A function that the framework's own runtime runs."""
+
+    def __init__(self, function: Callable[P, R], runtime: Runtime) -> None:
+        super().__init__(function)
+        self.runtime = runtime
+        self._run = runtime.hand_over(function)
+
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
+        return self._run(*arguments, **keywords)
+
+    def explain(self) -> str:
+        return f"{name_of(self.function)}: run as {self.runtime.RUN_AS}; {self.runtime.SCHEDULER}"
+
+    @property
+    def planned(self) -> Planned:
+        raise self._no_plan()
+
+    def measured(self) -> Timeline:
+        raise self._no_plan()
+
+    def forecast(
+        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
+    ) -> Forecast:
+        raise self._no_plan()
+
+    def _no_plan(self) -> EngineError:
+        name, runtime = name_of(self.function), self.runtime
+        return EngineError(
+            f"{runtime.name}'s own runtime schedules {name}, so manyhands has no plan to draw, time or forecast: "
+            f"{runtime.PROFILER} shows when each operation ran; written in torch, {name} would be planned"
+        )
+
+
+class _ScopeOrDecorator(Scope):
+    """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
+
+    def __init__(self, runtime: Runtime, threads: int | None, synchronous: bool) -> None:
+        tasks = runtime.tasks
+        hooks = Hooks(tasks.memory_of, tasks.parts_of, tasks.version_of, tasks.bound, tasks.exclusive)
+        super().__init__(threads, synchronous=synchronous, hooks=hooks)
+        self._runtime = runtime
+
+    def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:
+        if self._synchronous:
+            raise EngineError(
+                f"parallel(fn, synchronous=True): {self._runtime.name}'s own runtime chooses the order; for debugging "
+                "call fn itself"
+            )
+        if self._threads is not None:
+            raise EngineError(no_threads(self._threads))
+        return Parallel(function, self._runtime)
+
+
+class ParallelEntry:
+    """``fast = parallel(fn)``: ``fn`` run by the framework's own runtime; ``with parallel():`` for tasks.
+
+    ``fn`` is handed to ``jax.jit`` or ``tf.function``, with their contract (as ``pure=True`` has it in PyTorch): what
+    it reads from Python besides its arguments is read once, when it is traced. MXNet runs it as it is. In a scope,
+    ``task(fn)(a, b)`` runs beside others on one of ``threads`` threads; ``synchronous=True`` runs tasks in the
+    caller's thread, in order, for debugging. As a decorator: ``@parallel``, of methods too.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[P, R],
+        *,
+        pure: bool = ...,
+        reuse_outputs: bool = ...,
+        memory: float = ...,
+        compile: bool = ...,
+        synchronous: bool = ...,
+    ) -> Parallel[P, R]: ...
+
+    @overload
+    def __call__(
+        self,
+        function: None = None,
+        *,
+        pure: bool = ...,
+        reuse_outputs: bool = ...,
+        memory: float = ...,
+        compile: bool = ...,
+        synchronous: bool = ...,
+        threads: int | None = ...,
+    ) -> _ScopeOrDecorator: ...
+
+    def __call__(
+        self,
+        function: Callable[P, R] | None = None,
+        *,
+        pure: bool = False,
+        reuse_outputs: bool = False,
+        memory: float = 1.3,
+        compile: bool = False,
+        synchronous: bool = False,
+        threads: int | None = None,
+    ) -> Parallel[P, R] | _ScopeOrDecorator:
+        runtime = f"{self._runtime.name}'s own runtime"
+        if reuse_outputs:
+            raise EngineError(
+                f"parallel(reuse_outputs=True): {runtime} returns new results at every call; leave it out"
+            )
+        if memory != 1.3:
+            raise EngineError(f"parallel(memory={memory!r}): {runtime} decides what memory it takes; leave it out")
+        if compile:
+            raise EngineError(f"parallel(compile=True): {runtime} decides what is compiled; leave it out")
+        opened = _ScopeOrDecorator(self._runtime, threads, synchronous)
+        return opened if function is None else opened(function)
