@@ -56,7 +56,7 @@ def test_arguments_are_let_go_of_and_so_are_failures_that_were_seen() -> None:
         del large
         waitall()
         assert eventually(lambda: [one() for one in gone] == [None] * 3)
-        assert not scope._jobs
+        assert not scope.jobs
 
 
 def test_an_error_that_nobody_has_seen_is_kept_although_its_future_is_gone() -> None:
@@ -95,15 +95,13 @@ def test_tasks_leave_nothing_to_the_garbage_collector(synchronous: bool) -> None
 
 def test_who_has_waited_is_forgotten() -> None:
     with parallel(threads=1) as scope:
-        workers = scope._workers
+        workers = scope.workers
         assert workers is not None
         future = task(time.sleep)(0.05)
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 future.result(timeout=0.001)
-        assert not any(workers._bells.values())
         future.result()
         waitall()
-        assert not workers._bells
-        assert not workers._to_do
-        assert not workers._done
+        assert not workers._awaited
+        assert not workers._ready

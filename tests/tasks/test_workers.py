@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import TaskCancelled, UndeclaredWrite
+from manyhands.errors import TaskCancelled
 from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.scope import Future, parallel, task
 
@@ -81,43 +81,7 @@ def test_nothing_is_lost_however_threads_are_interrupted(threads: int) -> None:
         assert boxes == [list(range(place, 120, 3)) for place in range(3)]
 
 
-class SlowLock:
-    """It takes a while to let go of it: others end meanwhile, and find it held."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def acquire(self, blocking: bool = True) -> bool:
-        return self._lock.acquire(blocking)
-
-    def release(self) -> None:
-        time.sleep(0.001)
-        self._lock.release()
-
-    __enter__ = acquire
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class SlowList(list[Any]):
-    """It takes a while until something is in it: others look before."""
-
-    def append(self, one: Any) -> None:
-        time.sleep(0.001)
-        super().append(one)
-
-
-def test_what_ends_while_another_end_is_entered_is_entered_with_it() -> None:
-    meet = threading.Barrier(2)
-    with parallel(threads=2) as scope:
-        scope._workers._lock = SlowLock()  # type: ignore[union-attr, assignment]
-        for _ in range(40):
-            for future in [task(meet.wait)(60) for _ in range(2)]:
-                future.result(timeout=60)
-
-
-def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
+def test_a_task_that_ends_while_another_is_submitted_starts_it() -> None:
     go, ended = threading.Event(), threading.Event()
 
     def memory_of(value: Any) -> int:
@@ -138,8 +102,7 @@ def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
 
 
 def test_what_is_given_to_a_thread_that_is_about_to_rest_is_done() -> None:
-    with parallel(threads=1) as scope:
-        scope._workers._resting = SlowList()  # type: ignore[union-attr]
+    with parallel(threads=1):
         for number in range(60):
             time.sleep(number % 7 * 3e-4)
             task(int)(number).result(timeout=60)
@@ -228,10 +191,8 @@ class Runner:
     """It keeps the futures of its own methods, as one does."""
 
     def __init__(self) -> None:
-        self.factor = 2
         self.futures: list[Future[int]] = []
         self.meet = threading.Barrier(3)
-        self.seen: list[int] = []
 
     def run(self) -> list[int]:
         with parallel(threads=3):
@@ -241,19 +202,25 @@ class Runner:
 
     def step(self, number: int) -> int:
         self.meet.wait(60)
-        return self.factor * number
-
-    def note(self, number: int) -> None:
-        self.seen = [*self.seen, number]
+        return 2 * number
 
 
-def test_attributes_that_a_method_does_not_name_are_not_its_concern() -> None:
+def test_an_object_is_not_looked_into() -> None:
     """Tasks that reach the futures before them would wait for these, and never meet."""
-    runner = Runner()
-    assert runner.run() == [0, 2, 4]
-    with pytest.raises(UndeclaredWrite, match="a Runner"), parallel(threads=1):
-        task(runner.note)(1)
-    with parallel(threads=2):
+    assert Runner().run() == [0, 2, 4]
+
+
+def test_tasks_that_declare_one_object_keep_their_order() -> None:
+    class Notes:
+        seen: tuple[int, ...] = ()
+
+        def note(self, number: int) -> None:
+            before = self.seen
+            time.sleep(0.001)
+            self.seen = (*before, number)
+
+    notes = Notes()
+    with parallel(threads=3):
         for number in range(5):
-            task(runner.note, writes=(runner,))(number)
-    assert runner.seen == [1, 0, 1, 2, 3, 4]
+            task(notes.note, writes=(notes,))(number)
+    assert notes.seen == (0, 1, 2, 3, 4)

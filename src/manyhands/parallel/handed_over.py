@@ -7,7 +7,7 @@ what it reads from Python besides its arguments is read then. There is no plan o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Set
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Protocol, overload
 
 from manyhands.errors import EngineError
@@ -35,7 +35,7 @@ class TaskHooks(Protocol):
     def parts_of(self, value: object, /) -> Collection[object] | None: ...
     def version_of(self, value: object, /) -> object: ...
     def bound(self, function: Callable[..., object], /) -> Callable[..., object]: ...
-    def exclusive(self, objects: list[object], words: Set[str], /) -> Collection[object]: ...
+    def exclusive(self, objects: list[object], /) -> Collection[object]: ...
 
 
 class Runtime(Protocol):

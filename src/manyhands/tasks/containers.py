@@ -1,4 +1,4 @@
-"""The contents of containers: lists, tuples, dicts, sets, deques, ChainMap, dataclasses, partial functions.
+"""The contents of containers: lists, tuples, dicts, sets, deques, ChainMap, UserDict, dataclasses, partial functions.
 
 ``contents(Batch(x, [y]))`` is ``[x, [y]]``; ``filled(Batch(future, 2), result_of)`` is a ``Batch`` with the future's
 result. A subclass (``OrderedDict``, ``defaultdict``, a named tuple, a user's class) is kept.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections import ChainMap, deque
+from collections import ChainMap, UserDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +22,8 @@ def contents(value: object) -> list[object] | None:
         return list(value)
     if isinstance(value, ChainMap):
         return list(value.maps)
+    if isinstance(value, UserDict):  # as the batches of tokenizers are
+        return [value.data]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if (names := _fields(value)) is not None:
@@ -65,6 +67,8 @@ def _rebuilt(value: object, parts: list[object]) -> object:
         rebuilt.update(parts)
     elif isinstance(value, ChainMap):
         rebuilt.maps = parts
+    elif isinstance(value, UserDict):
+        (rebuilt.data,) = parts
     else:
         for name, part in zip(_fields(value) or (), parts, strict=True):
             object.__setattr__(rebuilt, name, part)  # also where it is frozen

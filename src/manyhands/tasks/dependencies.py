@@ -13,10 +13,11 @@ Once a result is known, the jobs that took it are listed with the memories that 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Hashable, Set
 
-from manyhands.tasks.job import NOTHING, ORDER, REACHES, TAKES, Job, Touched
-from manyhands.tasks.regions import Region, Regions
+from manyhands.addresses import Span
+from manyhands.tasks.job import NOTHING, ORDER, TAKES, Job
 
 
 class Dependencies:
@@ -27,11 +28,10 @@ class Dependencies:
         self._readers: dict[Hashable, set[Job]] = {}
         self._regions = Regions()
 
-    def enter(self, job: Job, touched: Touched) -> dict[Job, int]:
-        """List a job; returns the jobs that it needs, and why."""
-        reads, written, inputs, reached = touched
+    def enter(self, job: Job, reads: Set[Hashable], written: Set[Hashable], inputs: list[Job]) -> dict[Job, int]:
+        """List a job that takes the results of others; returns the jobs that it needs, and why."""
         reads, written = self._regions.of(reads), self._regions.of(written)
-        needs = dict.fromkeys(reached, REACHES) | dict.fromkeys(inputs, TAKES)
+        needs = dict.fromkeys(inputs, TAKES)
         job.touched = job.listed = only_read = reads | written if written else reads
         if needs:  # otherwise all its memories are known
             # A write to an unknown result may write to all that it may be in; a read may read what was written so.
@@ -64,7 +64,7 @@ class Dependencies:
             user = stack.pop()
             if user not in jobs:
                 jobs.add(user)
-                stack.extend(follower for follower, why in user.followers or () if why)
+                stack.extend(follower for follower, why in user.followers if why)
         return jobs
 
     def forget(self, job: Job) -> None:
@@ -84,7 +84,7 @@ class Dependencies:
         """Its result is known: list its users under the memories that it is in."""
         if not job.followers and job not in self._readers and job not in self._writer:
             return
-        takers = {follower for follower, why in job.followers or () if why and not follower.over}
+        takers = {follower for follower, why in job.followers if why and not follower.over}
         readers = takers.union(self._readers.get(job, ()))
         writer = self._writer.get(job)
         if not readers and writer is None:
@@ -103,7 +103,7 @@ class Dependencies:
                     self._writer[memory] = writer
 
     def _stored_in(self, job: Job) -> Set[Hashable]:
-        return self._regions.of(job.stored_in(job.value))
+        return self._regions.of(job.stored_in())
 
     def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
         """These memories, those that the results among them are in, and what leads further from unknown ones."""
@@ -115,3 +115,52 @@ class Dependencies:
                 if isinstance(memory, Job):
                     stack.extend(self._stored_in(memory) if memory.over else further(memory))
         return reached
+
+
+class Region:
+    """A piece of memory that is used by tasks as a whole."""
+
+    __slots__ = ("end", "start")
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+
+class Regions:
+    """The regions in use, in the order of their addresses."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._regions: list[Region] = []
+
+    def of(self, memories: Set[Hashable]) -> Set[Hashable]:
+        """These memories, with regions in place of spans."""
+        spans = [memory for memory in memories if type(memory) is Span]
+        if not spans:
+            return memories
+        regions = {memory for memory in memories if type(memory) is not Span}
+        for span in spans:
+            regions.update(self._overlapping(span))
+        return regions
+
+    def _overlapping(self, span: Span) -> list[Region]:
+        first = bisect.bisect_right(self._starts, span.start) - 1
+        if first < 0 or self._regions[first].end <= span.start:
+            first += 1
+        regions, cursor, place = [], span.start, first
+        while cursor < span.end:
+            at_end = place == len(self._regions) or self._starts[place] >= span.end
+            if at_end or self._starts[place] > cursor:
+                region = Region(cursor, span.end if at_end else self._starts[place])
+                self._starts.insert(place, cursor)
+                self._regions.insert(place, region)
+            region = self._regions[place]
+            regions.append(region)
+            cursor, place = region.end, place + 1
+        return regions
+
+    def drop(self, region: Region) -> None:
+        """Forget a region that is no longer used: its addresses may be allocated anew."""
+        place = bisect.bisect_left(self._starts, region.start)
+        if place < len(self._regions) and self._regions[place] is region:
+            del self._starts[place], self._regions[place]

@@ -1,4 +1,8 @@
-"""One job of a scope, and how jobs affect each other: a job fails because of another, or waits for it.
+"""One task of a scope: a call, what it touches, what it waits for, and what has become of it.
+
+The arguments are examined when the task is submitted, to know which tasks it must follow. Much may have changed when it
+starts: a result is known, a list has another item, a module has another parameter. So they are examined again then,
+unless nothing in them can change.
 
 A job may ask for another job's result while it runs. If that other job waits, directly or through further jobs, for the
 asking job, there is a deadlock, and the job that closes the cycle gets an error. For example A asks for B's result, B
@@ -7,83 +11,141 @@ takes C's, and C asks for A's: A and B wait, and C's request raises.
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import threading
-from collections.abc import Hashable, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
-from manyhands.errors import TaskCancelled, WaitsForItself
+from manyhands.errors import TaskCancelled, UndeclaredWrite, WaitsForItself
+from manyhands.tasks import containers
+from manyhands.tasks.arguments import Touched, Watch, in_words, look
+from manyhands.tasks.future import Future
+from manyhands.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
-    from manyhands.tasks.workers import WorkerPool
+    from manyhands.tasks.scope import parallel
 
 T = TypeVar("T")
+Function = Callable[..., object]
 
-_numbers = itertools.count()
-_circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all pools of workers
-
-
-# Memories that a job reads, those that it writes, the jobs whose results it takes, and those whose results it can
-# reach; a job stands for its result.
-Touched: TypeAlias = "tuple[Set[Hashable], Set[Hashable], list[Job], list[Job]]"
-
-# Why a job waits for another: it touches the same memory; it can reach its result; it takes its result.
-ORDER, REACHES, TAKES = range(3)
-
+# Why a job waits for another: it touches the same memory; it takes its result.
+ORDER, TAKES = range(2)
 NOTHING: Set[Hashable] = frozenset()
+_numbers = itertools.count()
+_OF_PYTHON = Hooks()
+_circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all pools of workers
+_turns: WeakValueDictionary[int, threading.RLock] = WeakValueDictionary()  # a lock for each object used exclusively
+_turns_lock = threading.Lock()
+
+
+class ThreadState(threading.local):
+    """The state of this thread."""
+
+    scope: parallel | None = None  # the open scope; None in a thread that runs a task
+    inline_tasks = False  # whether tasks are plain calls
+
+
+thread_state = ThreadState()
 
 
 class Job:
-    """A unit of work that some thread does once, when the jobs that it needs are done.
-
-    The base class touches nothing and does nothing, like a call that was made immediately; subclasses do the work.
-    """
+    """A call that some thread makes once, when the jobs that it needs are done; then its arguments are released."""
 
     __slots__ = (
-        *("_origin", "begun", "workers", "error", "followers", "listed", "missing", "name", "needs", "number"),
-        *("over", "overwritten", "raised_at", "touched", "trace", "unsettled", "value", "waits_for"),
+        *("_arguments", "_bound", "_context", "_function", "_hooks", "_keywords", "_origin", "_touched", "_writes"),
+        *("begun", "error", "followers", "listed", "missing", "name", "needs", "number", "over", "overwritten"),
+        *("raised_at", "ready", "touched", "trace", "unsettled", "value", "waits_for", "workers"),
     )
 
-    def __init__(self, workers: WorkerPool | None, name: str, unsettled: dict[Job, None]) -> None:
-        self.workers, self.name = workers, name
+    def __init__(
+        self,
+        function: Function,
+        arguments: tuple[object, ...],
+        keywords: dict[str, object],
+        writes: tuple[object, ...] = (),
+        scope: parallel | None = None,
+    ) -> None:
+        self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.number = next(_numbers)
+        self._function, self._arguments, self._keywords, self._writes = function, arguments, keywords, writes
+        self.workers, self._hooks = (scope.workers, scope.hooks) if scope else (None, _OF_PYTHON)
+        self.unsettled = scope.jobs if scope else {}  # where its scope keeps it, until it has succeeded
+        self._bound = self._hooks.bound(function)
+        self._context: contextvars.Context | None = contextvars.copy_context()
+        self._touched: Touched | None = None  # known when it was submitted
         # What it touches, as far as known; what of that was written since; where it is listed (see Dependencies).
         self.touched = self.overwritten = self.listed = NOTHING
         self.needs: tuple[Job, ...] = ()
-        self.waits_for: Job | None = None  # the job whose result it has asked for while running
-        self.followers: list[tuple[Job, int]] | None = None  # and why
+        self.followers: list[tuple[Job, int]] = []  # and why
         self.missing = 0
-        self.begun = self.over = False
-        self.raised_at: int | None = None
+        self.waits_for: Job | None = None  # the job whose result it has asked for while running
+        self.ready = self.begun = self.over = False
         self.value: Any = None  # the result of the function; its Future has the type
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
+        self.raised_at: int | None = None
         self._origin: Job | None = None
-        self.unsettled = unsettled  # where its scope keeps it, until it has succeeded
-
-    def look(self) -> Touched:
-        """The memories it touches, as far as they are known."""
-        return NOTHING, NOTHING, [], []
-
-    def accessed(self) -> Set[Hashable]:
-        """The memories it really touches, known when it starts."""
-        return NOTHING
-
-    def written_memories(self) -> Set[Hashable]:
-        """Those of them that it writes."""
-        return NOTHING
-
-    def stored_in(self, value: object) -> Set[Hashable]:
-        """The memories that its result is in."""
-        return NOTHING
-
-    def work(self) -> object:
-        """Do the work; returns the result."""
-        return self.value
 
     def release(self) -> None:
         """Release what it needed to run: it will not be run any more."""
+        self._function = self._bound = _nothing
+        self._arguments, self._keywords, self._writes = (), {}, ()
+        self._context = self._touched = None
+
+    # What it touches
+
+    def look(self) -> tuple[Set[Hashable], Set[Hashable], list[Job]]:
+        """The memories that it reads and writes, as far as they are known, and the jobs whose results it takes."""
+        reads = self._touched = self._reads()
+        if not self._writes:
+            return reads.memories, NOTHING, reads.inputs
+        writes = look(self._hooks, *self._writes)
+        return reads.memories, writes.memories, reads.inputs + writes.inputs
+
+    def written(self) -> Set[Hashable]:
+        """The memories that it writes."""
+        return look(self._hooks, *self._writes).memories if self._writes else NOTHING
+
+    def stored_in(self) -> Set[Hashable]:
+        """The memories that its result is in."""
+        return look(self._hooks, self.value).memories
+
+    def _reads(self) -> Touched:
+        return look(self._hooks, self._function, *self._arguments, *self._keywords.values())
+
+    # Running
+
+    def work(self) -> object:
+        """Make the call; returns the result."""
+        touched, arguments, keywords = self._touched, self._arguments, self._keywords
+        assert touched is not None
+        if not touched.fixed:
+            touched = self._reads()
+            if touched.inputs:
+                arguments, keywords = filled(arguments), filled(keywords)
+        if not touched.exclusive:
+            return self._watched(touched, arguments, keywords)
+        with _exclusive(touched.exclusive):
+            return self._watched(self._reads(), arguments, keywords)
+
+    def _watched(self, touched: Touched, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        watch = Watch(self._hooks, touched, self.written())
+        assert self._context is not None
+        value = self._context.run(call_at_once, self._bound, arguments, keywords)
+        if (changed := watch.changed()) is not None:
+            raise UndeclaredWrite(
+                f"{self.name}: {in_words(changed)} that it reads was written to while it ran, and no task has declared "
+                "that. Tasks that read it may have done so before or after. Where this task changes it (in place, by a "
+                "layer with running averages, by a backward pass that fills its gradient), write task(fn, writes=(x,))"
+                "(x); where other code does, let it wait with result() or waitall() first"
+            )
+        return value
+
+    # What has become of it
 
     @property
     def origin(self) -> Job:
@@ -97,6 +159,17 @@ class Job:
 
     def cancelled(self) -> bool:
         return isinstance(self.error, TaskCancelled) and not self.begun
+
+    def cancel_because_of(self, origin: Job) -> None:
+        """Cancel it because of the one that failed."""
+        if self.error is None:
+            failure = origin.error
+            self.error = TaskCancelled(
+                f"{self.name} was not run: it needs {origin.name}, which failed with {type(failure).__name__}: "
+                f"{failure}"
+            )
+            self.error.__cause__ = failure
+            self._origin = origin
 
     def note_raised(self) -> None:
         """Its error has been raised to the caller."""
@@ -118,74 +191,57 @@ class Job:
             self.note_raised()
             raise self.error.with_traceback(self.trace)
 
-
-class Future(Generic[T]):
-    """The result of a task that may still be running."""
-
-    __slots__ = ("__weakref__", "_job")
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def done(self) -> bool:
-        """Whether it is over: it has a result, an error, or was cancelled."""
-        return self._job.over
-
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the result; raises the error of the task, or ``TimeoutError`` after ``timeout`` seconds."""
-        job = self._job
-        if not job.over:
-            job.wait(timeout)
-        if job.error is not None:
-            job.raise_error()
-        return job.value  # type: ignore[no-any-return]
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the task; returns its error or None. The error then counts as raised."""
-        self._job.wait(timeout)
-        self._job.note_raised()
-        return self._job.error
-
-    def __bool__(self) -> bool:
-        raise TypeError(f"{self!r} is not its result, and neither true nor false: write .result()")
-
-    def __repr__(self) -> str:
-        return f"<Future of {self._job.name}: {self._job.state()}>"
+    def note_wait(self, awaited: Job) -> None:
+        """Note that it waits for another; raises if that one waits for it."""
+        with _circles:
+            reached: dict[Job, Job | None] = {awaited: None}
+            stack = [awaited]
+            while stack and self not in reached:
+                job = stack.pop()
+                for need in (*job.needs, job.waits_for) if job.waits_for else job.needs:
+                    if not need.over and need not in reached:
+                        reached[need] = job
+                        stack.append(need)
+            if self in reached:
+                path, last = [self], reached[self]
+                while last is not None:
+                    path.append(last)
+                    last = reached[last]
+                circle = ", which waits for ".join(job.name for job in reversed(path)) if len(path) > 1 else "itself"
+                raise WaitsForItself(
+                    f"{self.name} asks for the result of {circle}: that is a deadlock. Pass the result as an argument, "
+                    "task(fn)(future), of a task that was submitted before"
+                )
+            self.waits_for = awaited
 
 
-def cancel_because_of(job: Job, origin: Job) -> None:
-    """Cancel a job because of the one that failed."""
-    if job.error is None:
-        failure = origin.error
-        job.error = TaskCancelled(
-            f"{job.name} was not run: it needs {origin.name}, which failed with {type(failure).__name__}: {failure}"
-        )
-        job.error.__cause__ = failure
-        job._origin = origin
+@contextmanager
+def _exclusive(objects: Collection[object]) -> Iterator[None]:
+    """While no other task uses one of these objects."""
+    with _turns_lock:
+        locks = [_turns.setdefault(identity, threading.RLock()) for identity in sorted({*map(id, objects)})]
+    with ExitStack() as stack:
+        for lock in locks:  # all tasks take them in the same order
+            stack.enter_context(lock)
+        yield
 
 
-def note_wait(waiting: Job, awaited: Job) -> None:
-    """Note that a job waits for another; raises if that one waits for it."""
-    with _circles:
-        reached: dict[Job, Job | None] = {awaited: None}
-        stack = [awaited]
-        while stack and waiting not in reached:
-            job = stack.pop()
-            for need in (*job.needs, job.waits_for) if job.waits_for else job.needs:
-                if not need.over and need not in reached:
-                    reached[need] = job
-                    stack.append(need)
-        if waiting in reached:
-            way, last = [waiting], reached[waiting]
-            while last is not None:
-                way.append(last)
-                last = reached[last]
-            circle = ", which waits for ".join(step.name for step in reversed(way)) if len(way) > 1 else "itself"
-            raise WaitsForItself(
-                f"{waiting.name} asks for the result of {circle}: that is a deadlock. Pass the result as an argument, "
-                "task(fn)(future), of a task that was submitted before"
-            )
-        waiting.waits_for = awaited
+def _nothing() -> None:
+    """Stands in for the function of a call that is over."""
+
+
+def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keywords: dict[str, object]) -> T:
+    """A plain call, in which tasks are plain calls as well."""
+    before, thread_state.scope = thread_state.scope, None
+    try:
+        return function(*arguments, **keywords)
+    finally:
+        thread_state.scope = before
+
+
+def filled(value: T) -> T:
+    """The value with results in place of futures; the same object if there is no future in it."""
+    return cast(T, containers.filled(value, lambda part: part.result() if isinstance(part, Future) else part))
 
 
 def raise_first_error(jobs: dict[Job, None]) -> None:

@@ -11,18 +11,15 @@
         print(d.result())                   # waits for what ``d`` needs
     # here all tasks are done
 
-The results are those of the same calls made one after the other. A task *reads* all that its function and
-its arguments lead to (:mod:`manyhands.tasks.reachable`: containers, attributes, closures, defaults, globals), and
-*writes* what it declares. Of two tasks that touch the same object, one of them writing, the earlier one goes first
-(read after write, write after read, write after write). ``Hooks.memory_of`` says which objects share memory; by
-default each object is separate, and NumPy arrays are identified by their addresses. ``parts_of`` says what an object
-consists of (a module: its parameters). Until a task is done, its result may be, or share memory with, any of its
-arguments.
+The results are those of the same calls made one after the other, as far as manyhands knows what a task touches. It
+*reads* its arguments (:mod:`manyhands.tasks.arguments`: tensors, containers and modules of them, futures) and *writes*
+what it declares. Of two tasks that touch the same memory, one of them writing, the earlier one goes first (read after
+write, write after read, write after write). What a function takes from elsewhere (closures, globals, attributes of
+objects) is shared between threads as in any thread pool: pass it, or declare it. Until a task is done, its result may
+be, or share memory with, any of its arguments.
 
-A task that writes what it has not declared fails with :class:`~manyhands.errors.UndeclaredWrite`, because the order in
-which others have read it is unknown. :mod:`manyhands.tasks.undeclared_writes` compares objects to detect that. It does
-not detect changes to what C code holds (a file, a socket, a random number generator), to attributes of classes and of
-objects of installed packages, and writes that are undone before the task ends.
+A task that writes to an argument without declaring it fails with :class:`~manyhands.errors.UndeclaredWrite`, because
+the order in which others have read it is unknown (:class:`manyhands.tasks.arguments.Watch`).
 
 Errors: every call of ``result()`` raises a failed task's error with its traceback. Leaving the scope, and
 :func:`waitall`, raise the first error that has not been raised yet. A task that needs a failed one, because it takes
@@ -47,10 +44,10 @@ from typing import TypeVar
 
 from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
-from manyhands.tasks.call import Call, call_at_once, filled, name_of, thread_state
+from manyhands.tasks.arguments import PLAIN
+from manyhands.tasks.future import Future
 from manyhands.tasks.hooks import Hooks
-from manyhands.tasks.job import Future, Job, raise_first_error
-from manyhands.tasks.reachable import PLAIN, Objects
+from manyhands.tasks.job import Job, call_at_once, filled, raise_first_error, thread_state
 from manyhands.tasks.workers import WorkerPool
 
 __all__ = ["Future", "inline_tasks", "no_threads", "parallel", "task", "waitall"]
@@ -74,28 +71,28 @@ class parallel:
         if threads is not None and threads < 1:
             raise EngineError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
-        self._objects = Objects(hooks)
-        self._jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
-        self._workers: WorkerPool | None = None
+        self.hooks = hooks
+        self.jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
+        self.workers: WorkerPool | None = None
         self._outer: parallel | None = None
 
     def __enter__(self) -> parallel:
-        if self._workers is not None:
+        if self.workers is not None:
             raise EngineError("this scope is open already: make another with parallel()")
         self._outer = _scope()
         if self._outer is None:
-            self._workers = WorkerPool(0 if self._synchronous else self._threads or usable_cores())
+            self.workers = WorkerPool(0 if self._synchronous else self._threads or usable_cores())
         elif self._threads is not None or self._synchronous:
             raise EngineError("an inner scope uses the threads of the outer one: write parallel() without arguments")
         else:
-            self._workers, self._objects = self._outer._workers, self._outer._objects
+            self.workers, self.hooks = self._outer.workers, self._outer.hooks
         thread_state.scope = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        workers, self._workers = self._workers, None
+        workers, self.workers = self.workers, None
         thread_state.scope = self._outer
         assert workers is not None
         if workers.process != os.getpid():
@@ -103,33 +100,20 @@ class parallel:
         joined = False
         try:
             if error is not None:
-                workers.cancel(self._jobs, f"its scope was left by {type(error).__name__}")
-            _wait_for(self._jobs)
+                workers.cancel(self.jobs, f"its scope was left by {type(error).__name__}")
+            _wait_for(self.jobs)
             joined = True
         except BaseException as interrupt:
-            workers.cancel(self._jobs, f"its scope was left by {type(interrupt).__name__}")
+            workers.cancel(self.jobs, f"its scope was left by {type(interrupt).__name__}")
             if error is None:  # a second interrupt is not waited for
-                _wait_for(self._jobs)
+                _wait_for(self.jobs)
                 joined = True
             raise
         finally:
             if self._outer is None:
                 workers.close(join=joined)
         if error is None:
-            raise_first_error(self._jobs)
-
-    def _submit(
-        self,
-        function: Callable[..., T],
-        writes: tuple[object, ...],
-        arguments: tuple[object, ...],
-        keywords: dict[str, object],
-    ) -> Future[T]:
-        workers = self._workers
-        assert workers is not None
-        job = Call(workers, self._jobs, self._objects, function, writes, arguments, keywords)
-        workers.submit(job)
-        return Future(job)
+            raise_first_error(self.jobs)
 
 
 def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Callable[..., Future[T]]:
@@ -137,7 +121,7 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
 
     Arguments may be futures, also inside lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial
     functions: the function gets their results. ``writes`` are the objects that the call changes, as a tuple: arguments,
-    futures, or things that the function knows from elsewhere; ``writes=(fn,)`` are the variables that it closes over.
+    futures, or things that the function knows from elsewhere.
     """
     if not callable(function):
         raise TypeError(
@@ -147,17 +131,19 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
     if not isinstance(writes, tuple):
         raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not {type_in_words(writes)}")
     for write in writes:
-        if isinstance(write, (*PLAIN, type)):
+        if isinstance(write, PLAIN):
             raise TypeError(f"task(..., writes=...): {write!r} cannot be written to")
 
     @functools.wraps(function)
     def submit(*arguments: object, **keywords: object) -> Future[T]:
-        scope = _scope()
-        if scope is not None:
-            return scope._submit(function, writes, arguments, keywords)
-        job = Job(None, name_of(function), {})
-        job.value = call_at_once(function, filled(arguments), filled(keywords))
-        job.begun = job.over = True
+        if (scope := _scope()) is not None:
+            job = Job(function, arguments, keywords, writes, scope)
+            assert scope.workers is not None
+            scope.workers.submit(job)
+        else:
+            job = Job(function, (), {})
+            job.value = call_at_once(function, filled(arguments), filled(keywords))
+            job.begun = job.over = True
         return Future(job)
 
     return submit
@@ -168,7 +154,7 @@ def waitall() -> None:
     jobs: list[Job] = []
     scope = _scope()
     while scope is not None:
-        jobs = [*scope._jobs, *jobs]
+        jobs = [*scope.jobs, *jobs]
         scope = scope._outer
     _wait_for(jobs)
     raise_first_error(dict.fromkeys(jobs))
@@ -194,7 +180,7 @@ def inline_tasks() -> Iterator[None]:
 
 def _scope() -> parallel | None:
     scope = thread_state.scope
-    if scope is None or thread_state.inline_tasks or scope._workers is None or scope._workers.process != os.getpid():
+    if scope is None or thread_state.inline_tasks or scope.workers is None or scope.workers.process != os.getpid():
         return None
     return scope
 

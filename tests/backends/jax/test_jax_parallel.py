@@ -158,7 +158,7 @@ def test_tasks_share_a_module_under_a_transform() -> None:
         net.eval()
         with mh.parallel(threads=4):
             answers = [mh.task(call)(net, x) for _ in range(6)]
-            slopes = [mh.task(lambda net=net: slope(net, x))() for _ in range(3)]
+            slopes = [mh.task(lambda net: slope(net, x))(net) for _ in range(3)]
         for answer in answers:
             np.testing.assert_array_equal(answer.result(), call(net, x))
         assert all(jnp.allclose(one.result().linear.kernel[...], 2) for one in slopes)

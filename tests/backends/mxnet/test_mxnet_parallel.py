@@ -139,6 +139,6 @@ def test_tasks_share_a_block_from_its_first_call_on(kind: str) -> None:
             block = mx.gluon.SymbolBlock([block(data)], [data], params=block.collect_params())
         batches = [mx.nd.random.normal(shape=(2, 8)) for _ in range(6)]
         with mh.parallel(threads=4):
-            answers = [mh.task(lambda x, block=block: block(x))(x) for x in batches]
+            answers = [mh.task(block)(x) for x in batches]
         for answer, x in zip(answers, batches, strict=True):
             np.testing.assert_array_equal(answer.result().asnumpy(), block(x).asnumpy())

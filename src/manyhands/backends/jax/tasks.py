@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -72,33 +72,9 @@ def _content(value: Any, above: tuple[int, ...]) -> Any:
     return type(value), {word: _content(part, (*above, id(value))) for word, part in inside.items()}
 
 
-# Transforms of Flax that take the attributes out of modules, and put them back.
-_TRANSFORMS = {
-    "jit",
-    "pmap",
-    "shard_map",
-    "vmap",
-    "scan",
-    "remat",
-    "checkpoint",
-    "grad",
-    "value_and_grad",
-    "vjp",
-    "jvp",
-}
-_TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval_shape", "cached_partial"}
-
-
-def exclusive(objects: list[Any], words: Set[str]) -> list[Any]:
-    """Flax modules, if the task calls a Flax transform, which empties them and fills them again."""
-    modules = [value for value in objects if is_module(value)]
-    if not modules or not (words & _TRANSFORMS or any(_is_transform(value) for value in objects)):
-        return []
-    return modules
-
-
-def _is_transform(value: Any) -> bool:
-    return type(value).__module__.startswith("flax.nnx.transforms")
+def exclusive(objects: list[Any]) -> list[Any]:
+    """Flax modules: ``nnx.jit`` and its like take the attributes out of a module, and put them back."""
+    return [value for value in objects if is_module(value)]
 
 
 class Value:

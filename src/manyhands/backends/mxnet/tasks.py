@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -62,7 +62,7 @@ def version_of(value: Any) -> Any:
     return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
 
 
-def exclusive(objects: list[Any], words: Set[str]) -> list[Any]:
+def exclusive(objects: list[Any]) -> list[Any]:
     """Blocks that two threads must not call at once: hybridized ones, and those whose parameters have no values yet."""
     blocks = {id(part): part for value in objects if isinstance(value, mx.gluon.Block) for part in blocks_of(value)}
     return [block for block in blocks.values() if _is_cached(block) or _is_deferred(block)]
@@ -76,16 +76,10 @@ def _is_deferred(block: Any) -> bool:
     return any(parameter._data is None for parameter in block._reg_params.values())
 
 
-def modes() -> tuple[Any, ...]:
-    """Whether autograd records, and trains; the two modes of NumPy's arrays; the context."""
-    autograd = mx.autograd
-    numpy_modes = mx.util.is_np_shape(), mx.util.is_np_array()
-    return autograd.is_recording(), autograd.is_training(), *numpy_modes, mx.current_context()
-
-
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """MXNet's modes belong to a thread: a task gets those of the thread that submits it."""
-    recording, training, shapes, arrays, context = modes()
+    recording, training = mx.autograd.is_recording(), mx.autograd.is_training()
+    shapes, arrays, context = mx.util.is_np_shape(), mx.util.is_np_array(), mx.current_context()
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         with contextlib.ExitStack() as stack:

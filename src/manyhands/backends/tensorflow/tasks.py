@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def parts_of(value: Any) -> Sequence[Any] | None:
     """What is read and written with an object.
 
     A module or a layer has its variables and attributes and those of the layers in it; an optimizer the weights that it
-    moves and its notes about them; a metric its counts; a ``tf.function`` the function that it was made of.
+    moves and its notes about them; a metric its counts.
     """
     if isinstance(value, tf.Tensor) or variable_of(value) is not None:
         return ()
@@ -40,8 +40,6 @@ def parts_of(value: Any) -> Sequence[Any] | None:
         return value.values  # type: ignore[no-any-return]
     if adapter._is_keras(value, "Variable"):
         return (value.value,)
-    if isinstance(value, tf.types.experimental.PolymorphicFunction):
-        return (value.python_function,)
     if isinstance(value, tf.types.experimental.ConcreteFunction):
         return value.variables  # type: ignore[no-any-return]
     if adapter._is_keras(value, "Optimizer"):
@@ -105,22 +103,17 @@ class _Value:
         return content.shape, content.tolist() if content.dtype.hasobject else content.tobytes()
 
 
-def exclusive(objects: list[Any], words: Set[str]) -> Sequence[Any]:
+def exclusive(objects: list[Any]) -> Sequence[Any]:
     """Nothing changes inside when it is only used."""
     return ()
 
 
-def scope() -> str:
-    """The device of ``with tf.device(...)`` around the call, or an empty text."""
-    return str(_context.context().device_name or "")
-
-
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """``with tf.device(...)`` belongs to a thread: a task gets that of the thread that submits it."""
-    device = scope()
+    device = _context.context().device_name or None
 
     def run(*arguments: Any, **keywords: Any) -> Any:
-        with tf.device(device or None):
+        with tf.device(device):
             return function(*arguments, **keywords)
 
     return run

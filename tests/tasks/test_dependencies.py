@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from manyhands.addresses import Span, content, share
-from manyhands.tasks.regions import Region, Regions
+from manyhands.tasks.dependencies import Region, Regions
 
 SPANS = st.tuples(st.integers(0, 30), st.integers(1, 12)).map(lambda pair: Span(pair[0], sum(pair)))
 

@@ -1,0 +1,146 @@
+"""What a task touches: the tensors among its arguments, and the containers and modules that hold them.
+
+Containers (:mod:`.containers`) are looked into, and so is what the framework knows the parts of. A method's object
+counts as an argument, and so does the function itself, which may be a module. Everything else is known by its identity:
+what it has as attributes, closures or globals is not looked at.
+
+::
+
+    task(table.add_)(rows[0])              # reads ``table`` and the row
+    task(train)(net, {"x": x, "y": y})     # reads the dict, both tensors, and the parameters of ``net``
+    task(lambda: table.sum())()            # reads nothing: write task(torch.sum)(table)
+"""
+
+from __future__ import annotations
+
+import array
+import enum
+import sys
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from manyhands.addresses import Held, Span, content, share, span_of_array, span_of_buffer
+from manyhands.tasks.containers import contents
+from manyhands.tasks.future import Future
+from manyhands.tasks.hooks import Hooks
+
+if TYPE_CHECKING:
+    from manyhands.tasks.job import Job
+
+# Immutable values, and classes.
+PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType, type)
+_BUFFERS = (bytearray, memoryview, array.array)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_WHOLE, _BLOCKS = 1 << 20, 256  # arrays up to this size are compared whole, larger ones in so many blocks
+
+
+@dataclass(slots=True, eq=False)
+class Touched:
+    """What some values consist of."""
+
+    memories: set[Hashable] = field(default_factory=set)  # that the values are in, or may be in
+    inputs: list[Job] = field(default_factory=list)  # whose results are among the values
+    arrays: list[object] = field(default_factory=list)  # NumPy's, and buffers
+    objects: list[object] = field(default_factory=list)  # the framework's
+    containers: list[object] = field(default_factory=list)  # that can be changed
+    exclusive: Collection[object] = ()  # objects that only one task at a time may use
+    fixed: bool = True  # whether the values will always consist of the same ones
+
+
+def look(hooks: Hooks, *values: object) -> Touched:
+    """What these values consist of, including results that are known."""
+    touched, stack, seen = Touched(), [*values], dict[int, object]()
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, PLAIN) and id(value) not in seen:
+            seen[id(value)] = value
+            stack.extend(_parts(hooks, value, touched))
+    if touched.objects:
+        touched.exclusive = hooks.exclusive(touched.objects)
+    return touched
+
+
+def _parts(hooks: Hooks, value: object, touched: Touched) -> Iterable[object]:
+    """Note a value; returns the values in it."""
+    if isinstance(value, _METHODS):
+        return (value.__self__,)
+    if isinstance(value, Future):
+        touched.fixed = False
+        touched.memories.add(value._job)
+        touched.inputs.append(value._job)
+        return (value._job.value,) if value._job.over else ()
+    if _is_array(value):
+        touched.fixed = False  # a bytearray that grows moves
+        touched.arrays.append(value)
+        touched.memories |= {hooks.memory_of(value), _memory_of(value)}
+        return ()
+    parts = hooks.parts_of(value)
+    if parts is None and (inside := contents(value)) is not None:
+        if not isinstance(value, (tuple, frozenset)):
+            touched.fixed = False
+            touched.memories.add(id(value))
+            touched.containers.append(value)
+        return inside
+    touched.memories.add(hooks.memory_of(value))
+    if parts is not None:
+        touched.fixed = touched.fixed and not parts
+        touched.objects.append(value)
+    return parts or ()
+
+
+class Watch:
+    """The state of a task's arguments before it starts, except what it declares to write.
+
+    The framework's objects are compared by what the framework says of them, NumPy arrays and buffers by their content,
+    containers by the objects that they hold.
+    """
+
+    def __init__(self, hooks: Hooks, touched: Touched, written: Set[Hashable]) -> None:
+        kinds: tuple[tuple[list[object], Callable[[object], Hashable], Callable[[object], object]], ...] = (
+            (touched.objects, hooks.memory_of, hooks.version_of),
+            (touched.arrays, _memory_of, _content_of),
+            (touched.containers, id, _held_by),
+        )
+        self._before = [
+            (value, state_of, state)
+            for values, memory_of, state_of in kinds
+            for value in values
+            if not (written and share([memory_of(value)], written)) and (state := state_of(value)) is not None
+        ]
+
+    def changed(self) -> object:
+        """The first argument that has changed, or None."""
+        return next((value for value, state_of, before in self._before if state_of(value) != before), None)
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _BUFFERS) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _memory_of(array: object) -> Hashable:
+    return _span_of(array) or id(array)
+
+
+def _content_of(array: object) -> object:
+    """The address and content of a NumPy array or a buffer; None if it cannot be written to."""
+    span = _span_of(array)
+    return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
+
+
+def _span_of(array: object) -> Span | None:
+    return span_of_buffer(array) if isinstance(array, _BUFFERS) else span_of_array(array)
+
+
+def _held_by(container: object) -> Held:
+    return Held([*(container if isinstance(container, dict) else ()), *(contents(container) or ())])
+
+
+def in_words(changed: object) -> str:
+    """What has changed, for an error."""
+    shape = getattr(changed, "shape", None)
+    name = type(changed).__name__
+    article = "an" if name[0] in "aeioAEIO" or name in ("NDArray", "ndarray") else "a"
+    return f"{article} {name}" + ("" if shape is None else f" of shape {tuple(shape)}")
