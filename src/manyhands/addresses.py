@@ -6,12 +6,15 @@ them refers to the others; only their addresses show it.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import operator
+import sys
 from collections.abc import Hashable, Iterable, Set
 from typing import Any, NamedTuple
 
 _BLOCK = 64  # bytes
+_BUFFERS = (bytearray, memoryview, array.array)
 
 
 class Held:
@@ -84,7 +87,18 @@ def content(span: Span, whole: int, blocks: int) -> bytes:
     return b"".join(ctypes.string_at(span.start + number * step, _BLOCK) for number in range(blocks))
 
 
-def span_of_array(array: Any) -> Span | None:
+def is_array(value: object) -> bool:
+    """Whether it is a NumPy array, or a buffer of Python's."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _BUFFERS) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def span_of(array: Any) -> Span | None:
+    """The addresses of a NumPy array or a buffer; None if it has no bytes, or is a buffer that cannot be written to."""
+    return _span_of_buffer(array) if isinstance(array, _BUFFERS) else _span_of_array(array)
+
+
+def _span_of_array(array: Any) -> Span | None:
     """The addresses of a NumPy array, from its first byte to its last; None if it has no bytes."""
     start, size = array.ctypes.data, array.nbytes
     if not size:
@@ -96,7 +110,7 @@ def span_of_array(array: Any) -> Span | None:
     return Span(start + below, start + above + array.itemsize)
 
 
-def span_of_buffer(buffer: Any) -> Span | None:
+def _span_of_buffer(buffer: Any) -> Span | None:
     """The addresses of a ``bytearray``, ``array`` or ``memoryview``; None if it cannot be written to."""
     with memoryview(buffer) as view:
         if view.readonly or not view.nbytes or not view.c_contiguous:

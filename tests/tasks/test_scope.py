@@ -362,7 +362,7 @@ def test_an_error_in_the_scope_cancels_what_has_not_begun() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(EngineError, match="at least one thread"):
+    with pytest.raises(EngineError, match="at least 1"):
         parallel(threads=0)
     for bad in (1.5, "2", True):
         with pytest.raises(EngineError, match="whole number"):

@@ -13,15 +13,13 @@ what it has as attributes, closures or globals is not looked at.
 
 from __future__ import annotations
 
-import array
 import enum
-import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from manyhands.addresses import Held, Span, content, share, span_of_array, span_of_buffer
+from manyhands.addresses import Held, content, is_array, share, span_of
 from manyhands.tasks.containers import contents
 from manyhands.tasks.future import Future
 from manyhands.tasks.hooks import Hooks
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 # Immutable values, and classes.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType, type)
-_BUFFERS = (bytearray, memoryview, array.array)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _WHOLE, _BLOCKS = 1 << 20, 256  # arrays up to this size are compared whole, larger ones in so many blocks
 
@@ -71,7 +68,7 @@ def _parts(hooks: Hooks, value: object, touched: Touched) -> Iterable[object]:
         touched.memories.add(value._job)
         touched.inputs.append(value._job)
         return (value._job.value,) if value._job.over else ()
-    if _is_array(value):
+    if is_array(value):
         touched.fixed = False  # a bytearray that grows moves
         touched.arrays.append(value)
         touched.memories |= {hooks.memory_of(value), _memory_of(value)}
@@ -115,23 +112,14 @@ class Watch:
         return next((value for value, state_of, before in self._before if state_of(value) != before), None)
 
 
-def _is_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, _BUFFERS) or (numpy is not None and isinstance(value, numpy.ndarray))
-
-
 def _memory_of(array: object) -> Hashable:
-    return _span_of(array) or id(array)
+    return span_of(array) or id(array)
 
 
 def _content_of(array: object) -> object:
     """The address and content of a NumPy array or a buffer; None if it cannot be written to."""
-    span = _span_of(array)
+    span = span_of(array)
     return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
-
-
-def _span_of(array: object) -> Span | None:
-    return span_of_buffer(array) if isinstance(array, _BUFFERS) else span_of_array(array)
 
 
 def _held_by(container: object) -> Held:

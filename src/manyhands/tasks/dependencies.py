@@ -49,10 +49,7 @@ class Dependencies:
                 self._readers.pop(memory, None)
                 self._writer[memory] = job
         for memory in only_read:
-            if memory in self._readers:
-                self._readers[memory].add(job)
-            else:
-                self._readers[memory] = {job}
+            self._readers.setdefault(memory, set()).add(job)
         return needs
 
     def _may_share(self, memories: Set[Hashable]) -> set[Job]:
@@ -82,25 +79,17 @@ class Dependencies:
 
     def place_result(self, job: Job) -> None:
         """Its result is known: list its users under the memories that it is in."""
-        if not job.followers and job not in self._readers and job not in self._writer:
-            return
-        takers = {follower for follower, why in job.followers if why and not follower.over}
-        readers = takers.union(self._readers.get(job, ()))
-        writer = self._writer.get(job)
+        readers, writer = self._readers.get(job, set()), self._writer.get(job)
         if not readers and writer is None:
             return
         memories = self._stored_in(job)
-        for reader in readers if memories else ():
-            reader.listed = reader.listed | memories
-            if reader in takers:
-                reader.touched = reader.touched | memories
+        for user in readers if writer is None else {*readers, writer}:
+            user.listed = user.listed | memories
         for memory in memories:
             self._readers.setdefault(memory, set()).update(readers)
-            if writer is not None:
-                writer.listed = writer.listed | {memory}
-                other = self._writer.get(memory)
-                if other is None or other.number < writer.number:
-                    self._writer[memory] = writer
+            other = self._writer.get(memory)
+            if writer is not None and (other is None or other.number < writer.number):
+                self._writer[memory] = writer
 
     def _stored_in(self, job: Job) -> Set[Hashable]:
         return self._regions.of(job.stored_in())

@@ -55,12 +55,6 @@ thread_state = ThreadState()
 class Job:
     """A call that some thread makes once, when the jobs that it needs are done; then its arguments are released."""
 
-    __slots__ = (
-        *("_arguments", "_bound", "_context", "_function", "_hooks", "_keywords", "_origin", "_touched", "_writes"),
-        *("begun", "error", "followers", "listed", "missing", "name", "needs", "number", "over", "overwritten"),
-        *("raised_at", "ready", "touched", "trace", "unsettled", "value", "waits_for", "workers"),
-    )
-
     def __init__(
         self,
         function: Function,

@@ -12,14 +12,11 @@
     # here all tasks are done
 
 The results are those of the same calls made one after the other, as far as manyhands knows what a task touches. It
-*reads* its arguments (:mod:`manyhands.tasks.arguments`: tensors, containers and modules of them, futures) and *writes*
-what it declares. Of two tasks that touch the same memory, one of them writing, the earlier one goes first (read after
-write, write after read, write after write). What a function takes from elsewhere (closures, globals, attributes of
-objects) is shared between threads as in any thread pool: pass it, or declare it. Until a task is done, its result may
-be, or share memory with, any of its arguments.
-
-A task that writes to an argument without declaring it fails with :class:`~manyhands.errors.UndeclaredWrite`, because
-the order in which others have read it is unknown (:class:`manyhands.tasks.arguments.Watch`).
+*reads* its arguments (:mod:`manyhands.tasks.arguments`) and *writes* what it declares. Of two tasks that touch the same
+memory, one of them writing, the earlier one goes first. What a function takes from elsewhere (closures, globals,
+attributes of objects) is shared between threads as in any thread pool: pass it, or declare it. Until a task is done,
+its result may be, or share memory with, any of its arguments. A task that writes to an argument without declaring it
+fails with :class:`~manyhands.errors.UndeclaredWrite`, because the order in which others have read it is unknown.
 
 Errors: every call of ``result()`` raises a failed task's error with its traceback. Leaving the scope, and
 :func:`waitall`, raise the first error that has not been raised yet. A task that needs a failed one, because it takes
@@ -28,8 +25,8 @@ failed. Once the error has been raised, tasks that are submitted later may use t
 
 Scopes: an inner scope shares the threads and the order of the outer one, and waits for its own tasks only. A scope that
 is left by an error or an interrupt cancels tasks that have not started and waits for those that have. Outside a scope,
-and inside a task, ``task(fn)(...)`` is a plain call: it runs at once and raises at once. A scope belongs to its thread
-and its process: a child of ``os.fork`` has no scope, and unfinished futures raise an error there.
+and inside a task, ``task(fn)(...)`` is a plain call. A scope belongs to its thread and its process: a child of
+``os.fork`` has no scope, and unfinished futures raise an error there.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ from manyhands.tasks.workers import WorkerPool
 __all__ = ["Future", "inline_tasks", "no_threads", "parallel", "task", "waitall"]
 
 T = TypeVar("T")
-_HOOKS_OF_PYTHON = Hooks()
+_OF_PYTHON = Hooks()
 
 
 class parallel:
@@ -64,12 +61,12 @@ class parallel:
     the framework says of its objects.
     """
 
-    def __init__(
-        self, threads: int | None = None, *, synchronous: bool = False, hooks: Hooks = _HOOKS_OF_PYTHON
-    ) -> None:
-        _must_be_threads(threads)
-        if threads is not None and threads < 1:
-            raise EngineError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
+    def __init__(self, threads: int | None = None, *, synchronous: bool = False, hooks: Hooks = _OF_PYTHON) -> None:
+        if threads is not None and (type(threads) is bool or not isinstance(threads, numbers.Integral) or threads < 1):
+            raise EngineError(
+                f"parallel(threads={threads!r}): give a whole number of tasks that run at once, at least 1; the "
+                "default is one thread per usable core, and synchronous=True uses none"
+            )
         self._threads, self._synchronous = threads, synchronous
         self.hooks = hooks
         self.jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
@@ -144,6 +141,7 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
             job = Job(function, (), {})
             job.value = call_at_once(function, filled(arguments), filled(keywords))
             job.begun = job.over = True
+            job.release()
         return Future(job)
 
     return submit
@@ -188,12 +186,3 @@ def _scope() -> parallel | None:
 def _wait_for(jobs: Iterable[Job]) -> None:
     for job in reversed([*jobs]):  # when the last is over, most others are: no thread is woken for those
         job.wait(None)
-
-
-def _must_be_threads(threads: object) -> None:
-    """Refuse anything but a whole number."""
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, numbers.Integral)):
-        raise EngineError(
-            f"parallel(threads={threads!r}): give a whole number of tasks that run at once, at least 1; the default is "
-            "one thread per usable core"
-        )
