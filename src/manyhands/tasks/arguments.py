@@ -61,6 +61,14 @@ def look(hooks: Hooks, *values: object) -> Touched:
 
 def _parts(hooks: Hooks, value: object, touched: Touched) -> Iterable[object]:
     """Note a value; returns the values in it."""
+    if isinstance(value, types.FunctionType):
+        touched.memories.add(id(value))
+        return ()
+    if (parts := hooks.parts_of(value)) is not None:
+        touched.fixed = touched.fixed and not parts
+        touched.memories.add(hooks.memory_of(value))
+        touched.objects.append(value)
+        return parts
     if isinstance(value, _METHODS):
         return (value.__self__,)
     if isinstance(value, Future):
@@ -73,18 +81,14 @@ def _parts(hooks: Hooks, value: object, touched: Touched) -> Iterable[object]:
         touched.arrays.append(value)
         touched.memories |= {hooks.memory_of(value), _memory_of(value)}
         return ()
-    parts = hooks.parts_of(value)
-    if parts is None and (inside := contents(value)) is not None:
-        if not isinstance(value, (tuple, frozenset)):
-            touched.fixed = False
-            touched.memories.add(id(value))
-            touched.containers.append(value)
-        return inside
-    touched.memories.add(hooks.memory_of(value))
-    if parts is not None:
-        touched.fixed = touched.fixed and not parts
-        touched.objects.append(value)
-    return parts or ()
+    if (inside := contents(value)) is None:
+        touched.memories.add(hooks.memory_of(value))
+        return ()
+    if not isinstance(value, (tuple, frozenset)):
+        touched.fixed = False
+        touched.memories.add(id(value))
+        touched.containers.append(value)
+    return inside
 
 
 class Watch:
