@@ -107,10 +107,11 @@ class _ScopeOrDecorator(Scope):
 class ParallelEntry:
     """``fast = parallel(fn)``: ``fn`` run by the framework's own runtime; ``with parallel():`` for tasks.
 
-    ``fn`` is handed to ``jax.jit`` or ``tf.function``, with their contract (as ``pure=True`` has it in PyTorch): what
-    it reads from Python besides its arguments is read once, when it is traced. MXNet runs it as it is. In a scope,
-    ``task(fn)(a, b)`` runs beside others on one of ``threads`` threads; ``synchronous=True`` runs tasks in the
-    caller's thread, in order, for debugging. As a decorator: ``@parallel``, of methods too.
+    ``fn`` is handed to ``jax.jit`` or ``tf.function``, with their contract: what it reads from Python besides its
+    arguments is read once, when it is traced. That is what ``pure=True`` means, which changes nothing here. MXNet runs
+    ``fn`` as it is. In a scope, ``task(fn)(a, b)`` runs beside others on one of ``threads`` threads;
+    ``synchronous=True`` runs tasks in the caller's thread, in order, for debugging. As a decorator: ``@parallel``, of
+    methods too.
     """
 
     def __init__(self, runtime: Runtime) -> None:
