@@ -153,7 +153,8 @@ def test_after_a_guard_a_step_is_captured_as_before(tmp_path: Path) -> None:
         torch.ones(4, device="cuda").sum().item()
     assert torch.cuda.get_sync_debug_mode() == mode
     data = (torch.randn(512, 1, 28, 28), torch.randint(10, (512,)))
-    result = mh.Trainer(max_epochs=1, batch_size=64, quiet=True, run=tmp_path / "run").fit(mh.lenet(), data)
+    trainer = mh.Trainer(max_epochs=1, devices=["gpu:0"], batch_size=64, quiet=True, run=tmp_path / "run")
+    result = trainer.fit(mh.lenet(), data)
     assert not [note for note in result.notes if note.startswith("plain steps")]
 
 
