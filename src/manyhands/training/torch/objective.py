@@ -392,7 +392,7 @@ def class_scores(output: Any, target: Any) -> Scored | None:
     """The output with its target, if it is rows of class scores."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
-    if output.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
         return None
     return Scored(output, target)
 
