@@ -209,7 +209,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _put(module: torch.nn.Module, name: str, value: Any) -> None:
-    vars(module)[name] = _merged(vars(module).get(name), value)
+    old = vars(module).get(name)
+    if isinstance(old, torch.Tensor):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(old.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for tensor in own):
+            old = None  # it began as a view of a weight (PyTorch's older spectral_norm), which is not written to
+    vars(module)[name] = _merged(old, value)
 
 
 def _merged(old: Any, new: Any) -> Any:
