@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from training_cases import CLASSES, difference, fit, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.errors import BadSettings
-from manyhands.training.options import Step
+from manyhands.training.options import Step, Workers
 
 
 def doubled() -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,6 +167,44 @@ def test_a_model_may_gather_too() -> None:
 # State that the forward pass changes
 
 
+class Follows(nn.Module):
+    """Training subtracts a centre, which follows the outputs of all devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        output = self.net(batch[0])
+        loss = (output - self.centre - batch[1][:, :CLASSES]).square().mean()
+        if self.training:
+            self.centre.lerp_(mh.whole_batch(output.detach()).mean(0), 0.3)
+        return loss
+
+
+class Deep(nn.Module):
+    """It has one output less in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.second = mlp(), mlp()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.net(x), self.second(x)) if self.training else self.net(x)
+
+
+def of_both(output: Any, pair: torch.Tensor) -> torch.Tensor:
+    outputs = output if isinstance(output, tuple) else (output,)
+    return torch.stack([similarity(each, pair[:, :CLASSES]) for each in outputs]).sum()
+
+
+def few_doubled() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the last batch of 11 one sample is left: the second rank has none."""
+    first, second = doubled()
+    return first[:45], second[:45]
+
+
 class Remembers(nn.Module):
     """Its forward pass changes a buffer: ``reads`` says whether training reads it back."""
 
@@ -246,15 +285,114 @@ def test_a_momentum_update_in_the_step_is_exact_on_devices_and_refused_in_parts(
         fit(made(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
 
 
-def test_spectral_norm_works_on_devices_and_is_refused_in_parts() -> None:
+@pytest.mark.parametrize(
+    ("made", "loss"), [(Momentum, None), (Follows, None), (Deep, of_both)], ids=["momentum", "centre", "outputs"]
+)
+def test_a_device_without_samples_does_as_the_others(made: Any, loss: Any) -> None:
+    torch.manual_seed(0)
+    start = made().state_dict()
+
+    def model() -> nn.Module:
+        new: nn.Module = made()
+        new.load_state_dict(start)
+        return new
+
+    options: dict[str, Any] = {"loss": loss, "batch_size": 11, "max_epochs": 2, "lr": 0.03}
+    alone, _ = fit(model(), few_doubled(), **options)
+    weights, _ = fit(model(), few_doubled(), 2, workers=Workers(per_device=2, hang_seconds=10), **options)
+    assert difference(alone, weights) < 1e-11
+
+
+class Centre(nn.Module):
+    """A loss with a buffer, which it changes and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
+        loss = (output - self.centre - pair[:, :CLASSES]).square().mean()
+        self.centre.lerp_(output.detach().mean(0), 0.3)
+        return loss
+
+
+class Queue(nn.Module):
+    """A buffer that grows until it is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("queue", torch.ones(1, CLASSES, dtype=torch.float64))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        output = self.net(batch[0])
+        loss = (output @ self.queue.T).square().mean()
+        self.queue = torch.cat([output.detach(), self.queue])[:30]
+        return loss
+
+
+@pytest.mark.parametrize("options", [TWO, THREE_PARTS])
+def test_buffers_of_a_loss_and_buffers_that_grow_are_refused_by_name(options: Any) -> None:
+    with pytest.raises(BadSettings, match=r"'loss\.centre'"):
+        fit(mlp(), doubled(), loss=Centre(), max_epochs=1, **options)
+    with pytest.raises(BadSettings, match="'queue'"):
+        fit(Queue(), doubled(), max_epochs=1, **options)
+
+
+def test_what_differs_and_cannot_be_gathered_is_refused() -> None:
+    """Each device pads its own texts, so the rows of two devices have other widths."""
+
+    def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        return tokens.double()[:, :1].expand(-1, 6), tokens
+
+    texts = [torch.arange(1, 2 + number % 7) + number for number in range(40)]
+    loader: Any = DataLoader(texts, 10, collate_fn=padded)  # type: ignore[arg-type]
+    with pytest.raises(BadSettings, match=r"mh\.whole_batch"):
+        fit(mlp(), loader, 2, loss=lambda output, y: similarity(output, y[:, :1].double() + output), max_epochs=1)
+
+
+class Drops(nn.Module):
+    """Dropout that is a function: two passes differ in training, and not in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(functional.dropout(x, 0.3, self.training))
+
+
+def test_a_loss_of_the_whole_batch_gets_it_also_where_the_model_draws() -> None:
+    _, result = fit(Drops(), doubled(), 2, loss=CASES["CLIP"][1], max_epochs=1)
+    assert any("gathered" in note for note in result.notes)
+
+
+class TwoViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.net(x), self.net(x + 0.1)])
+
+
+def test_two_views_of_a_sample_have_no_accuracy_and_train() -> None:
+    _, result = fit(TwoViews(), vectors(), loss=lambda output, _: similarity(*output.chunk(2)), max_epochs=1)
+    assert "train_acc" not in result.rows[-1] or result.rows[-1]["train_acc"] is None
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norm_works_on_devices_and_is_refused_in_parts(norm: Any) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES).double()))
+        return nn.Sequential(norm(nn.Linear(6, CLASSES).double()))
 
-    alone, _ = fit(made(), vectors(46), batch_size=11, max_epochs=2)
-    weights, _ = fit(made(), vectors(46), 2, batch_size=11, max_epochs=2)
-    assert difference(alone, weights) < 1e-11
-    with pytest.raises(BadSettings, match=r"parametrizations\.weight"):
+    for count in (46, 45):  # with a last batch of one sample for two ranks
+        alone, _ = fit(made(), vectors(count), batch_size=11, max_epochs=2)
+        weights, _ = fit(made(), vectors(count), 2, batch_size=11, max_epochs=2)
+        assert difference(alone, weights) < 1e-11
+    with pytest.raises(BadSettings, match=r"'0\..*weight"):
         fit(made(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
 
 

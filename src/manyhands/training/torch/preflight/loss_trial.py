@@ -97,6 +97,7 @@ class _Trial:
             self._copy = TrialModel(model, job.objective, device)
         if self._copy.objective.sums is None:
             self._copy.objective.sums = self._copy.gives_sum(few.whole[0])
+        self._differing: set[str] = set()  # what parts of a batch change in another way than the whole
         self._close = loss_trial.tolerances([_PRECISIONS.get(self._copy.precision, "half")])
         if self._copy.objective.sums or _is_torchs(job.objective):
             self._batches, self._seen = self._batches[:1], None  # how labels weigh in it is known
@@ -111,14 +112,19 @@ class _Trial:
                 raise BadSettings(f"mh.whole_batch is called, and with accumulate {_NO_BATCH}")
         draws = outcome == loss_trial.DRAWS
         self._check_state(answer, draws=draws)
-        if isinstance(outcome, Difference) or (copy.asks_for_rows and outcome is None):
-            self._gather(answer, outcome)
-            outcome = None
-        elif draws:  # once more, where no layer draws
+        if draws:  # once more, where no layer draws
             copy.evaluate()
             outcome = self._compared()
-            if isinstance(outcome, Difference):
-                raise BadSettings(self._refusal(outcome))
+        if isinstance(outcome, Difference) or (copy.asks_for_rows and outcome is None):
+            try:
+                self._gather(answer, outcome)
+            except BadSettings:
+                raise
+            except Exception as error:  # rows of other widths, say: what is known to differ must not begin
+                raise BadSettings(self._refusal(outcome)) from error
+            outcome = None
+        if self._ranks > 1 and copy.changed and answer.rows is None and not self._differing:
+            answer.rows = Rows()  # every rank changes it in every step, also one without samples
         said = loss_trial.outcome(outcome, self._seen)
         if said is not None:
             answer.notes.append(said)
@@ -138,6 +144,7 @@ class _Trial:
         if not copy.changed:
             return
         names = copy.differing_state(few.whole, few.divisions[-1], devices=self._ranks > 1, micro_batches=self._micro)
+        self._differing = names
         if not names:
             return
         trained = names & {name for name, _ in copy.model.named_parameters()}

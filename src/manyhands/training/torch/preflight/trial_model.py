@@ -29,6 +29,7 @@ from manyhands.training.torch.data.batches import Batch, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, placed
 from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.whole_batch import Rows
+from manyhands.training.torch.state.modes import modes_preserved
 from manyhands.training.torch.workers import job_bytes
 
 _COMPARED = 4_000_000  # numbers of a gradient; a larger one is sampled evenly
@@ -81,11 +82,16 @@ class TrialModel:
 
     def _remember(self) -> None:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._start = {name: tensor.clone() for name, tensor in self._state().items()}
+        self._start = {name: tensor.detach().clone() for name, tensor in self._state().items()}
 
     def _state(self) -> State:
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: tensor.detach() for name, tensor in named}
+        loss = getattr(self.objective, "loss", None)
+        modules = [("", self.model), *([("loss", loss)] if isinstance(loss, torch.nn.Module) else [])]
+        return {
+            name: tensor
+            for prefix, module in modules
+            for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix))
+        }
 
     @property
     def precision(self) -> torch.dtype:
@@ -117,7 +123,10 @@ class TrialModel:
         state = self._state()
         with torch.no_grad():
             for name in self.changed:
-                state[name].copy_(self._start[name])
+                if state[name].shape == self._start[name].shape:
+                    state[name].copy_(self._start[name])
+                else:  # a queue that grows
+                    state[name].data = self._start[name].clone()
 
     # Passes
 
@@ -200,7 +209,7 @@ class TrialModel:
 
     def _copied_state(self) -> State:
         state = self._state()
-        return {name: state[name].clone() for name in self.changed}
+        return {name: state[name].detach().clone() for name in self.changed}
 
     # Rows
 
@@ -208,7 +217,9 @@ class TrialModel:
         """Which tensors of output and target have a row for each sample, and their bytes for a sample; None: none."""
         self._put_back()
         batches = [samples.as_the_model(self.model, batch) for batch, _ in (whole, part)]
-        both = [self.objective.output_and_target(self.model, batch) for batch in batches]
+        with modes_preserved(self.model):
+            self._train()  # there may be fewer outputs in evaluation
+            both = [self.objective.output_and_target(self.model, batch) for batch in batches]
         if both[0] is None or both[1] is None:
             return None
         flags, width = [], 0
@@ -274,11 +285,13 @@ def _copies(model: torch.nn.Module, objective: Objective) -> tuple[torch.nn.Modu
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
     return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def _close(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if not (first.is_floating_point() or first.is_complex()):
+    if first.shape != second.shape or not (first.is_floating_point() or first.is_complex()):
         return torch.equal(first, second)
     return bool((first - second).norm() <= _STATE_CLOSE * (first.norm() + second.norm()))
 

@@ -26,3 +26,13 @@ def evaluating(net: object) -> Iterator[None]:
         if isinstance(net, nn.Module):
             net.eval()
         yield
+
+
+@contextlib.contextmanager
+def statistics_kept(net: nn.Module) -> Iterator[None]:
+    """Within it the net trains, except that normalisation over a batch uses its running statistics and keeps them."""
+    with modes_preserved(net):
+        for layer in net.modules():
+            if hasattr(layer, "track_running_stats"):
+                layer.eval()
+        yield

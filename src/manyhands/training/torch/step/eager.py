@@ -9,7 +9,6 @@ Nothing here makes the host wait.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
-from manyhands.training.torch.state.modes import evaluating
+from manyhands.training.torch.state.modes import statistics_kept
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.running_sums import RunningSums
@@ -251,19 +250,16 @@ class EagerStep:
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
             return self.objective(self.model, part, part=self.in_parts)
-        # BatchNorm refuses an empty batch, unless its statistics are global.
+        # BatchNorm refuses an empty batch, unless its statistics are global. All else does as on the other ranks.
         alone = isinstance(self.gradients, ShardedGradients) or self._rows is not None
-        with evaluating(self.model) if alone else contextlib.nullcontext():
+        with statistics_kept(self.model) if alone else contextlib.nullcontext():
             if self._sample is not None:
-                step = self.objective
-                if isinstance(step, OwnStep):
-                    step = dataclasses.replace(step, training=True)
-                value = step.value(self.model, self.number_format.cast(self._sample))[0]
+                value = self.objective.value(self.model, self.number_format.cast(self._sample))[0]
                 return (value.total if isinstance(value, LossSum) else value) * 0, None
             if self._rows is not None:
                 raise BadSettings(
-                    "the loss needs the whole batch, and a device has had no samples yet: give larger batches, or "
-                    "fewer devices"
+                    "the loss, or what the forward pass changes, needs every device, and one has had no samples yet: "
+                    "give larger batches, or fewer devices"
                 )
             output = self._empty_output(part)
         return torch.stack([tensor.sum() * 0 for tensor in tensors_in(output)]).sum(), None

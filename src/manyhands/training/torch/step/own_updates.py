@@ -9,8 +9,8 @@ parameters get gradients. For example a critic that makes two updates for one of
             optimizers["critic"].minimize(self.critic_loss(batch["real"], noise))
         optimizers["generator"].minimize(self.generator_loss(noise))
 
-Every rank calls it with its shard, one without samples with a sample that it has had before, in evaluation mode; that
-counts nothing. The loss is a mean over samples, or a :class:`LossSum`: weighted by samples, or divided by all counts,
+Every rank calls it with its shard, one without samples with a sample that it has had before, which counts nothing.
+The loss is a mean over samples, or a :class:`LossSum`: weighted by samples, or divided by all counts,
 it is that of the whole batch. All ranks have to make the same updates in the same order, for each is a sum over all.
 """
 
@@ -27,7 +27,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import checked
-from manyhands.training.torch.state.modes import evaluating
+from manyhands.training.torch.state.modes import statistics_kept
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.several_optimizers import Key, Several, SeveralSteps
@@ -154,7 +154,7 @@ class OwnUpdates(SeveralSteps):
         # Without samples the statistics of layers must not change.
         with (
             self.number_format.scope(self.device),
-            contextlib.nullcontext() if size else evaluating(self.model),
+            contextlib.nullcontext() if size else statistics_kept(self.model),
             self._first.gathering(() if shard is None else shard.of_ranks),
         ):
             user: Any = self.model
