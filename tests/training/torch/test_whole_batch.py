@@ -411,3 +411,19 @@ def test_the_trial_leaves_no_trace() -> None:
     before = torch.get_rng_state()
     fit(model, vectors(), 2, max_epochs=1, lr=0.0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def mixed(samples: list[Any]) -> Any:
+    """Mixup: each sample is mixed with another one of its batch, by a number that is drawn."""
+    X, y = torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+    share, other = float(torch.rand(())), torch.randperm(len(X))
+    one_hot = functional.one_hot(y, CLASSES).double()
+    return share * X + (1 - share) * X[other], share * one_hot + (1 - share) * one_hot[other]
+
+
+@pytest.mark.parametrize("options", [TWO, THREE_PARTS])
+def test_a_collate_function_that_draws_is_announced(options: Any) -> None:
+    data = list(zip(*vectors(), strict=True))
+    loader: Any = DataLoader(data, 16, collate_fn=mixed)  # type: ignore[arg-type]
+    _, result = fit(mlp(), loader, max_epochs=1, **options)
+    assert any("not checked" in note and "random" in note for note in result.notes)

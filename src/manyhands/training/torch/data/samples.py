@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.job import Job
+from manyhands.training.torch.state import randomness
 
 
 def can_be_read(data: Source) -> bool:
@@ -30,13 +32,20 @@ def few_samples(data: Source, count: int) -> Batch:
     return take(data, np.arange(min(count, data.count)))
 
 
-def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
-    """The samples of these numbers."""
+def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]], seed: int | None = None) -> Batch:
+    """The samples of these numbers; ``seed``: for what the collate function draws."""
     if isinstance(data, Arrays):
         return data.take(torch.from_numpy(numbers).to(data.tensors[0].device))
     plain = dataclasses.replace(data, workers=0, look=None)
+    if data.collate is not None and seed is not None:
+        plain.collate = functools.partial(_collated, data.collate, seed)
     (batch,) = plain.batches([numbers], seed=0, draws=0)
     return batch
+
+
+def _collated(collate: Callable[[list[Any]], Any], seed: int, samples: list[Any]) -> Any:
+    randomness.seed_all(seed)
+    return collate(samples)
 
 
 def first_batches(job: Job) -> Iterator[Batch]:

@@ -156,7 +156,7 @@ class _Trial:
                 "optimizer's step (optimizer.register_step_post_hook), or compute it from mh.whole_batch(tensor)"
             )
         answer.notes.append(
-            f"{_listed(names)}: each device updates its own from its part of the batch, as the statistics of BatchNorm"
+            f"{_listed(names)}: updated from each part of a batch for itself, as the statistics of BatchNorm are"
         )
 
     def _gather(self, answer: Answer, outcome: Difference | str | None) -> None:
@@ -244,10 +244,11 @@ def _batches(job: Job) -> tuple[list[Few], str | None]:
 
 
 def _numbered(data: Arrays | Samples, chosen: Sequence[int]) -> Few:
-    """Samples by their numbers: each part is collated for itself."""
+    """Samples by their numbers: each part is collated for itself, and draws for itself (mixup)."""
+    seeds = itertools.count()
 
     def take(some: Sequence[int]) -> Batch:
-        batch = samples.take(data, np.array([chosen[each] for each in some]))
+        batch = samples.take(data, np.array([chosen[each] for each in some]), next(seeds))
         check_asked(batch, len(some))
         return batch
 
