@@ -6,10 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manyhands.errors import PackageMissing
 from manyhands.schedule.pictures.colours import colour_of
 from manyhands.schedule.pictures.output_path import to_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +79,22 @@ def _in_order(spans: Sequence[Span]) -> list[str]:
 
 
 def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
-    """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
     try:
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise PackageMissing(
             f"{path.name} cannot be drawn: matplotlib is not installed. Run: pip install matplotlib, or write "
             f"{path.with_suffix('.json').name!r}, a trace for ui.perfetto.dev, which needs nothing"
         ) from error
+
+    figure = Figure(figsize=(12, 1.6 + 0.5 * len(_in_order(spans))), layout="constrained")
+    gantt(figure, spans).set_title(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def gantt(figure: Figure, spans: Sequence[Span]) -> Axes:
+    """Draw a row for each lane and a bar for each span, coloured by what it is."""
+    from matplotlib.patches import Patch
 
     lanes = _in_order(spans)
     work: dict[str, float] = {}
@@ -90,7 +102,6 @@ def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
         work[span.name] = work.get(span.name, 0.0) + span.stop - span.start
     kinds = sorted(work, key=lambda kind: -work[kind])
     colours = {kind: colour_of(kind) for kind in kinds}
-    figure = Figure(figsize=(12, 1.6 + 0.5 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
     begin = min((span.start for span in spans), default=0.0)
     for row, lane in enumerate(lanes):
@@ -106,8 +117,7 @@ def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
-    axes.set_title(title, fontsize=10)
     handles = [Patch(color=colours[kind], label=kind) for kind in kinds[:12]]  # those that take longest
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=120)
+    return axes
