@@ -1,6 +1,6 @@
 """The pictures of README.md and the site: ``make pictures``, or ``python docs/pictures/make.py``.
 
-``two-devices.svg`` is the timeline that ``manyhands lab run two-devices`` draws: measured here, on two GPUs or on two
+``two-devices.svg`` is the timeline that ``manyhands lab run how-linear`` draws: measured here, on two GPUs or on two
 virtual devices. ``lanes.svg`` shows one function as plain execution runs it and as it is scheduled on four devices;
 ``graph.svg`` is the graph of a smaller one, by lane. Costs of operations are measured where this is run; the four
 devices are simulated. The colours of the first two follow the reader's light or dark mode.
@@ -131,9 +131,9 @@ def picture(plain: Timeline, spread: Timeline) -> str:
 
 def of_the_lab(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "manyhands", "lab", "run", "two-devices", "--framework", "torch"]
+        command = [sys.executable, "-m", "manyhands", "lab", "run", "how-linear", "--framework", "torch"]
         subprocess.run([*command, "--out", folder], check=True)
-        shutil.copy(Path(folder) / "plots" / "two-devices-torch-2.svg", path)
+        shutil.copy(Path(folder) / "plots" / "how-linear-torch-2.svg", path)
 
 
 def of_lanes(path: Path) -> None:

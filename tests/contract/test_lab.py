@@ -22,12 +22,12 @@ def test_operations_compute_the_same_everywhere(mh: Any, framework: str) -> None
     x = bench.random((3, 3), device, seed=1, scale=2.0)
     expected = numpy.random.default_rng(1).standard_normal((3, 3), dtype="float32") * 2
     assert numpy.array_equal(operations.numpy(x), expected)
-    results = [operations.matmul(x, x), operations.relu(x), operations.transpose(x), operations.join([x, x])]
-    wanted = [expected @ expected, expected.clip(0), expected.T, numpy.tile(expected.reshape(-1), 2)]
+    results = [operations.matmul(x, x), operations.relu(x), operations.transpose(x)]
+    wanted = [expected @ expected, expected.clip(0), expected.T]
     bench.equal(results, wanted, tolerance=1e-3)
     assert all(mh.device_of(result) == mh.device_of(x) for result in results)
     assert numpy.allclose(operations.numpy(operations.norm(x)), numpy.linalg.norm(expected), rtol=1e-4)
-    assert operations.number(x, 2) == expected[0, 2]
+    assert bench.number(x, 2) == expected[0, 2]
     with pytest.raises(ResultsDiffer, match="result 0 by"):
         bench.equal(operations.relu(x), x)
 
@@ -38,5 +38,5 @@ def test_every_experiment_ends(framework: str, tmp_path: Path) -> None:
     done = run_command("lab", "run", "all", "--quick", "--framework", framework, "--json", str(page))
     assert done.returncode == 0, done.stdout + done.stderr
     for result in json.loads(page.read_text())["results"]:
-        assert result["status"] in ("done", "not here")
+        assert result["status"] in ("done", "not here", "not measured")
         assert (result["finding"] is not None) == (result["status"] == "done")

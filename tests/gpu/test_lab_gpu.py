@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support import run_command
 
-NAMES = ("unequal-devices", "steps-in-flight", "parameter-access", "hidden-wait", "many-small-tensors")
+NAMES = ("unequal-devices", "steps-in-flight", "parameter-access", "logging-norms", "many-small-tensors")
 
 
 def test_experiments_use_the_gpu(tmp_path: Path) -> None:
@@ -19,6 +19,6 @@ def test_experiments_use_the_gpu(tmp_path: Path) -> None:
     assert {trial["name"] for trial in results["many-small-tensors"]["trials"]} >= {
         "pageable, to the GPU",
         "pinned, to the GPU",
-        "to the GPU, one by one",
+        "To the GPU, one by one",
     }
     assert not any("made slow" in note for note in results["unequal-devices"]["finding"]["notes"])

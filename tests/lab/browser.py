@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-def title_after(page: Path, script: str, *, width: int = 1200, dark: bool = False) -> tuple[str, str]:
+def title_after(page: Path, script: str, *, width: int = 1200) -> tuple[str, str]:
     """What a script at the end of the page makes the title, and what the browser's console says."""
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next((path for name in names if (path := shutil.which(name))), None)
@@ -19,7 +19,7 @@ def title_after(page: Path, script: str, *, width: int = 1200, dark: bool = Fals
     probe = page.with_name("probe.html")
     probe.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    options = [f"--window-size={width},800", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    options = [f"--window-size={width},800"]
     done = subprocess.run(
         [*command, *options, "--dump-dom", f"--user-data-dir={page.parent / 'profile'}", probe.as_uri()],
         capture_output=True,

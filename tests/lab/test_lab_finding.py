@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, NotHere
-from manyhands.lab import experiments, html, plots, png, process
+from manyhands.lab import experiments, html, output, plausible, plots, process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, experiment
-from manyhands.lab.finding import Bound, Comparison, Finding, Plot, Series, Times
+from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
 from manyhands.lab.output import Output
 from manyhands.lab.result import Report, Result, marked
 from manyhands.schedule import timing
 from manyhands.schedule.pictures.timeline import Span
 
+PAGE = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
 TIMES = Times({"plain": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.0]})
 
 
@@ -48,9 +49,9 @@ def test_ways_run_in_turns_and_each_round_begins_with_another() -> None:
 def test_a_comparison_is_clear_only_if_every_round_agrees() -> None:
     gain = TIMES.compare("fast", to="plain")
     assert gain.faster
-    assert str(gain) == "is 2 times as fast"
-    assert str(Comparison(0.5, 0.4, 0.6)) == "takes 2 times as long"
-    assert str(Comparison(1.3, 0.9, 1.5)) == "is 0.9 to 1.5 times as fast, round by round"
+    assert str(gain) == "is 2.10 times as fast"
+    assert str(Comparison(0.5, 0.4, 0.6)) == "takes 2.00 times as long"
+    assert str(Comparison(1.3, 0.9, 1.5)) == "is 0.90 to 1.50 times as fast, round by round"
 
 
 def test_trials_are_kept_and_end_with_a_wait() -> None:
@@ -69,37 +70,95 @@ def test_virtual_devices_are_marked_in_table_plot_and_conclusion() -> None:
     assert all("virtual" in text for text in (shown.conclusion, shown.tables[0].title, shown.plots[0].title))
 
 
-def test_a_report_is_the_same_after_json() -> None:
-    timeline = Plot("timeline", "L", spans=[Span("mm", "lane 1", 0.0, 1.0)])
-    finding = Finding("Yes.", [TIMES.table(to="plain")], [TIMES.bars("P", [Bound("b", 1.0)]), timeline], ["a note"])
-    result = Result("two-devices", "?", "torch", "done", 1.0, finding)
-    data = Report(True, {}, [], [result]).as_data()
-    again = Report.from_data(json.loads(json.dumps(data)))
-    assert again.as_data() == json.loads(json.dumps(data))
-
-
 PLOTS = [
-    TIMES.bars("Bars", [Bound("least", 0.9)]),
-    Plot("line", "L & <M>", [Series("a", [1, 10, 100], [1.0, 2.0, 4.0])], log_x=True, log_y=True, x_label="x"),
-    Plot("line", "one point", [Series("a", [1], [0.0])]),
-    Plot("timeline", "T", spans=[Span("mm", "a", 0.0, 1.0), Span("copy", "b", 0.5, 2.0)]),
+    TIMES.bars("Bars & <b>", {"least": 0.9}),
+    Plot("line", "L", [Series("a", [1, 10, 100], [1.0, 2.0, 4.0])], log="xy", x_label="x"),
+    Plot("line", "one point", [Series("a", [1], [0.0])], bounds={"none": 0.0}),
+    Plot("timeline", "T", spans=[Span("_to_copy", "a", 0.0, 1.0), Span("copy", "b", 0.5, 2.0)]),
+    Plot("drawing", "D", drawing='<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'),
 ]
 
 
-@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.title)
-def test_a_plot_is_whole_svg(plot: Plot) -> None:
+@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.kind)
+def test_a_plot_is_whole_svg_that_follows_the_reader(plot: Plot, tmp_path: Path) -> None:
     import xml.etree.ElementTree as xml
 
-    drawn = xml.fromstring(plots.svg(plot, alone=True))
-    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
-    for box in drawn.iter("{http://www.w3.org/2000/svg}rect"):
-        assert 0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= width
-        assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
+    text = plots.svg(plot)
+    drawn = xml.fromstring(text)
+    assert drawn.tag.endswith("svg")
+    plots.save_png(plot, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists() == (plot.kind != "drawing")
+    if plot.kind != "drawing":
+        assert drawn.attrib["aria-label"] == plot.title
+        assert "currentColor" in text
+        assert "prefers-color-scheme: dark" in text
+        assert plots.svg(plot) == text
+
+
+def test_a_sweep_says_where_a_method_is_faster() -> None:
+    slow, even = Times({"plain": [1.0] * 3, "fast": [2.0] * 3}), Times({"plain": [1.0] * 3, "fast": [1.0] * 3})
+    sweep = Sweep({64: slow, 128: even, 256: TIMES})
+    assert sweep.in_words("fast", "plain") == (
+        "fast: faster than plain at 256 (up to 2.10 times); slower than plain at 64 (up to 2.00 times)."
+    )
+    assert Sweep({128: even}).in_words("fast", "plain") == "fast: no clear difference from plain."
+    assert [row[-1] for row in sweep.table("size", "T", gain="fast", to="plain").rows] == ["0.50", "1.00", "2.10"]
+
+
+def test_a_gain_is_the_quotient_of_the_times_beside_it() -> None:
+    times = Times({"plain": [4.0, 1.0, 2.0], "fast": [1.0, 2.0, 1.0]})
+    assert times.compare("fast", to="plain").ratio == 2.0
+    assert times.table(to="plain").rows[1][1:] == ("1 s", "1 s to 2 s", "2.00")
+
+
+def _unlike(*ratios: float) -> Experiment:
+    """An experiment that measures these gains on two devices, one in each run."""
+    gains = iter(ratios)
+    return _that(lambda bench: Finding(str(Times({"a": [1.0], "b": [next(gains)]}).compare("a", to="b", most=2))))
+
+
+@pytest.mark.parametrize(
+    ("gains", "status", "said"),
+    [
+        ((1.9,), "done", "is 1.90 times as fast"),
+        ((77.54, 1.9), "done", "is 1.90 times as fast"),
+        ((77.54, 2.02), "not measured", "the machine is busy: a was 2.02 times as fast as b"),
+        ((2.004,), "done", "is 2.00 times as fast"),
+    ],
+)
+def test_what_cannot_be_true_is_measured_again_and_then_refused(
+    gains: tuple[float, ...], status: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plausible, "check_load", lambda: None)
+    result = process.perform(_unlike(*gains), Bench(Door(), "torch"))
+    assert result.status == status
+    assert said in (result.finding.conclusion if result.finding else result.why)
+
+
+@pytest.mark.parametrize(("loads", "status"), [((5.0, 5.0), "done"), ((5.0, 80.0, 5.0, 5.0), "done")])
+def test_a_machine_that_was_loaded_is_measured_again(
+    loads: tuple[float, ...], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter(loads)
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(seen))
+    assert process.perform(_unlike(1.5, 1.5), Bench(Door(), "torch")).status == status
+    assert next(seen, None) is None
+
+
+def test_a_loaded_machine_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 80.0)
+    result = process.perform(_unlike(1.5), Bench(Door(), "torch"))
+    assert (result.status, result.finding) == ("not measured", None)
+    assert result.why == "the machine is busy: other programs use 80% of the CPU"
+    assert "not measured: the machine is busy" in output.text(result)
+    assert "not measured: the machine is busy" in html.page(Report(True, {}, [], [result]))
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
     plot = Plot("line", "L", [Series("a", [1, 2], [math.nan, 1.0])])
-    report = Report(True, {}, [], [Result("two-devices", "?", "torch", "done", math.inf, Finding("Yes.", [], [plot]))])
+    report = Report(
+        True, {}, [], [Result("how-linear", "?", "", "torch", "done", math.inf, Finding("Yes.", [], [plot]))]
+    )
     Output(json=tmp_path / "r.json", html=tmp_path / "r.html").write(report)
     (result,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["results"]
     assert result["seconds"] is None
@@ -108,10 +167,12 @@ def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
 
 
 def _that(function: Any) -> Experiment:
-    return experiment("probe", question="?")(function)
+    return experiment("probe", question="?", exercise="")(function)
 
 
-def test_how_an_experiment_ends_is_in_its_result() -> None:
+def test_how_an_experiment_ends_is_in_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plausible, "check_load", lambda: None)
+
     def fails(bench: Bench) -> Finding:
         raise ZeroDivisionError("by hand")
 
@@ -130,6 +191,8 @@ def test_every_experiment_is_called_as_it_is_listed(name: str) -> None:
     loaded = experiments.load(name)
     assert loaded.name == name
     assert loaded.question.endswith("?")
+    assert f"| `{name}` |" in PAGE, "docs/lab.md has a row for it"
+    assert loaded.exercise.split(":")[0] in ("GPUs", "Automatic parallelism") or "several GPUs" in loaded.exercise
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
@@ -138,41 +201,9 @@ def test_a_full_disk_is_named() -> None:
         Output(json=Path("/dev/full")).write(Report(True, {}, []))
 
 
-def test_a_busy_machine_is_told() -> None:
-    assert Report(True, {"load_percent": 5.0}, []).warning is None
-    busy = Report(True, {"load_percent": 80.0}, [])
-    assert busy.warning is not None
-    assert busy.warning.startswith("Other programs kept 80% of the CPU busy")
-    assert busy.warning in html.facts(busy)
-
-
-def test_a_png_names_every_colour_and_times_between_powers_of_ten(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().add_subplot()
-    png._timeline(axes, Plot("timeline", "t", spans=[Span("_to_copy", "cpu", 0.0, 1.0), Span("mm", "cpu", 1.0, 2.0)]))
-    assert axes.get_legend_handles_labels()[1] == ["to_copy", "mm"]
-    axes = Figure().add_subplot()
-    line = Plot("line", "t", [Series("a", [1.0, 2.0], [0.3, 2.1])], log_y=True, unit="s")
-    png._lines(axes, line)
-    assert axes.yaxis.get_minor_formatter()(0.5, 0) == "500 ms"
-    assert axes.yaxis.get_minor_formatter()(0.4, 0) == ""
-    assert png.draw(line, tmp_path / "a.png") == tmp_path / "a.png"
-
-
 def test_ways_are_compared_with_one_thread_where_that_is_asked_for() -> None:
-    norms, two, cpu = map(experiments.load, ("logging-norms", "two-devices", "cpu-or-gpu"))
+    norms, two, cpu = map(experiments.load, ("logging-norms", "how-linear", "cpu-or-gpu"))
     assert [norms.uses_one_core(gpus) for gpus in (0, 1)] == [True, False]
     assert [two.uses_one_core(gpus) for gpus in (0, 1, 2)] == [True, True, False]
     assert not cpu.uses_one_core(0)
     assert process.environment(one_core=True)["OMP_NUM_THREADS"] == "1"
-
-
-def test_the_legend_of_a_timeline_covers_no_box() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    axes = figure.add_subplot()
-    png._timeline(axes, Plot("timeline", "t", spans=[Span("mm", "cpu", 0.0, 1.0), Span("sub", "cpu", 1.0, 2.0)]))
-    figure.draw_without_rendering()
-    assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1

@@ -8,21 +8,25 @@ import pytest
 from support import lab_results
 
 from manyhands.lab.experiments import training_scaling, unequal_devices
-from manyhands.lab.experiments.training_scaling import Job, Outcome
-from manyhands.lab.finding import Times
+from manyhands.lab.experiments.training_scaling import Job
+from manyhands.lab.finding import Sweep, Times
+from manyhands.lab.plausible import Implausible
 
 Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    found = lab_results("torch", "training-scaling", "unequal-devices", "hidden-wait")
+    found = lab_results("torch", "training-scaling", "unequal-devices", "logging-norms")
     return {result["experiment"]: result["finding"] for result in found}
 
 
 def test_training_scales_over_nets_batch_sizes_and_devices(results: Results) -> None:
     (table,) = results["training-scaling"]["tables"]
-    assert [row[1:4] for row in table["rows"]] == [[size, "0.05", count] for size in ("32", "128") for count in "12"]
+    assert [row[:2] for row in table["rows"]] == [
+        [f"lenet, batch size {size}, lr 0.05", devices] for size in (32, 128) for devices in ("1 device", "2 devices")
+    ]
+    assert "accuracy" not in table["headers"], "quick: too few images to learn from"
     assert "Data: " in results["training-scaling"]["notes"][0]
 
 
@@ -31,36 +35,51 @@ def test_shares_are_measured_with_a_device_that_is_slow(results: Results) -> Non
     assert [row[0] for row in table["rows"]] == ["equal shares", "measured shares", "the fast one alone"]
 
 
-def test_the_auditor_sees_the_printed_losses(results: Results) -> None:
-    (table,) = results["hidden-wait"]["tables"]
-    assert [row[2] for row in table["rows"]] == ["25", "0"]
-    assert any("batch_loss.item()" in note for note in results["hidden-wait"]["notes"])
+def test_the_auditor_sees_the_norms_that_are_read(results: Results) -> None:
+    _, read, kept = results["logging-norms"]["notes"]
+    assert "read each norm: 50 waits in 50 products" in read
+    assert "norm = operations.numpy(norm)" in read
+    assert "keep the log on the device: 0 waits" in kept
 
 
-def _scaling(small: float, large: float) -> str:
-    """The conclusion where two devices are so many times as fast with batch sizes 64 and 512."""
-    gains = {(64, 1): 1.0, (64, 2): small, (512, 1): 1.0, (512, 2): large}
-    return training_scaling.conclusion(
-        {Job("lenet", size, 0.1, count): Outcome(0.8, [1 / gain], 1.0) for (size, count), gain in gains.items()}
+JOBS = [Job("lenet", size, 0.1) for size in (64, 512)]
+
+
+def _sweep(small: float, large: float) -> Sweep:
+    """Two devices are so many times as fast with batch sizes 64 and 512."""
+    return Sweep(
+        {
+            job: Times({"1 device": [2.0] * 3, "2 devices": [2 / gain] * 3})
+            for job, gain in zip(JOBS, (small, large), strict=True)
+        }
     )
 
 
 def test_each_outcome_of_scaling_has_its_sentence() -> None:
-    assert "2 devices pay with batch size 64 (1.50 times as fast as one), batch size 512" in _scaling(1.5, 1.9)
-    assert "pay with batch size 512 (1.90 times as fast as one); no clear gain with batch size 64" in (
-        _scaling(0.7, 1.9)
-    )
-    assert "2 devices do not pay; no clear gain with batch size 64" in _scaling(0.7, 0.9)
+    both, one, none = (training_scaling.conclusion(_sweep(*gains)) for gains in ((1.5, 1.9), (0.7, 1.9), (0.7, 0.9)))
+    assert both.startswith("2 devices pay with lenet, batch size 64, lr 0.1 (1.50 times as fast as one); lenet, batch")
+    assert "batch size 512, lr 0.1 (1.90 times as fast as one). No clear gain with lenet, batch size 64" in one
+    assert none.startswith("2 devices do not pay. No clear gain with lenet, batch size 64, lr 0.1 (0.70); lenet")
+    with pytest.raises(Implausible, match=r"2 devices was 77\.54 times as fast as 1 device"):
+        training_scaling.conclusion(_sweep(1.5, 77.54))
+
+
+def test_gain_and_time_are_from_one_row() -> None:
+    rows = training_scaling.table(_sweep(1.6, 2.0), {job: [0.8, 0.81] for job in JOBS}).rows
+    assert [row[2:] for row in rows] == [
+        ["0.800", "2 s", "1.00"],
+        ["0.810", "1.25 s", "1.60"],
+        ["0.800", "2 s", "1.00"],
+        ["0.810", "1 s", "2.00"],
+    ]
 
 
 @pytest.mark.parametrize(
     ("equal", "measured", "alone", "sentence"),
     [
-        (2.0, 1.0, 0.5, "Leave the slow device out"),
-        (2.0, 1.0, 1.5, "measuring them pays. Equal shares are slower than the fast device alone."),
-        (2.0, 1.0, 2.5, "measuring them pays."),
-        (2.0, 1.0, 1.0, "hardly worth having"),
-        (1.0, 1.0, 2.0, "not unequal enough to matter"),
+        (2.0, 1.0, 0.5, "leave the slow device out"),
+        (2.0, 1.0, 1.5, "is 1.50 times as fast, compared with the fast device alone: measuring them pays"),
+        (2.0, 1.0, 1.0, "it hardly matters"),
     ],
 )
 def test_each_outcome_of_shares_has_its_sentence(equal: float, measured: float, alone: float, sentence: str) -> None:

@@ -67,7 +67,7 @@ for part, size in memory.as_dict().items():
 # manyhands lab
 
 # %% [markdown]
-# `manyhands lab run two-devices` runs one, `manyhands lab run all --quick` all of them in some minutes. Results are checked before times are
+# `manyhands lab run how-linear` runs one, `manyhands lab run all --quick` all of them in some minutes. Results are checked before times are
 # believed, and everything is put into one page, `lab-report/report.html`. Virtual devices are marked as such.
 #
 # Next: [moving between frameworks](frameworks.ipynb).

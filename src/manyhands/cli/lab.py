@@ -76,7 +76,8 @@ def _list(options: argparse.Namespace) -> int:
 
     width = max(map(len, experiments.NAMES))
     for name in experiments.NAMES:
-        print(f"{name:{width}}  {experiments.load(name).question}")
+        listed = experiments.load(name)
+        print(f"{name:{width}}  {listed.question}\n{'':{width}}  {listed.exercise}")
     print("\nmanyhands lab run NAME... (or all) runs them; --quick takes small sizes")
     return 0
 
@@ -100,8 +101,6 @@ def run(options: argparse.Namespace) -> int:
     except ManyhandsError as error:
         print(f"manyhands lab: {error}", file=sys.stderr)
         return _BAD_INPUT
-    if report.warning is not None:
-        print(f"manyhands lab: {report.warning}", file=sys.stderr)
     return _run_all(jobs, report, output)
 
 
@@ -192,4 +191,6 @@ def _interrupted(report: Report, framework: str, experiment: Experiment) -> Repo
     from manyhands.lab.result import Result
 
     why = "stopped by Ctrl-C before it was finished"
-    return report.with_result(Result(experiment.name, experiment.question, framework, "interrupted", 0.0, why=why))
+    return report.with_result(
+        Result(experiment.name, experiment.question, experiment.exercise, framework, "interrupted", why=why)
+    )

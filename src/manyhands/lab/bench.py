@@ -6,14 +6,13 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from manyhands import tree
 from manyhands.amounts import counted
 from manyhands.device import Device
 from manyhands.errors import NotHere, ResultsDiffer
 from manyhands.lab.finding import Times, Trial
-from manyhands.lab.operations import Operations
 from manyhands.schedule import timing
 
 _LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
@@ -26,7 +25,7 @@ class Bench:
     """The tools of one experiment in one framework.
 
     ``mh`` is the framework's door, ``quick`` asks for small sizes, ``operations`` has the few functions that
-    experiments need from every framework (:mod:`manyhands.lab.operations`).
+    experiments need from every framework; each computes on the device of its first argument.
     """
 
     def __init__(
@@ -47,9 +46,9 @@ class Bench:
         self._most, self._apart, self._say, self._virtual_devices = most_devices, apart, say, list[Any]()
 
     @property
-    def operations(self) -> Operations:
-        """``matmul``, ``norm``, ``relu``, ``tensor``, ``numpy``: see :mod:`manyhands.lab.operations`."""
-        return cast(Operations, importlib.import_module(f"manyhands.lab.{self.framework}.operations"))
+    def operations(self) -> Any:
+        """The module of the few functions that experiments need from every framework."""
+        return importlib.import_module(f"manyhands.lab.{self.framework}.operations")
 
     # Devices and tensors
 
@@ -90,9 +89,7 @@ class Bench:
 
     def size(self, *, gpu: int, cpu: int, quick: int) -> int:
         """Choose the size for real GPUs, for a CPU, or for ``--quick``, so that trials take a sensible time."""
-        if self.quick:
-            return quick
-        return gpu if self.real_gpus >= self._most else cpu
+        return quick if self.quick else gpu if self.real_gpus >= self._most else cpu
 
     def random(self, shape: tuple[int, ...], device: Any, seed: int = 0, *, scale: float = 1.0) -> Any:
         """Normal float32 numbers on a device: the same ones for the same seed in every framework."""
@@ -105,13 +102,17 @@ class Bench:
         """Copy a NumPy array to a device."""
         return self.mh.to(self.operations.tensor(values), device)
 
+    def number(self, x: Any, index: int = 0) -> float:
+        """The number in row 0 and this column of a matrix, on the host: the host waits for it."""
+        return float(self.operations.numpy(x[0, index]).item())
+
     # Measuring
 
     def say(self, text: str) -> None:
         """Show a line of progress."""
         self._say(text)
 
-    def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, compared: str = "the two ways") -> None:
+    def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, compared: str = "the two methods") -> None:
         """Raise :class:`ResultsDiffer` unless both hold the same numbers, in tensors, numbers or trees of them.
 
         ``tolerance``: the largest difference allowed, relative to the largest number; 0 is to the bit.
@@ -133,9 +134,9 @@ class Bench:
                 raise ResultsDiffer(f"{compared} differ: result {position} by {far:.3g}, {allowed:.3g} is allowed")
 
     def trials(
-        self, ways: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0
+        self, methods: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0
     ) -> Times:
-        """Time the ways in alternation, after a warm-up; each call ends with a wait for all devices.
+        """Time the methods in alternation, after a warm-up; each call ends with a wait for all devices.
 
         The report lists ``settings`` with the raw trials (a size, a batch size). ``rounds``: exactly this many; by
         default as many as a few seconds allow, and at least 3 with ``quick``, 7 without.
@@ -143,29 +144,29 @@ class Bench:
         settings = dict(settings or {})
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
         calls = {}
-        for name, way in ways.items():
+        for name, method in methods.items():
             self.say(f"{name}{f' ({shown})' if shown else ''}")
-            self._seconds(way, 1)  # warm-up
-            once = self._seconds(way, 1)
+            self._seconds(method, 1)  # warm-up
+            once = self._seconds(method, 1)
             calls[name] = max(1, min(_MOST_CALLS, math.ceil(_LONG_ENOUGH / max(once, 1e-7))))
         least, most = (rounds, rounds) if rounds else _ROUNDS[self.quick]
-        times, begin = Times({name: [] for name in ways}), time.perf_counter()
-        for spent in timing.rounds(list(ways), lambda name: self._seconds(ways[name], calls[name])):
-            for name, each in zip(ways, spent, strict=True):
+        times, begin = Times({name: [] for name in methods}), time.perf_counter()
+        for spent in timing.rounds(list(methods), lambda name: self._seconds(methods[name], calls[name])):
+            for name, each in zip(methods, spent, strict=True):
                 times[name].append(each)
                 self.recorded.append(Trial(name, settings, each, calls[name]))
-            done = len(times[next(iter(ways))])
+            done = len(times[next(iter(methods))])
             self.say(f"round {done}{f' ({shown})' if shown else ''}")
             if done >= most or (done >= least and time.perf_counter() - begin > _BUDGET[self.quick]):
                 return times
         raise AssertionError  # rounds has no end
 
-    def _seconds(self, way: Callable[[], Any], calls: int) -> float:
+    def _seconds(self, method: Callable[[], Any], calls: int) -> float:
         """Seconds of one call, including the devices' work."""
         self.mh.synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
-            result = way()
+            result = method()
         self.mh.synchronize()
         spent = time.perf_counter() - begin
         del result  # after the clock has stopped: freeing it is not measured

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manyhands.amounts import seconds as seconds
+from manyhands.lab.plausible import check_gain
 from manyhands.schedule.pictures.timeline import Span
 
-Kind = Literal["bar", "line", "timeline", "drawing"]
-
 _CLEAR = 0.05  # smaller differences are not reported as a difference
+EFFICIENCY = 1.1  # of a bound that was measured too: a little more than all of it is noise
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One timed repetition: the way that ran, its settings, and the mean seconds of one of ``calls`` calls in a row."""
+    """One timed repetition: the method that ran, its settings, and the mean seconds of ``calls`` calls in a row."""
 
     name: str
     settings: Mapping[str, Any]
@@ -27,7 +28,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Headers and rows; every cell is text, shown unchanged. ``seconds(0.012)`` writes a time with its unit."""
+    """Headers and rows; every cell is text, shown unchanged."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -36,45 +37,32 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, or one bar in each group. ``x`` are numbers in a line plot and names of the groups in a bar plot.
-
-    ``spread``: the raw figures behind each ``y``, drawn as dots.
-    """
+    """One line, or the bars of a plot, whose ``x`` are names then; ``spread`` has the trials behind each ``y``."""
 
     name: str
-    x: Sequence[float | str]
+    x: Sequence[Any]
     y: Sequence[float]
     spread: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """A reference line: what cannot be exceeded, or what would be perfect."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
 class Plot:
-    """The description of a plot. The kind ``timeline`` draws ``spans``, bars and lines draw ``series``; a ``drawing``
-    is finished SVG, such as ``mh.parallel(fn).draw`` writes.
+    """What a plot shows: ``series`` as bars or lines, the ``spans`` of a timeline, or a ``drawing``, finished SVG.
 
-    A bar plot has one group of bars for each ``x``; ``y_label`` says what the length of a bar means. Times are in
-    seconds, and ``unit="s"`` writes them with their unit.
+    ``unit="s"`` writes times with their unit; ``log`` names the axes that are logarithmic ("x", "xy"); ``bounds`` are
+    reference lines: what cannot be exceeded, or what would be perfect.
     """
 
-    kind: Kind
+    kind: Literal["bar", "line", "timeline", "drawing"]
     title: str
     series: Sequence[Series] = ()
     spans: Sequence[Span] = ()
     x_label: str = ""
     y_label: str = ""
     unit: str = ""
-    log_x: bool = False
-    log_y: bool = False
+    log: str = ""
     drawing: str = ""
-    bounds: Sequence[Bound] = ()
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +72,12 @@ class Finding:
     conclusion: str
     tables: Sequence[Table] = ()
     plots: Sequence[Plot] = ()
-    notes: Sequence[str] = field(default=())
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Finding:
-        plots = [
-            Plot(
-                **{
-                    **plot,
-                    "series": [Series(**series) for series in plot["series"]],
-                    "spans": [Span(**span) for span in plot["spans"]],
-                    "bounds": [Bound(**bound) for bound in plot["bounds"]],
-                }
-            )
-            for plot in data["plots"]
-        ]
-        return cls(data["conclusion"], [Table(**table) for table in data["tables"]], plots, data["notes"])
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many times as fast one way is as another: the median of the rounds, the lowest and the highest."""
+    """How many times as fast one method is as another: by their medians, and in the slowest and the fastest round."""
 
     ratio: float
     lowest: float
@@ -112,7 +85,7 @@ class Comparison:
 
     @property
     def faster(self) -> bool:
-        """Clearly faster: in the middle by more than 5%, and in (almost) every round."""
+        """Clearly faster: by their medians by more than 5%, and in (almost) every round."""
         return self.ratio > 1 + _CLEAR and self.lowest > 1
 
     @property
@@ -120,50 +93,87 @@ class Comparison:
         return self.ratio < 1 - _CLEAR and self.highest < 1
 
     def __str__(self) -> str:
-        """In words that follow a way's name.
+        """In words that follow a method's name.
 
         >>> str(Comparison(1.92, 1.8, 2.0)), str(Comparison(0.5, 0.4, 0.6)), str(Comparison(1.2, 0.9, 1.5))
-        ('is 1.92 times as fast', 'takes 2 times as long', 'is 0.9 to 1.5 times as fast, round by round')
+        ('is 1.92 times as fast', 'takes 2.00 times as long', 'is 0.90 to 1.50 times as fast, round by round')
         """
         if self.faster:
-            return f"is {self.ratio:.3g} times as fast"
+            return f"is {self.ratio:.2f} times as fast"
         if self.slower:
-            return f"takes {1 / self.ratio:.3g} times as long"
-        return f"is {self.lowest:.2g} to {self.highest:.2g} times as fast, round by round"
+            return f"takes {1 / self.ratio:.2f} times as long"
+        return f"is {self.lowest:.2f} to {self.highest:.2f} times as fast, round by round"
 
 
 class Times(dict[str, list[float]]):
-    """Seconds of each way in every round; :meth:`Bench.trials` returns them."""
+    """Seconds of each method in every round; :meth:`Bench.trials` returns them."""
 
     def median(self, name: str) -> float:
         return statistics.median(self[name])
 
-    def compare(self, name: str, to: str) -> Comparison:
-        """How many times as fast ``name`` is as ``to``, round by round: the two ran right after each other.
+    def compare(self, name: str, to: str, most: float = math.inf) -> Comparison:
+        """How many times as fast ``name`` is as ``to``; more than ``most``, as the devices allow, is implausible.
 
         With five rounds or more, the range leaves out the lowest and the highest: they may come from a busy moment.
         """
+        ratio = self.median(to) / self.median(name)
+        check_gain(ratio, most, name, to)
         ratios = sorted(base / time for time, base in zip(self[name], self[to], strict=True))
-        middle = statistics.median(ratios)
         if len(ratios) >= 5:
             ratios = ratios[1:-1]
-        return Comparison(middle, ratios[0], ratios[-1])
+        return Comparison(ratio, ratios[0], ratios[-1])
 
     def table(self, to: str, title: str = "") -> Table:
-        """The usual table: each way, its median time with the range, and how many times as fast as ``to`` it is."""
+        """Each method, its median time with the range, and how many times as fast as ``to`` it is."""
         rows = [
             (
                 name,
                 seconds(self.median(name)),
                 f"{seconds(min(spent))} to {seconds(max(spent))}",
-                "1" if name == to else f"{self.compare(name, to).ratio:.2f}",
+                f"{self.median(to) / self.median(name):.2f}",
             )
             for name, spent in self.items()
         ]
-        return Table(("way", "median", "range", f"times as fast as {to}"), rows, title)
+        return Table(("method", "median", "range", f"times as fast as {to}"), rows, title)
 
-    def bars(self, title: str, bounds: Sequence[Bound] = ()) -> Plot:
-        """The usual plot: a bar for each way, with its trials as dots."""
-        names = list(self)
-        series = Series("time", names, [self.median(name) for name in names], [self[name] for name in names])
-        return Plot("bar", title, [series], y_label="time (shorter is better)", unit="s", bounds=bounds)
+    def bars(self, title: str, bounds: Mapping[str, float] | None = None) -> Plot:
+        """A bar for each method, with its trials as dots."""
+        series = Series("time", list(self), [self.median(name) for name in self], list(self.values()))
+        return Plot("bar", title, [series], y_label="time (shorter is better)", unit="s", bounds=bounds or {})
+
+
+class Sweep(dict[Any, Times]):
+    """The times of the same methods at several sizes, or for several jobs."""
+
+    def methods(self) -> list[str]:
+        return list(next(iter(self.values())))
+
+    def table(self, head: str, title: str, gain: str = "", to: str = "") -> Table:
+        """A row for each size: the median of each method and, of the method ``gain``, how many times as fast."""
+        headers = [head, *self.methods(), *([f"times as fast as {to}"] if gain else [])]
+        rows = [
+            [
+                str(size),
+                *(seconds(times.median(name)) for name in times),
+                *([f"{times.median(to) / times.median(gain):.2f}"] if gain else []),
+            ]
+            for size, times in self.items()
+        ]
+        return Table(headers, rows, title)
+
+    def lines(self, title: str, x_label: str) -> Plot:
+        """The time of each method by size."""
+        lines = [Series(name, list(self), [times.median(name) for times in self.values()]) for name in self.methods()]
+        return Plot("line", title, lines, x_label=x_label, y_label="time", unit="s", log="xy")
+
+    def in_words(self, name: str, to: str, most: float = math.inf) -> str:
+        """A sentence: at which sizes a method is clearly faster than another, and at which slower."""
+        gains = {size: times.compare(name, to, most) for size, times in self.items()}
+        faster = {size: gain.ratio for size, gain in gains.items() if gain.faster}
+        slower = {size: 1 / gain.ratio for size, gain in gains.items() if gain.slower}
+        parts = [
+            f"{word} than {to} at {', '.join(map(str, found))} (up to {max(found.values()):.2f} times)"
+            for word, found in (("faster", faster), ("slower", slower))
+            if found
+        ]
+        return f"{name}: {'; '.join(parts) or f'no clear difference from {to}'}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,12 @@ class Output:
                 is_json = path == self.json or (self.folder is not None and path.suffix == ".json")
                 trials = json.dumps(_finite(report.as_data()), indent=1, allow_nan=False)
                 path.write_text(f"{trials}\n" if is_json else html.page(report), encoding="utf-8")
-            if self.folder is not None and report.results:
-                _draw(report.results[-1], self.folder / "plots")
+            if self.folder is not None and report.results and (finding := report.results[-1].finding) is not None:
+                name = f"{report.results[-1].experiment}-{report.results[-1].framework}"
+                for number, plot in enumerate(finding.plots):
+                    path = self.folder / "plots" / f"{name}-{number + 1}.svg"
+                    path.write_text(plots.svg(plot), encoding="utf-8")
+                    plots.save_png(plot, path.with_suffix(".png"))
         except OSError as error:
             # An error while writing, such as a full disk, does not name the file.
             raise BadSettings(f"{str(error.filename or path)!r} cannot be written: {error.strerror}") from error
@@ -64,19 +67,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _draw(result: Result, folder: Path) -> None:
-    """The plots of the last result: as SVG, and as PNG where matplotlib is installed."""
-    from manyhands.lab import png
-
-    for number, plot in enumerate(result.finding.plots if result.finding is not None else ()):
-        path = folder / f"{result.experiment}-{result.framework}-{number + 1}.svg"
-        path.write_text(plots.svg(plot, alone=True), encoding="utf-8")
-        png.draw(plot, path.with_suffix(".png"))
-
-
 def text(result: Result) -> str:
     """A result as text for a terminal."""
     lines = [f"{result.question} ({result.experiment}, {result.framework}, {result.seconds:.0f} s)"]
+    lines.append(f"  {result.exercise}")
     if result.why:
         lines.append(f"  {result.status}: {result.why}")
     if result.finding is not None:
@@ -87,13 +81,10 @@ def text(result: Result) -> str:
 
 
 def _aligned(table: Table) -> list[str]:
-    rows: list[Sequence[str]] = [table.headers, *table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.headers))]
+    rows = [list(table.headers), *map(list, table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {table.title}"] if table.title else []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if not i else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
         lines.append("  " + "  ".join(cells).rstrip())
     return lines

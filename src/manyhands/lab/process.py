@@ -1,9 +1,9 @@
 """Runs one experiment in a separate process.
 
 There are three reasons: virtual devices and the number of threads are fixed when a framework starts, one framework
-takes all of a GPU's memory, and a crash must not stop the other experiments. The child writes to a pipe, one JSON
-object per line: ``say`` (progress) and finally ``result``. The output of frameworks goes to a file, whose end is shown
-if the child dies without a result.
+takes all of a GPU's memory, and a crash must not stop the other experiments. The child pickles into a pipe: strings
+(progress) and finally its :class:`Result`. The output of frameworks goes to a file, whose end is shown if the child
+dies without a result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from manyhands.errors import ManyhandsError, NotHere, first_line
 from manyhands.lab import experiments
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.result import Result, marked
+from manyhands.lab.plausible import Implausible, measured_twice
+from manyhands.lab.result import Result, Status, marked
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
 # A virtual device is one core: otherwise a single device would use all cores, and two could not be faster.
@@ -48,7 +50,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
     """Run the experiment and return its result; an interrupt (Ctrl-C) ends the child and reaches the caller."""
     reading, writing = os.pipe()
     settings = {"experiment": experiment.name, "framework": framework, "quick": quick, "gpus": gpus, "pipe": writing}
-    begin, result_data = time.perf_counter(), None
+    begin = time.perf_counter()
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, json.dumps(settings)],
@@ -61,12 +63,9 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
         )
         os.close(writing)
         try:
-            with open(reading) as lines:
-                for line in lines:
-                    message = json.loads(line)
-                    if "say" in message:
-                        say(message["say"])
-                    result_data = message.get("result", result_data)
+            with open(reading, "rb") as stream:
+                while isinstance(message := _next(stream), str):
+                    say(message)
             child.wait()
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)  # including the processes that the experiment has started
@@ -75,13 +74,21 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
         finally:
             assert child.stdin is not None
             child.stdin.close()
-        if result_data is not None:
-            return Result.from_data(result_data)
+        if message is not None:
+            return message
         noise.seek(0)
         last = [line.strip() for line in noise if line.strip()][-3:]
     why = f"its process ended with status {child.returncode}: {' / '.join(last) or 'it said nothing'}"
-    seconds = time.perf_counter() - begin
-    return Result(experiment.name, experiment.question, framework, "failed", seconds, why=why)
+    return _result(experiment, framework, "failed", begin, why=why)
+
+
+def _next(stream: Any) -> str | Result | None:
+    """What the child sends next; None if it has ended without a result."""
+    try:
+        message: str | Result = pickle.load(stream)
+    except (EOFError, pickle.UnpicklingError):
+        return None
+    return message
 
 
 def environment(*, one_core: bool) -> dict[str, str]:
@@ -95,51 +102,54 @@ def environment(*, one_core: bool) -> dict[str, str]:
 
 def perform(experiment: Experiment, bench: Bench) -> Result:
     """Run the experiment in this process; the result says how it ended."""
+
+    def once() -> Any:
+        bench.recorded.clear()
+        return experiment.run(bench)
+
     begin = time.perf_counter()
-    status, finding, why = "done", None, ""
+    status: Status = "done"
+    finding, why = None, ""
     try:
-        finding = marked(experiment.run(bench), bench.virtual, bench.framework)
+        finding = marked(measured_twice(once), bench.virtual, bench.framework)
     except NotHere as reason:
         status, why = "not here", str(reason)
+    except Implausible as reason:
+        status, why = "not measured", f"the machine is busy: {reason}"
     except ManyhandsError as error:
         status, why = "failed", str(error)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         status, why = "failed", f"{first_line(error)} ({os.path.basename(frame.filename)}:{frame.lineno})"
-    return Result(
-        experiment.name,
-        experiment.question,
-        bench.framework,
-        status,  # type: ignore[arg-type]
-        time.perf_counter() - begin,
-        finding,
-        bench.recorded,
-        bench.virtual,
-        why,
-    )
+    rest = {"finding": finding, "trials": bench.recorded, "virtual": bench.virtual, "why": why}
+    return _result(experiment, bench.framework, status, begin, **rest)
+
+
+def _result(experiment: Experiment, framework: str, status: Status, begin: float, **rest: Any) -> Result:
+    spent = time.perf_counter() - begin
+    return Result(experiment.name, experiment.question, experiment.exercise, framework, status, spent, **rest)
 
 
 def _child(settings: dict[str, Any]) -> None:
-    pipe = settings["pipe"]
-    os.set_inheritable(pipe, False)  # a process that the experiment starts must not hold it open
+    os.set_inheritable(settings["pipe"], False)  # a process that the experiment starts must not hold it open
     threading.Thread(target=_end_with_parent, daemon=True).start()
-
-    def send(message: dict[str, Any]) -> None:
-        os.write(pipe, json.dumps(message).encode() + b"\n")
-
     experiment = experiments.load(settings["experiment"])
-    bench = Bench(
-        importlib.import_module(f"manyhands.{settings['framework']}"),
-        settings["framework"],
-        quick=settings["quick"],
-        real_gpus=settings["gpus"],
-        most_devices=experiment.devices,
-        apart=experiment.apart,
-        say=lambda text: send({"say": text}),
-    )
-    data = json.dumps({"result": perform(experiment, bench).as_data()}).encode() + b"\n"
-    with open(pipe, "wb") as stream:
-        stream.write(data)
+    with open(settings["pipe"], "wb") as stream:
+
+        def send(message: str | Result) -> None:
+            pickle.dump(message, stream)
+            stream.flush()
+
+        bench = Bench(
+            importlib.import_module(f"manyhands.{settings['framework']}"),
+            settings["framework"],
+            quick=settings["quick"],
+            real_gpus=settings["gpus"],
+            most_devices=experiment.devices,
+            apart=experiment.apart,
+            say=send,
+        )
+        send(perform(experiment, bench))
 
 
 def _end_with_parent() -> None:

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from manyhands.lab.finding import Finding, Trial
 
-SCHEMA = 1
-_BUSY = 30.0  # percent of the CPU
+SCHEMA = 2
 
-Status = Literal["done", "not here", "failed", "interrupted"]
+Status = Literal["done", "not here", "not measured", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +20,14 @@ class Result:
 
     experiment: str
     question: str
+    exercise: str
     framework: str
     status: Status
-    seconds: float
+    seconds: float = 0.0
     finding: Finding | None = None
     trials: Sequence[Trial] = ()
     virtual: Sequence[str] = ()
     why: str = ""
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Result:
-        finding = None if data["finding"] is None else Finding.from_data(data["finding"])
-        return cls(**{**data, "finding": finding, "trials": [Trial(**trial) for trial in data["trials"]]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +44,8 @@ class Report:
     def with_result(self, result: Result) -> Report:
         return replace(self, results=[*self.results, result])
 
-    @property
-    def warning(self) -> str | None:
-        """A warning about the times if other programs were running, or None."""
-        load = self.host.get("load_percent", 0.0)
-        if load <= _BUSY:
-            return None
-        return (
-            f"Other programs kept {load:.0f}% of the CPU busy when this began: times, and what is concluded from them, "
-            "may be wrong."
-        )
-
     def as_data(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Report:
-        fields = {name: value for name, value in data.items() if name != "schema"}
-        return cls(**{**fields, "results": [Result.from_data(result) for result in data["results"]]})
 
 
 def marked(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:

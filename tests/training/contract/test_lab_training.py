@@ -8,4 +8,4 @@ from support import lab_results
 
 @pytest.mark.long
 def test_experiments_that_train(framework: str) -> None:
-    lab_results(framework, "training-scaling", "hidden-wait")
+    lab_results(framework, "training-scaling", "logging-norms")

@@ -10,8 +10,6 @@ from manyhands.lab.experiment import Experiment
 
 # The name of an experiment, and of its module with "_" for "-".
 NAMES = (
-    "two-devices",
-    "products-and-copies",
     "cpu-or-gpu",
     "logging-norms",
     "how-linear",
@@ -22,7 +20,6 @@ NAMES = (
     "unequal-devices",
     "steps-in-flight",
     "parameter-access",
-    "hidden-wait",
     "many-small-tensors",
 )
 
@@ -40,7 +37,7 @@ def load(name: str) -> Experiment:
 def nearest(name: str) -> str | None:
     """The experiment that the user probably meant.
 
-    >>> nearest("hidden_wait"), nearest("list")
-    ('hidden-wait', None)
+    >>> nearest("all_busy"), nearest("list")
+    ('all-busy', None)
     """
     return next(iter(difflib.get_close_matches(name, NAMES, 1)), None)

@@ -1,4 +1,4 @@
-"""The CPU, a device and the bus between them, all busy at once.
+"""The CPU, a device and the bus between them, all busy at once; and copies to the host that hide behind products.
 
 They are three resources: a product on the host, a product on the device and a copy between them do not depend on each
 other. At best, all three together take as long as the longest of them.
@@ -7,30 +7,61 @@ other. At best, all three together take as long as the longest of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
-from manyhands.lab.finding import Bound, Finding, Plot
+from manyhands.lab.finding import EFFICIENCY, Finding, Plot, Times
 from manyhands.schedule.pictures.timeline import Span
 
 _REPEATS = 20
+_IN_TURN, _AT_ONCE = "one after the other", "at once"
+_THEN, _HIDDEN = "products, then copies", "copies behind products"
 
 
-@experiment("all-busy", question="Can the CPU, a device and the bus be busy at once?", apart=True)
+@experiment(
+    "all-busy",
+    question="Can the CPU, a device and the bus be busy at once?",
+    exercise="Automatic parallelism: computation on CPU and GPU and communication between them, in parallel.",
+    apart=True,
+)
 def run(bench: Bench) -> Finding:
-    mh, matmul = bench.mh, bench.operations.matmul
+    times, spans = _three(bench)
+    gain = times.compare(_AT_ONCE, to=_IN_TURN, most=3)
+    longest = max(list(times)[:3], key=times.median)
+    if not bench.virtual:  # one core that stands for a device can borrow another
+        times.compare(_AT_ONCE, to=longest, most=EFFICIENCY)
+    bound = times.median(longest)
+    copies = _copies(bench)
+    hidden = copies.compare(_HIDDEN, to=_THEN, most=2)
+    conclusion = (
+        f"All three at once {gain}, compared with one after the other: {times.median(_AT_ONCE) / bound:.2f} times the "
+        f"time of the longest of them ({longest}). With copies that hide behind products, the work {hidden}."
+    )
+    plots = [
+        times.bars("CPU, device and bus", {f"the longest alone ({longest})": bound}),
+        Plot("timeline", "All three at once", spans=spans),
+        copies.bars("Products on the device, results to the host"),
+    ]
+    tables = [times.table(to=_IN_TURN, title="CPU, device and bus"), copies.table(to=_THEN, title=plots[2].title)]
+    shared = "Here the device and the bus are the host's too: three kinds of work share its cores and its memory."
+    return Finding(conclusion, tables, plots, [shared] if bench.virtual else [])
+
+
+def _three(bench: Bench) -> tuple[Times, list[Span]]:
+    """The times of the three, apart and together, and when each worked in one run of all."""
+    mh, operations = bench.mh, bench.operations
     (device,), host = bench.devices(1), mh.cpu()
     on_host = bench.random((bench.size(gpu=1000, cpu=600, quick=400),) * 2, host, 1)
     on_device = bench.random((bench.size(gpu=4000, cpu=600, quick=400),) * 2, device, 2)
     large = bench.random((bench.size(gpu=64, cpu=4, quick=2), 2**20), host, 3)
-    if not bench.virtual and (pinned := bench.operations.pin(large)) is not None:
+    if not bench.virtual and (pinned := operations.pin(large)) is not None:
         large = pinned  # the device reads page-locked memory without the host's help
 
     def compute(x: Any) -> Any:
         for _ in range(_REPEATS):
-            result = matmul(x, x)
+            result = operations.matmul(x, x)
+        bench.number(result)  # the host waits for it
         return result
 
     def copy() -> Any:
@@ -42,56 +73,57 @@ def run(bench: Bench) -> Finding:
                 time.sleep(1e-4)
         return arrival.result()
 
-    work = {"CPU": lambda: compute(on_host), "device": lambda: compute(on_device), "bus": copy}
+    parts = {"CPU": lambda: compute(on_host), "device": lambda: compute(on_device), "bus": copy}
+    spans: list[Span] = []  # of the latest run of all three
 
-    def one_after_the_other() -> list[Any]:
-        results = []
-        for part in work.values():
-            results.append(part())
-            mh.synchronize()
-        return results
+    def timed(name: str) -> tuple[Any, Span]:
+        begin = time.perf_counter()
+        return parts[name](), Span("copies" if name == "bus" else "products", name, begin, time.perf_counter())
 
     def at_once() -> list[Any]:
-        with mh.parallel(threads=len(work)):
-            tasks = [mh.task(part)() for part in work.values()]
-        return [task.result() for task in tasks]
+        with mh.parallel(threads=len(parts)):
+            tasks = [mh.task(timed)(name) for name in parts]
+        results, spans[:] = zip(*(task.result() for task in tasks), strict=True)
+        return list(results)
+
+    def one_after_the_other() -> list[Any]:
+        return [part() for part in parts.values()]
 
     bench.equal(at_once(), one_after_the_other())
-    ways = {**work, "one after the other": one_after_the_other, "at once": at_once}
-    times = bench.trials(ways)
-    longest = max(work, key=times.median)
-    bound = Bound(f"the longest alone ({longest})", times.median(longest))
-    gain = times.compare("at once", to="one after the other")
-    near = times.median("at once") / bound.value
-    if gain.faster:
-        conclusion = f"Yes: at once is {gain.ratio:.2f} times as fast, {near:.2f} times the bound."
-    elif gain.slower:
-        conclusion = f"No: at once takes {1 / gain.ratio:.2f} times as long as one after the other."
-    else:
-        conclusion = f"Not here: at once {gain}, compared with one after the other."
-    title = "CPU, device and bus"
-    timeline = Plot("timeline", "All three at once", spans=_spans(bench, work))
-    plots = [times.bars(title, [bound]), timeline]
-    return Finding(conclusion, [times.table(to="one after the other", title=title)], plots, _notes(bench))
+    times = bench.trials({**parts, _IN_TURN: one_after_the_other, _AT_ONCE: at_once})
+    return times, spans
 
 
-def _spans(bench: Bench, work: dict[str, Callable[[], Any]]) -> list[Span]:
-    """When each part began and ended, in one run of all parts."""
-    mh = bench.mh
+def _copies(bench: Bench) -> Times:
+    """Products whose results go to the host: first all products and then all copies, and both overlapped."""
+    mh, matmul = bench.mh, bench.operations.matmul
+    (device,), host = bench.devices(1), mh.cpu()
+    count, size = bench.size(gpu=50, cpu=20, quick=10), bench.size(gpu=4000, cpu=2000, quick=1500)
+    inner = bench.size(gpu=4000, cpu=100, quick=100)  # on a CPU a square product takes far longer than its copy
+    left, right = bench.random((size, inner), device, 1), bench.random((inner, size), device, 2)
 
-    def timed(name: str, part: Callable[[], Any]) -> Span:
-        begin = time.perf_counter()
-        result = part()
-        if name != "bus":  # the copies have arrived
-            bench.operations.number(result, 0)  # the host waits for the result
-        return Span(name, name, begin, time.perf_counter())
+    def products() -> list[Any]:
+        return [matmul(left, right) for _ in range(count)]
 
-    with mh.parallel(threads=len(work)):
-        tasks = [mh.task(timed)(name, part) for name, part in work.items()]
-    return [task.result() for task in tasks]
+    def then_copies() -> list[Any]:
+        results = products()
+        mh.synchronize()
+        return [mh.copy(result, host) for result in results]
 
+    def overlapped() -> list[Any]:
+        if not bench.virtual:
+            arrivals = [mh.to(matmul(left, right), host, wait=False) for _ in range(count)]
+            return [arrival.result() for arrival in arrivals]
+        with mh.parallel():  # between virtual devices, mh.to(wait=False) copies at once, or shares memory
+            copies = [mh.task(mh.copy)(mh.task(matmul)(left, right), host) for _ in range(count)]
+        return [copy.result() for copy in copies]
 
-def _notes(bench: Bench) -> list[str]:
-    if not bench.virtual:
-        return []
-    return ["Here the device and the bus are the host's too: three kinds of work share its cores and its memory."]
+    bench.equal(overlapped(), then_copies(), compared=f"{_HIDDEN} and {_THEN}")
+    computed = products()
+    methods = {
+        "products alone": products,
+        "copies alone": lambda: [mh.copy(result, host) for result in computed],
+        _THEN: then_copies,
+        _HIDDEN: overlapped,
+    }
+    return bench.trials(methods, {"rows": size, "inner": inner, "products": count})

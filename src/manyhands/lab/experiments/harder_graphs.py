@@ -19,8 +19,9 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
-from manyhands.lab.finding import Comparison, Finding, Plot, Series, Table, Times, seconds
+from manyhands.lab.finding import Finding, Plot, Series, Sweep
 
+_PLAIN, _PLANNED = "plain code", "mh.parallel"
 _Graph = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 
 
@@ -82,14 +83,17 @@ def _diamond(bench: Bench, devices: Sequence[Any], move: Callable[[Any, Any], An
 
 
 @experiment(
-    "harder-graphs", question="Does mh.parallel find what may run at once where dependencies are tangled?", devices=2
+    "harder-graphs",
+    question="Does mh.parallel find what may run at once where dependencies are tangled?",
+    exercise="Automatic parallelism: more complex data dependencies, with correct results and better performance.",
+    devices=2,
 )
 def run(bench: Bench) -> Finding:
     is_torch = bench.framework == "torch"
     # In the other frameworks, mh.parallel hands the function to the runtime as one program on one device.
     devices = bench.devices(2) if is_torch else bench.devices(1) * 2
     move = (lambda x, device: x.to(device)) if is_torch else (lambda x, device: x)
-    rows, plots, all_times = [], list[Plot](), dict[str, Times]()
+    notes, plots, sweep = [], list[Plot](), Sweep()
     for make in (_mlp, _wavefront, _diamond):
         function, arguments = make(bench, devices, move)
         name = function.__name__
@@ -97,58 +101,23 @@ def run(bench: Bench) -> Finding:
         fast = bench.mh.parallel(function)
         fast(*arguments)  # plans
         bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, compared=name)
-        ways = {"as written": lambda: function(*arguments), "mh.parallel": lambda: fast(*arguments)}  # noqa: B023
-        times = all_times[name] = bench.trials(ways, {"graph": name})
-        schedule = fast.planned.schedule if is_torch else None
-        run_as = fast.explain().splitlines()[0].removeprefix(f"{name}: run ").removeprefix("as ")
-        tasks = "" if schedule is None else str(len(schedule.graph))
-        gain = times.compare("mh.parallel", to="as written").ratio
-        medians = [seconds(times.median(way)) for way in ways]
-        rows.append((name, tasks, run_as, *medians, f"{gain:.2f}"))
-        if schedule is not None:
+        methods = {_PLAIN: lambda: function(*arguments), _PLANNED: lambda: fast(*arguments)}  # noqa: B023
+        sweep[name] = bench.trials(methods, {"graph": name})
+        notes.append(f"{fast.explain().splitlines()[0]}.")
+        if is_torch and fast.planned.schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_drawn(fast)))
             timeline = fast.measured()
-            plots.append(Plot("timeline", f"{name}: {timeline.title or run_as}", spans=timeline.spans))
-    table = Table(("graph", "tasks", "run as", "as written", "mh.parallel", "gain"), rows, "Three graphs")
-    bars = [
-        Series(
-            way,
-            list(all_times),
-            [times.median(way) for times in all_times.values()],
-            [times[way] for times in all_times.values()],
-        )
-        for way in ("as written", "mh.parallel")
-    ]
-    overview = Plot("bar", "Three graphs", bars, y_label="time (shorter is better)", unit="s")
-    notes = (
-        []
-        if is_torch
-        else [
-            f"In {bench.framework} mh.parallel hands a function to the framework's runtime as a program of one device: "
-            "all three graphs are on one device here, and there is no plan to draw."
-        ]
-    )
-    gains = {name: times.compare("mh.parallel", to="as written") for name, times in all_times.items()}
-    return Finding(_conclusion(gains, is_torch), [table], [overview, *plots], notes)
+            plots.append(Plot("timeline", f"{name}: {timeline.title or fast.planned.way}", spans=timeline.spans))
+    if not is_torch:
+        notes.append("mh.parallel hands functions to the framework's runtime: one device here, and no plan to draw.")
+    gains = [times.median(_PLAIN) / times.median(_PLANNED) for times in sweep.values()]
+    bars = Plot("bar", "Three graphs", [Series("gain", list(sweep), gains)], y_label=f"times as fast as {_PLAIN}")
+    same = "All three give the numbers of the plain functions" + (", to the bit." if is_torch else ".")
+    table = sweep.table("graph", "Three graphs", gain=_PLANNED, to=_PLAIN)
+    return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], [bars, *plots], notes)
 
 
 def _drawn(fast: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path: Path = fast.draw(Path(folder) / "graph.svg")
         return path.read_text()
-
-
-def _conclusion(gains: dict[str, Comparison], to_the_bit: bool) -> str:
-    faster = [f"{name} {gain.ratio:.2f} times" for name, gain in gains.items() if gain.faster]
-    slower = [f"{name} (by {1 / gain.ratio - 1:.0%})" for name, gain in gains.items() if gain.slower]
-    same = [name for name, gain in gains.items() if not gain.faster and not gain.slower]
-    parts = ["All three give the numbers of the plain functions" + (", to the bit." if to_the_bit else ".")]
-    if faster:
-        parts.append(f"mh.parallel is faster for {len(faster)} of {len(gains)}: {', '.join(faster)} as fast.")
-    else:
-        parts.append("mh.parallel is faster for none of them.")
-    if same:
-        parts.append(f"No clear difference for {', '.join(same)}.")
-    if slower:
-        parts.append(f"It is slower for {', '.join(slower)}.")
-    return " ".join(parts)

@@ -1,69 +1,110 @@
-"""Two products on two devices against two on one: how near to twice as fast?
+"""Two devices against one: fifty products on each, one after the other and at once; and two products, by size.
 
-Every task has a fixed cost, so small products gain little from a second device, and large products gain nearly all.
+The work on one device does not depend on the other device, so both can be busy at the same time. But every task has a
+fixed cost: small products gain little from a second device, and large products gain nearly all.
 """
 
 from __future__ import annotations
 
-import functools
+import time
 from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
-from manyhands.lab.finding import Bound, Comparison, Finding, Plot, Series, Table, seconds
+from manyhands.lab.finding import EFFICIENCY, Comparison, Finding, Plot, Sweep
+from manyhands.schedule.pictures.timeline import Span
 
+_PRODUCTS = 50
 _ONE, _TWO = "two on one device", "two on two devices"
+_IN_TURN, _AT_ONCE = "one after the other", "at once"
 
 
-@experiment("how-linear", question="Are two devices twice as fast as one?", devices=2)
+@experiment(
+    "how-linear",
+    question="Are two devices twice as fast as one?",
+    exercise="GPUs: two matrix products at the same time on two GPUs, and in sequence on one.",
+    devices=2,
+)
 def run(bench: Bench) -> Finding:
+    size = bench.size(gpu=4000, cpu=600, quick=400)
+    inputs = [bench.random((size, size), device, seed) for seed, device in enumerate(bench.devices(2))]
+    spans: dict[str, list[list[Span]]] = {_IN_TURN: [], _AT_ONCE: []}
+
+    def products(device: int) -> tuple[Any, Span]:
+        start = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            result = bench.operations.matmul(inputs[device], inputs[device])
+        bench.number(result)  # the host waits for this device's work
+        return result, Span("", f"device {device}", start, time.perf_counter())
+
+    def one_after_the_other() -> list[Any]:
+        results, moments = zip(*(products(device) for device in (0, 1)), strict=True)
+        spans[_IN_TURN].append(list(moments))
+        return list(results)
+
+    def at_once() -> list[Any]:
+        with bench.mh.parallel():
+            tasks = [bench.mh.task(products)(device) for device in (0, 1)]
+        results, moments = zip(*(task.result() for task in tasks), strict=True)
+        spans[_AT_ONCE].append(list(moments))
+        return list(results)
+
+    bench.equal(at_once(), one_after_the_other())
+    times = bench.trials(
+        {
+            "first device alone": lambda: products(0),
+            "second device alone": lambda: products(1),
+            _IN_TURN: one_after_the_other,
+            _AT_ONCE: at_once,
+        },
+        {"size": size, "products": _PRODUCTS},
+    )
+    gain = times.compare(_AT_ONCE, to=_IN_TURN, most=2)
+    slower = max(list(times)[:2], key=times.median)
+    times.compare(_AT_ONCE, to=slower, most=EFFICIENCY)
+    title = f"{_PRODUCTS} products of {size} x {size} on each of two devices"
+    shown = [span for name, runs in spans.items() for span in _typical(name, runs, times.median(name))]
+    sweep = _by_size(bench)
+    plots = [
+        times.bars(title, {"the slower device alone": times.median(slower)}),
+        Plot("timeline", f"{title}: when each works", spans=shown),
+        sweep.lines("Two products on one device and on two", "rows and columns"),
+    ]
+    tables = [times.table(to=_IN_TURN, title=title), sweep.table("size", "Two products", gain=_TWO, to=_ONE)]
+    return Finding(f"{_conclusion(gain)} {sweep.in_words(_TWO, _ONE, most=2)}", tables, plots)
+
+
+def _by_size(bench: Bench) -> Sweep:
     mh, matmul = bench.mh, bench.operations.matmul
-    devices = bench.devices(2)
-    largest = bench.size(gpu=4096, cpu=2048, quick=1024)
-    sizes = [size for size in (64, 128, 256, 512, 1024, 2048, 4096) if size <= largest]
+    largest, sweep = bench.size(gpu=4096, cpu=2048, quick=1024), Sweep()
+    for size in (size for size in (64, 128, 256, 512, 1024, 2048, 4096) if size <= largest):
+        x, y = (bench.random((size, size), device) for device in bench.devices(2))
 
-    def on_one_device(x: Any) -> list[Any]:
-        return [matmul(x, x), matmul(x, x)]
+        def on_one(x: Any = x) -> list[Any]:
+            return [matmul(x, x), matmul(x, x)]
 
-    def on_two_devices(xs: list[Any]) -> list[Any]:
-        with mh.parallel():
-            tasks = [mh.task(matmul)(x, x) for x in xs]
-        return [task.result() for task in tasks]
+        def on_two(x: Any = x, y: Any = y) -> list[Any]:
+            with mh.parallel():
+                tasks = [mh.task(matmul)(each, each) for each in (x, y)]
+            return [task.result() for task in tasks]
 
-    gains: dict[int, Comparison] = {}
-    rows = []
-    for size in sizes:
-        inputs = [bench.random((size, size), device) for device in devices]
-        ways: dict[str, Any] = {
-            _ONE: functools.partial(on_one_device, inputs[0]),
-            _TWO: functools.partial(on_two_devices, inputs),
-        }
-        bench.equal(ways[_TWO](), ways[_ONE](), tolerance=1e-3)
-        times = bench.trials(ways, {"size": size})
-        gains[size] = gain = times.compare(_TWO, to=_ONE)
-        rows.append((str(size), seconds(times.median(_ONE)), seconds(times.median(_TWO)), f"{gain.ratio:.2f}"))
-    best = max(sizes, key=lambda size: gains[size].ratio)
-    title = "Two products on two devices against two on one"
-    plot = Plot(
-        "line",
-        title,
-        [Series("times as fast", sizes, [gains[size].ratio for size in sizes])],
-        x_label="rows and columns",
-        y_label="times as fast as one device",
-        log_x=True,
-        bounds=[Bound("linear", 2.0), Bound("no gain", 1.0)],
-    )
-    table = Table(("size", _ONE, _TWO, "times as fast"), rows, title)
-    return Finding(_conclusion(gains, best), [table], [plot])
+        bench.equal(on_two(), on_one(), tolerance=1e-3)
+        sweep[size] = bench.trials({_ONE: on_one, _TWO: on_two}, {"size": size})
+    return sweep
 
 
-def _conclusion(gains: dict[int, Comparison], best: int) -> str:
-    pays = [size for size in gains if gains[size].faster]
-    if not pays:
-        return f"No: two devices are not clearly faster at any size up to {max(gains)} x {max(gains)}."
-    near = f"{gains[best].ratio:.2f} times as fast at {best} x {best}, {gains[best].ratio / 2:.0%} of linear"
-    behind = [size for size in gains if size < min(pays)]
-    small = f" Below {min(pays)} x {min(pays)} there is no clear gain." if behind else ""
-    return (
-        f"{'Almost' if gains[best].ratio > 1.8 else 'Not quite' if gains[best].ratio > 1.4 else 'No'}: {near}.{small}"
-    )
+def _typical(name: str, runs: list[list[Span]], seconds: float) -> list[Span]:
+    """The moments of the run that took most nearly the median time, so that the picture shows the gain of the table."""
+
+    def ends(run: list[Span]) -> tuple[float, float]:
+        return min(span.start for span in run), max(span.stop for span in run)
+
+    chosen = min(runs, key=lambda run: abs(ends(run)[1] - ends(run)[0] - seconds))
+    begin, _ = ends(chosen)
+    return [Span(name, f"{name}: {span.lane}", span.start - begin, span.stop - begin) for span in chosen]
+
+
+def _conclusion(gain: Comparison) -> str:
+    if gain.faster:
+        return f"Both at once is {gain.ratio:.2f} times as fast as one after the other, {gain.ratio / 2:.0%} of linear."
+    return f"Both at once {gain}, compared with one after the other."

@@ -1,12 +1,19 @@
 """A thousand products of 100 x 100, and the norm of each in a log on the host.
 
 Reading a number on the host makes the host wait for the device, so it issues the next product only when the last one is
-done. If the log stays on the device, it takes one wait. In a captured graph, the host does not even issue each product.
+done; printing the loss of every minibatch does the same. If the log stays on the device, it takes one wait. In a
+captured graph, the host does not even issue each product. ``manyhands audit`` sees the waits in the same loop, written
+as a program; without a GPU it predicts for one.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from manyhands.lab.bench import Bench
@@ -14,9 +21,32 @@ from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Finding
 
 _SIZE, _IN_A_CAPTURE = 100, 50
+_READ, _KEPT, _CAPTURED = "read each norm", "keep the log on the device", "captured with mh.parallel"
+_PROGRAM = """
+import sys, {framework}
+from manyhands import {framework} as mh
+from manyhands.lab.{framework} import operations
+import numpy
+
+start = numpy.random.default_rng(0).standard_normal((100, 100)).astype("float32")
+turn = x = mh.to(operations.tensor(numpy.linalg.qr(start)[0]), mh.try_gpu())
+log = []
+for product in range(50):
+    x = operations.matmul(turn, x)
+    norm = operations.norm(x)
+    if sys.argv[1] == "read each norm":
+        norm = operations.numpy(norm)
+    log.append(norm)
+"""
 
 
-@experiment("logging-norms", question="What does it cost to log a number at every step?", one_core=True)
+@experiment(
+    "logging-norms",
+    question="What does it cost to log a number at every step?",
+    exercise="GPUs: 1000 products of 100 x 100, each norm read as it comes, or kept in a log on the GPU. "
+    "Asynchronous computation: what does a wait in every step cost?",
+    one_core=True,
+)
 def run(bench: Bench) -> Finding:
     import numpy
 
@@ -36,42 +66,49 @@ def run(bench: Bench) -> Finding:
             log.append(norm(x))
         return x, log
 
-    def read_each() -> Any:
+    def read_each() -> list[float]:
         x, log = start, []
         for _ in range(products):
             x = matmul(turn, x)
-            log.append(bench.operations.numpy(norm(x)))  # the host waits for it
-        return numpy.asarray(log).reshape(-1)
+            log.append(float(bench.operations.numpy(norm(x)).item()))  # the host waits for it
+        return log
 
     def keep(part: Callable[[Any], tuple[Any, list[Any]]]) -> Any:
         x, log = start, list[Any]()
         for _ in range(products // _IN_A_CAPTURE):
             x, norms = part(x)
             log += norms
-        return bench.operations.numpy(bench.operations.join(log))  # one wait, one copy
+        return [float(bench.operations.numpy(each).item()) for each in mh.to(log, mh.cpu(), wait=False).result()]
 
     captured = mh.parallel(logged_products)
-    ways: dict[str, Callable[[], Any]] = {
-        "read each norm": read_each,
-        "keep the log on the device": lambda: keep(logged_products),
-        "captured with mh.parallel": lambda: keep(captured),
+    methods: dict[str, Callable[[], Any]] = {
+        _READ: read_each,
+        _KEPT: lambda: keep(logged_products),
+        _CAPTURED: lambda: keep(captured),
     }
     expected = read_each()
-    for name in list(ways)[1:]:
+    for name in (_KEPT, _CAPTURED):
         bench.say(f"checking: {name}")
-        bench.equal(ways[name](), expected, tolerance=1e-2, compared=f"{name} and read each norm")
-    times = bench.trials(ways, {"size": _SIZE, "products": products})
-    keeping, best = (times.compare(name, to="read each norm") for name in list(ways)[1:])
-    conclusion = f"{_of_keeping(keeping)} Captured, it {best}."
+        bench.equal(methods[name](), expected, tolerance=1e-2, compared=f"{name} and {_READ}")
+    times = bench.trials(methods, {"size": _SIZE, "products": products})
     title = f"{products} products of {_SIZE} x {_SIZE}, each norm in a log"
-    where = bench.mh.device_of(start)
-    notes = [f"On {where}. The captured part, {captured.explain().splitlines()[0]}."]
-    return Finding(conclusion, [times.table(to="read each norm", title=title)], [times.bars(title)], notes)
+    kept, graph = (times.compare(name, to=_READ) for name in (_KEPT, _CAPTURED))
+    conclusion = f"A log that stays on the device {kept}, compared with reading each norm; captured, it {graph}."
+    notes = [f"On {mh.device_of(start)}. The captured part, {captured.explain().splitlines()[0]}."]
+    notes += [f"manyhands audit, {name}: {_audited(bench, name)}." for name in (_READ, _KEPT)]
+    return Finding(conclusion, [times.table(to=_READ, title=title)], [times.bars(title)], notes)
 
 
-def _of_keeping(comparison: Any) -> str:
-    if comparison.faster:
-        return f"Reading each norm takes {comparison.ratio:.2f} times as long as a log that stays on the device."
-    if comparison.slower:
-        return f"Reading each norm costs nothing here: a log that stays on the device {comparison}."
-    return "Reading each norm costs nothing that can be measured here: the host has nothing to run ahead of."
+def _audited(bench: Bench, name: str) -> str:
+    """What ``manyhands audit`` says about the loop as a program."""
+    bench.say(f"manyhands audit: {name}")
+    with tempfile.TemporaryDirectory() as folder:
+        program, report = Path(folder) / "norms.py", Path(folder) / "report.json"
+        program.write_text(_PROGRAM.format(framework=bench.framework))
+        options = ["--json", str(report), *([] if bench.gpu() else ["--as-if-gpu"])]
+        command = [sys.executable, "-m", "manyhands", "audit", *options, str(program), name]
+        subprocess.run(command, check=True, capture_output=True)
+        audit: dict[str, Any] = json.loads(report.read_text())
+    waits = sum(finding["count"] for finding in audit["findings"])
+    lines = "".join(f"; line {finding['line']}: {finding['source']}" for finding in audit["findings"])
+    return f"{waits} waits in 50 products{lines}"

@@ -1,10 +1,7 @@
-"""What experiments need of JAX (:mod:`manyhands.lab.operations`)."""
+"""What experiments need of JAX."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,22 +17,10 @@ def tensor(values: Any) -> jax.Array:
 numpy, norm, relu, transpose = jax.device_get, jnp.linalg.norm, jax.nn.relu, jnp.transpose
 
 
-def join(tensors: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate([x.reshape(-1) for x in tensors])
-
-
-def cut(joined: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    return [part.reshape(shape) for part, shape in zip(jnp.split(joined, ends[:-1]), shapes, strict=True)]
-
-
-def number(x: jax.Array, index: int) -> float:
-    return float(x[0, index])
-
-
 def with_number(x: jax.Array, index: int, value: float) -> jax.Array:
     return x.at[0, index].set(value)
 
 
+# A copy in page-locked memory of the host; None if the framework has no such memory.
 def pin(x: jax.Array) -> None:
     return None

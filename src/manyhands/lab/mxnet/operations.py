@@ -1,10 +1,7 @@
-"""What experiments need of MXNet (:mod:`manyhands.lab.operations`)."""
+"""What experiments need of MXNet."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
@@ -23,23 +20,11 @@ def numpy(value: Any) -> Any:
 norm, relu, transpose = mx.nd.norm, mx.nd.relu, mx.nd.transpose
 
 
-def join(tensors: Sequence[Any]) -> Any:
-    return mx.nd.concat(*(x.reshape((-1,)) for x in tensors), dim=0)
-
-
-def cut(joined: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    return [joined[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
-
-
-def number(x: Any, index: int) -> float:
-    return float(x[0, index].asscalar())
-
-
 def with_number(x: Any, index: int, value: float) -> Any:
     x[0, index] = value
     return x
 
 
+# A copy in page-locked memory of the host; None if the framework has no such memory.
 def pin(x: Any) -> Any:
     return x.as_in_context(mx.cpu_pinned(0))

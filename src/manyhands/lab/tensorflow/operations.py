@@ -1,9 +1,8 @@
-"""What experiments need of TensorFlow (:mod:`manyhands.lab.operations`)."""
+"""What experiments need of TensorFlow."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,25 +41,11 @@ def numpy(value: Any) -> Any:
     return value.numpy() if isinstance(value, (tf.Tensor, tf.Variable)) else value
 
 
-def join(tensors: Sequence[Any]) -> Any:
-    with _where(tensors[0]):
-        return tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
-
-
-def cut(joined: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    with _where(joined):
-        parts = tf.split(joined, [math.prod(shape) for shape in shapes])
-        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def number(x: Any, index: int) -> float:
-    return float(x[0, index])
-
-
 def with_number(x: Any, index: int, value: float) -> Any:
     with _where(x):
         return tf.tensor_scatter_nd_update(x, [[0, index]], [value])
 
 
+# A copy in page-locked memory of the host; None if the framework has no such memory.
 def pin(x: Any) -> None:
     return None

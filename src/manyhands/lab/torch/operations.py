@@ -1,9 +1,7 @@
-"""What experiments need of PyTorch (:mod:`manyhands.lab.operations`)."""
+"""What experiments need of PyTorch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,23 +20,11 @@ def numpy(value: Any) -> Any:
 norm, relu, transpose = torch.linalg.vector_norm, torch.relu, torch.t
 
 
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def cut(joined: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    parts = joined.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def number(x: torch.Tensor, index: int) -> float:
-    return x[0, index].item()
-
-
 def with_number(x: torch.Tensor, index: int, value: float) -> torch.Tensor:
     x[0, index] = value
     return x
 
 
+# A copy in page-locked memory of the host; None if the framework has no such memory.
 def pin(x: torch.Tensor) -> torch.Tensor | None:
     return x.pin_memory()
