@@ -266,7 +266,7 @@ def test_a_sum_and_its_count_are_exact() -> None:
 
 
 def test_a_mean_over_something_else_is_refused_with_advice_that_works() -> None:
-    with pytest.raises(BadSettings, match=r"from training_step: mh\.LossSum\(total, count\)"):
+    with pytest.raises(BadSettings, match=r"from training_step: `return mh\.LossSum\(total, count\)`"):
         fit(Mean(), padded(), 2)
 
     def weighted(y_true: Any, y_pred: Any) -> Any:

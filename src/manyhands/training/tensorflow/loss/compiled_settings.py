@@ -126,7 +126,8 @@ def _names(model: Any) -> list[str]:
 
 
 def _outputs(model: Any) -> int:
-    return len(getattr(model, "outputs", None) or (None,))
+    outputs = getattr(model, "outputs", None)  # a property, where somebody gives the class of a model
+    return len(outputs) if isinstance(outputs, (list, tuple)) and outputs else 1
 
 
 def _correct(target: Any, output: Any) -> Any:
