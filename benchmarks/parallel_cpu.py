@@ -150,7 +150,7 @@ def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Call
     """As many lanes as threads, whether that is better or not."""
     call = planning.call(tuple(inputs), {})
     trace = planning.trace(program, call)
-    measured = graph(costs(planning, trace, None).tasks)
+    measured = graph(costs(trace, None).tasks)
     _, planned = choose_cpu.better(measured, threads)
     check(planned)
     run = planning.thread_run(trace, planning.plan_of(planned), threads)

@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 import torch
+from exact import float64
 from parallel_case import Case
 from torch.utils._pytree import tree_leaves
 
-from manyhands.backends.torch.run import float64
 from manyhands.errors import CannotBeExact
 
 

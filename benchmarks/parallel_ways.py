@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from parallel_case import Case
 
-from manyhands.backends.torch import planning
 from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
 from manyhands.backends.torch.run.streams import reset_generator
 from manyhands.parallel.function import Parallel
@@ -70,7 +69,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_manyhands(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
-    fast = Parallel(case.function, planning, **OURS[name])
+    fast = Parallel(case.function, **OURS[name])
     return lambda: fast(*case.arguments), fast
 
 

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from exact import float64
 
 from manyhands import machine
-from manyhands.backends.torch.run import float64
 from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search

@@ -133,9 +133,9 @@ def observed(run: Callable[[], Any], running: Any, trains: bool) -> list[Any]:
 def comparison(program: Any, device: Any, dtype: Any) -> Callable[[list[Any]], str]:
     """What says of results how they stand to eager's, and raises where they are wrong."""
     import torch
+    from exact import float64
     from suite_programs import Running, copied
 
-    from manyhands.backends.torch.run import float64
     from manyhands.errors import CannotBeExact
 
     def of(running: Any) -> list[Any]:

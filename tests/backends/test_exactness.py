@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from manyhands.backends.exactness import Distance, judge
+
 from manyhands.errors import CannotBeExact
 
 

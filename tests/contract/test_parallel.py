@@ -183,9 +183,6 @@ def test_effects_on_python_happen_at_every_call(mh: Any, native: Any) -> None:
     for number in range(5):
         same(native, fast(x), x + float(number + 1))
     assert seen == list(range(5))
-    if native.backend.CAPABILITIES.plans_lanes:
-        assert "plain execution" in fast.explain().splitlines()[0]
-        assert "seen" in fast.explain()
 
 
 @pytest.mark.usefixtures("reads_python")
@@ -217,8 +214,6 @@ def test_a_branch_on_values_is_followed(mh: Any, native: Any) -> None:
     fast = mh.parallel(branching)
     for start in (1.0, -1.0, 1.0):
         same(native, fast(square(native, start=start)), branching(square(native, start=start)))
-    if native.backend.CAPABILITIES.plans_lanes:
-        assert "plain execution" in fast.explain().splitlines()[0]
 
 
 def test_an_error_is_the_functions_own(mh: Any, native: Any) -> None:
@@ -311,8 +306,9 @@ def test_every_door_has_the_same_interface(mh: Any, native: Any) -> None:
     methods = {"draw", "explain", "forecast", "function", "measured", "planned", "simulated", "timeline"}
     fast = mh.parallel(lambda x: x * 2.0)
     assert methods <= set(dir(fast))
-    options = ["function", "reuse_outputs", "memory", "compile", "synchronous", "threads"]
-    assert [name for name in inspect.signature(mh.parallel).parameters if name != "pure"] == options
+    own = ["dynamic"] if native.backend.CAPABILITIES.plans_lanes else []  # PyTorch's
+    options = ["function", "pure", *own, "reuse_outputs", "memory", "compile", "synchronous", "threads"]
+    assert list(inspect.signature(mh.parallel).parameters) == options
     assert list(inspect.signature(fast.timeline).parameters) == ["path", "simulated"]
     assert list(inspect.signature(fast.forecast).parameters) == ["devices", "lanes", "bandwidth", "latency"]
     decorated = mh.parallel()(lambda x: x * 3.0)

@@ -7,6 +7,7 @@ exit code is printed.
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import traceback
@@ -22,7 +23,10 @@ def run(page: Path, door: str) -> None:
     sys.modules["__main__"] = program
     for block in by_door(page)[door]:
         print(f"--- {block.place}", flush=True)
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), program.__dict__)
+        code = "\n" * (block.line - 1) + block.code
+        name = f"<{page.name}, line {block.line}>"  # Dynamo reads the source of what it captures: not of the page
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        exec(compile(code, name, "exec"), program.__dict__)
 
 
 def serve() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # exact: results in float64
 
 
 @pytest.fixture(autouse=True)

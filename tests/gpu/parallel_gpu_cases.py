@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
+from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
 from manyhands.backends.torch.run import cuda_graph  # noqa: E402
 from manyhands.parallel.costs import costs  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
@@ -30,19 +32,26 @@ class Forced:
         self.made: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        call = planning.call(arguments, {})
+        call = call_of(arguments, {})
         if self.made is None or not self.made[0].holds():
-            found = planning.trace(self.function, call)
-            device = planning.device_of(call, found)
+            whole = trace_whole(self.function, call)
+            found, device = whole.trace, planning.device_of(whole.trace)
             with planning.untouched(found, call.tensors):
-                measured = graph(costs(planning, found, device).tasks)
+                measured = graph(costs(found, device).tasks)
             one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
             check(one)
-            make = planning.graph_run if self.kind == "graph" else planning.stream_run
+            make: Any = planning.GraphRun if self.kind == "graph" else planning.StreamRun
             with planning.untouched(found, call.tensors):
-                self.made = found, make(found, planning.plan_of(one), call.tensors, device)
-        found, run = self.made
-        return planning.together(found)(run.replay(call.tensors))
+                self.made = (
+                    whole,
+                    (
+                        make(found, planning.plan_of(one), call.tensors, device)
+                        if self.kind == "graph"
+                        else make(found, planning.plan_of(one), device)
+                    ),
+                )
+        whole, run = self.made
+        return whole.result(run.replay(call.tensors))
 
 
 def graph_run_of(fast: Parallel) -> Any:

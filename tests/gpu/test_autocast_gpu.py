@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from parallel_gpu_cases import GPU, Forced, assert_same, each_run  # noqa: E402
 from torch import nn  # noqa: E402
 
-from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 
 
@@ -44,7 +43,7 @@ def test_a_plan_is_used() -> None:
     torch.manual_seed(0)
     net, x = nn.Linear(64, 64).to(GPU), torch.randn(32, 64, device=GPU)
     step = step_of(net)
-    fast = Parallel(step, planning)
+    fast = Parallel(step, pure=True)
     assert_same(fast(x), step(x))
     assert "one graph" in fast.explain().splitlines()[0]
     assert "results differ" not in fast.explain()

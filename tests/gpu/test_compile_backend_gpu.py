@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.dynamo import backend  # noqa: E402
-from manyhands.parallel.choose import compiled as choose_compiled  # noqa: E402
 
 nn = torch.nn
 DEVICE = "cuda:0"
@@ -229,36 +228,6 @@ def test_graphs_are_bound_once_for_all_batches(monkeypatch: pytest.MonkeyPatch, 
         fast(batches[number % 4]).square().mean().backward()
         net.zero_grad()
     assert len(made) == before
-
-
-def test_regions_that_are_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept tensors may lie elsewhere from then on: gradients are the same before, in and after that step."""
-    now, steps = [0], list[int]()
-    with_regions = choose_compiled.with_regions
-
-    def soon(planned: Any, measured: Any, seconds: float) -> None:
-        planned.regions_after = 5
-
-    def noted(*arguments: Any) -> Any:
-        steps.append(now[0])
-        return with_regions(*arguments)
-
-    monkeypatch.setattr(choose_compiled, "_wait_for_calls", soon)
-    monkeypatch.setattr(choose_compiled, "with_regions", noted)
-    torch.manual_seed(0)
-    plain = Branchy().to(DEVICE)
-    twin = copy.deepcopy(plain)
-    fast = torch.compile(twin, backend=mh.compile_backend)
-    for now[0] in range(14):
-        for net, call in ((plain, plain), (twin, fast)):
-            net.zero_grad()
-            call(batch(now[0])).square().mean().backward()
-        for one, other in zip(plain.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-4)
-        for one, other in zip(plain.buffers(), twin.buffers(), strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4)
-    assert steps
-    assert min(steps) >= 4
 
 
 def test_both_graphs_are_planned_in_the_second_step_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

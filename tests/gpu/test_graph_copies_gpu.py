@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, Forced, assert_same, graph_run_of  # noqa: E402
 
-from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.backends.torch.run import cuda_graph  # noqa: E402
 from manyhands.backends.torch.run.graphs import copies as graph_copies  # noqa: E402
 from manyhands.errors import CannotCompile  # noqa: E402
@@ -224,7 +223,7 @@ def test_no_memory_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.sub_(0.01 * x)
         return weight @ x, weight.sum()
 
-    fast = Parallel(lambda x: step(weight, x), planning)
+    fast = Parallel(lambda x: step(weight, x), pure=True)
     for number in range(6):
         x, _ = arguments(number)
         if number == 3:

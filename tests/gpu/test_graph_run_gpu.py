@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, assert_same, chains, graph_run_of  # noqa: E402
 
-from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.backends.torch.run import cuda_graph  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 
@@ -25,7 +24,7 @@ def test_a_result_is_the_next_argument() -> None:
             x = torch.stack([(x @ x).sin(), (x.t() @ x).cos(), x.tanh()]).mean(0)
         return x
 
-    fast = Parallel(function, planning, reuse_outputs=True)
+    fast = Parallel(function, reuse_outputs=True, pure=True)
     ours = theirs = torch.randn(96, 96, device=GPU)
     for _ in range(2 * MANY):
         ours, theirs = fast(ours), function(theirs)
@@ -38,7 +37,7 @@ def test_a_result_that_is_written_to_as_the_next_argument() -> None:
         x.mul_(0.5)
         return (x @ x).sin() + x
 
-    fast = Parallel(function, planning, reuse_outputs=True)
+    fast = Parallel(function, reuse_outputs=True, pure=True)
     start = torch.randn(96, 96, device=GPU)
     ours, theirs = start.clone(), start.clone()
     for _ in range(2 * MANY):
@@ -52,7 +51,7 @@ def test_arguments_that_die_are_not_kept() -> None:
     def function(x: Any, y: Any) -> Any:
         return (x @ y).sin(), (y @ x).cos()
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     for number in range(2 * MANY):
         x, y = (torch.full((256, 256), value, device=GPU) for value in (number / 100, 1 / (number + 1)))
         assert_same(fast(x, y), function(x, y))
@@ -65,7 +64,7 @@ def test_arguments_that_die_are_not_kept() -> None:
 
 def test_nothing_is_captured_again_where_nothing_is_copied() -> None:
     w = torch.randn(64, 64, device=GPU)
-    fast = Parallel(lambda: [w @ w, (w * 2) @ w], planning)
+    fast = Parallel(lambda: [w @ w, (w * 2) @ w], pure=True)
     for _ in range(2 * MANY):
         assert_same(fast(), [w @ w, (w * 2) @ w])
     assert graph_run_of(fast)._in_place is None
@@ -80,7 +79,7 @@ def test_what_is_written_to_has_another_version() -> None:
         total.add_(x @ x)
         return x @ total
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     x = torch.randn(64, 64, device=GPU)
     for _ in range(2 * MANY):
         weight = torch.ones(64, 64, device=GPU, requires_grad=True)
@@ -102,7 +101,7 @@ def test_a_capture_that_fails_later_breaks_nothing(monkeypatch: pytest.MonkeyPat
     def other(x: Any) -> Any:
         return torch.rand_like(x) @ x, x @ x
 
-    fast, beside = (Parallel(one, planning) for one in (function, other))
+    fast, beside = (Parallel(one, pure=True) for one in (function, other))
     x = torch.randn(64, 64, device=GPU)
     fast(x)
     beside(x)
@@ -126,7 +125,7 @@ def test_a_capture_that_fails_later_breaks_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_conjugated_argument_in_the_same_place() -> None:
-    fast = Parallel(lambda z: (z @ z, z * 2), planning)
+    fast = Parallel(lambda z: (z @ z, z * 2), pure=True)
     z = torch.randn(64, 64, device=GPU, dtype=torch.complex64)
     for one in [z] * MANY + [z.conj()] * MANY + [z, z.conj()]:
         assert_same(fast(one), (one @ one, one * 2))
@@ -139,7 +138,7 @@ def test_an_argument_that_is_also_taken_from_outside() -> None:
         x.add_(1)
         return base @ base, x @ x
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     fast(torch.randn(64, 64, device=GPU))
     start = base.clone()
     ours = fast(base)
@@ -158,7 +157,7 @@ def test_arguments_that_stay_where_they_are_are_read_there() -> None:
 
     xs, w = [torch.randn(64, 64, device=GPU) / 8 for _ in range(4)], torch.randn(64, 64, device=GPU) / 8
     plain_xs, plain_w = [x.clone() for x in xs], w.clone()
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     torch.manual_seed(0)
     fast(xs, w)
     first, elsewhere = xs, [x.clone() for x in xs]
@@ -184,7 +183,7 @@ def test_calls_that_try_plans_do_not_count() -> None:
     def function(x: Any, y: Any) -> Any:
         return [(x @ y).sin(), (y @ x).cos(), (x @ x).tanh()]
 
-    fast = Parallel(function, planning, compile=True)
+    fast = Parallel(function, compile=True, pure=True)
     x, y = (torch.randn(128, 128, device=GPU) for _ in range(2))
     assert_same([one.shape for one in fast(x, y)], [x.shape] * 3)
     assert graph_run_of(fast)._times < 2

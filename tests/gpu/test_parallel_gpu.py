@@ -71,7 +71,7 @@ def test_attention_in_bfloat16_with_its_backward_pass(lanes: int, kind: str) -> 
 
 
 def test_what_checks_values_on_a_gpu_is_run_as_it_is() -> None:
-    fast = Parallel(lambda x: torch.linalg.cholesky(x) + 1, planning)
+    fast = Parallel(lambda x: torch.linalg.cholesky(x) + 1, pure=True)
     good = torch.eye(4, device=GPU) * 2
     for _ in range(3):
         assert_same(fast(good), fast.function(good))
@@ -87,7 +87,7 @@ def test_probabilities_stay_probabilities_while_plans_are_tried(value: float) ->
     def function(p: Any) -> Any:
         return nn.functional.binary_cross_entropy(p, p) + (p @ p).sin(), torch.bernoulli(p) * 2
 
-    fast, p = Parallel(function, planning), torch.full((8, 8), value, device=GPU)
+    fast, p = Parallel(function, pure=True), torch.full((8, 8), value, device=GPU)
     for _ in range(3):
         torch.manual_seed(0)
         expected = function(p)
@@ -248,7 +248,7 @@ def test_the_cpu_computes_in_between(lanes: int) -> None:
 
 
 def test_a_number_on_the_host_is_not_baked_in() -> None:
-    fast = Parallel(lambda x, rate: (x @ x) * rate, planning)
+    fast = Parallel(lambda x, rate: (x @ x) * rate, pure=True)
     x = torch.randn(64, 64, device=GPU)
     for rate in (1.0, 2.0, 3.0):
         assert_same(fast(x, torch.tensor(rate)), (x @ x) * rate)
@@ -258,7 +258,7 @@ def test_a_number_on_the_host_is_not_baked_in() -> None:
 def test_results_stay_unless_they_are_reused() -> None:
     w = torch.randn(128, 128, device=GPU) / 11
     xs = [[torch.randn(128, 128, device=GPU) for _ in range(8)] for _ in range(2)]
-    keeping, reusing = (Parallel(chains, planning, reuse_outputs=reuse) for reuse in (False, True))
+    keeping, reusing = (Parallel(chains, reuse_outputs=reuse, pure=True) for reuse in (False, True))
     first = keeping(xs[0], w)
     expected = [value.clone() for value in first]
     keeping(xs[1], w)
@@ -274,7 +274,7 @@ def test_results_that_share_memory_share_it_again() -> None:
         y = x @ x
         return y, y[1:3], y.t(), x @ y
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     x = torch.randn(64, 64, device=GPU)
     for _ in range(2):
         whole, rows, turned, other = fast(x)
@@ -289,7 +289,7 @@ def test_results_that_share_memory_share_it_again() -> None:
 def test_parameters_of_another_net_are_another_plan() -> None:
     nets = [nn.Linear(64, 64, device=GPU) for _ in range(2)]
     before = [p.detach().clone() for net in nets for p in net.parameters()]
-    fast = Parallel(lambda w, b, x: torch.addmm(b, x, w.t()), planning)
+    fast = Parallel(lambda w, b, x: torch.addmm(b, x, w.t()), pure=True)
     x = torch.randn(8, 64, device=GPU)
     with torch.no_grad():
         for net in (*nets, *nets):
@@ -305,7 +305,7 @@ def test_planning_changes_nothing_and_memory_is_told(capsys: pytest.CaptureFixtu
     torch.manual_seed(0)
     expected = theirs(x, y)
     eager = torch.cuda.max_memory_allocated()
-    fast = Parallel(step, planning)
+    fast = Parallel(step, pure=True)
     torch.manual_seed(0)
     result = fast(x, y)
     assert torch.allclose(result, expected)
@@ -324,7 +324,7 @@ def test_a_lane_that_runs_ahead_of_copies_is_held_back(monkeypatch: pytest.Monke
     x = torch.randn(1024, 1024, device=GPU)
     size = x.numel() * x.element_size()
     monkeypatch.setattr(planning, "device_memory", lambda _: 100 * 20 * size)  # a hundredth is twenty results
-    fast = Parallel(function, planning, memory=1)
+    fast = Parallel(function, memory=1, pure=True)
     assert_same(fast(x), function(x))
     assert "run as plain execution" not in fast.explain(), fast.explain().splitlines()
     torch.cuda.synchronize()
@@ -341,7 +341,7 @@ def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
             x = y / y.norm()
         return x
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     xs = [torch.randn(1500, 1500, device=GPU) for _ in range(4)]
     expected = [function(x) for x in xs]
     fast(xs[0])
@@ -372,7 +372,7 @@ def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:
     def function(x: Any) -> Any:
         return (x @ x) + (x * 2) @ x
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, pure=True)
     x = torch.randn(64, 64, device=GPU)
     expected = fast(x)
     torch.cuda.synchronize()
@@ -406,7 +406,7 @@ def test_a_step_that_returns_its_loss(reuse: bool) -> None:
     plain = torch.nn.Sequential(*layers).to("cuda")
     nets = [plain, copy.deepcopy(plain)]
     steps = [_returns_its_loss(net) for net in nets]
-    fast = Parallel(steps[1], planning, reuse_outputs=reuse)
+    fast = Parallel(steps[1], reuse_outputs=reuse, pure=True)
     x, y = torch.randn(32, 64, device="cuda"), torch.arange(32, device="cuda") % 10
     for _ in range(40):
         expected, result = steps[0](x, y), fast(x, y)

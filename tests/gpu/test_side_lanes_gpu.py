@@ -15,9 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from exact import float64  # noqa: E402
+
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch import compat  # noqa: E402
-from manyhands.backends.torch.run import float64  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402

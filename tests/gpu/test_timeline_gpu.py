@@ -13,6 +13,8 @@ from parallel_gpu_cases import GPU, chains  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
+from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
@@ -22,8 +24,8 @@ def test_a_measured_timeline_keeps_every_need() -> None:
     torch.manual_seed(0)
     w, xs = torch.randn(256, 256, device=GPU) / 16, [torch.randn(256, 256, device=GPU) for _ in range(4)]
     before = [x.clone() for x in xs]
-    call = planning.call((xs, w), {})
-    found = planning.trace(chains, call)
+    call = call_of((xs, w), {})
+    found = trace_whole(chains, call).trace
     program = graph(found.tasks)
     made = schedule(program, lanes_for(program, 4))
     check(made)
@@ -73,9 +75,9 @@ def test_two_gpus_in_one_function(count: int) -> None:
     made = None
     for _ in range(5):
         given = [torch.randn(512, 512, device=device) / 20 for device in ("cuda:0", "cuda:0", "cuda:1")]
-        call = planning.call(tuple(given), {})
+        call = call_of(tuple(given), {})
         if made is None:
-            found = planning.trace(function, call)
+            found = trace_whole(function, call).trace
             program = graph(found.tasks)
             plan = schedule(program, lanes_for(program, count))
             check(plan)

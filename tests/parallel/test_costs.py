@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 from manyhands.backends import cache
 from manyhands.backends.cache import cache_folder
 from manyhands.parallel import costs as module
-from manyhands.parallel.costs import Cost, Remembered, costs
+from manyhands.parallel.costs import Cost, Costed, Remembered
 from manyhands.schedule.task import Task
 
 
@@ -43,6 +45,14 @@ class Counting:
         return 1 / rates, 0.5
 
 
+def costs(framework: Any) -> Costed:
+    """What is measured, in place of PyTorch, by such a framework."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "measuring", framework)
+        found: Any = None
+        return module.costs(found, None)
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
@@ -56,18 +66,18 @@ def the_file(folder: Path) -> Path:
 
 def test_each_kind_is_measured_once_and_never_again(folder: Path) -> None:
     first = Counting()
-    result = costs(first, None, None)
+    result = costs(first)
     assert first.asked == [0, 2]
     assert [task.seconds for task in result.tasks] == [2e-3, 2e-3, 1e-9]
     assert [task.share for task in result.tasks] == [0.25, 0.25, 0.5]
     assert (result.measured, result.remembered, result.estimated) == (1, 0, 1)
     second = Counting()
-    repeated = costs(second, None, None)
+    repeated = costs(second)
     assert second.asked == [2]  # the odd one cannot be remembered: it was not measured
     assert repeated.tasks == result.tasks
     assert (repeated.measured, repeated.remembered) == (0, 1)
     other = Counting("another abacus")
-    costs(other, None, None)
+    costs(other)
     assert other.asked == [0, 2]
     assert len(list((folder / "costs").iterdir())) == 2
 
@@ -92,10 +102,10 @@ def test_each_kind_is_measured_once_and_never_again(folder: Path) -> None:
     ],
 )
 def test_a_broken_or_foreign_file_is_as_none(folder: Path, content: bytes) -> None:
-    costs(Counting(), None, None)
+    costs(Counting())
     the_file(folder).write_bytes(content)
     backend = Counting()
-    assert costs(backend, None, None).tasks[0].seconds == 2e-3
+    assert costs(backend).tasks[0].seconds == 2e-3
     assert backend.asked == [0, 2]
     assert json.loads(the_file(folder).read_bytes())["costs"] == {"add": [2e-3, 0.25]}  # and it is replaced
 
@@ -103,15 +113,15 @@ def test_a_broken_or_foreign_file_is_as_none(folder: Path, content: bytes) -> No
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "file"))
-    assert costs(Counting(), None, None).measured == 1
+    assert costs(Counting()).measured == 1
 
 
 def test_where_costs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_CACHE", "off")
     assert cache_folder() is None
     backend = Counting()
-    costs(backend, None, None)
-    costs(backend, None, None)
+    costs(backend)
+    costs(backend)
     assert backend.asked == [0, 2, 0, 2]
     monkeypatch.delenv("MANYHANDS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -154,6 +164,6 @@ def test_many_processes_at_once_leave_a_good_file(folder: Path) -> None:
 def test_what_takes_too_long_to_measure_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BUDGET", -1.0)
     backend = Counting()
-    result = costs(backend, None, None)
+    result = costs(backend)
     assert backend.asked == []
     assert result.estimated == 2

@@ -16,7 +16,9 @@ from typing import TypeGuard
 
 from manyhands.amounts import counted
 from manyhands.backends.cache import CacheFile
-from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.run import costs as measuring
+from manyhands.backends.torch.run.streams import Gpus
 from manyhands.schedule.task import Task
 
 _FORMAT = 1
@@ -46,26 +48,24 @@ class Costed:
         return f"costs: {measured} measured, {self.remembered} from the cache, {self.estimated} estimated"
 
 
-def costs(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, device: DevicesT | None, *, measure: bool = True
-) -> Costed:
+def costs(trace: Trace, device: Gpus | None, *, measure: bool = True) -> Costed:
     """The tasks of a trace with the cost of each on this machine. ``measure``: those that are not known yet."""
-    tasks = backend.tasks(trace, device)
-    known = Remembered(backend.hardware(device))
+    tasks = measuring.tasks(trace, device)
+    known = Remembered(measuring.hardware(device))
     costs_of: dict[str, Cost] = {}
     counts = dict.fromkeys(("measured", "remembered", "estimated"), 0)
     rates: tuple[float, float] | None = None
     end = time.monotonic() + (_BUDGET if measure else 0)
     result = []
-    for number, (task, key) in enumerate(zip(tasks, backend.cost_keys(trace), strict=True)):
+    for number, (task, key) in enumerate(zip(tasks, measuring.cost_keys(trace), strict=True)):
         if key not in costs_of:
             cost, how = known.get(key), "remembered"
-            if cost is None and time.monotonic() < end and (pair := backend.measured(trace, number, device)):
+            if cost is None and time.monotonic() < end and (pair := measuring.measured(trace, number, device)):
                 cost, how = Cost(*pair), "measured"
                 known.add(key, cost)
             if cost is None:
-                rates = rates or backend.rates(device)
-                cost, how = Cost(*backend.estimated(trace, number, device, rates)), "estimated"
+                rates = rates or measuring.rates(device)
+                cost, how = Cost(*measuring.estimated(trace, number, device, rates)), "estimated"
             costs_of[key] = cost
             counts[how] += 1
         cost = costs_of[key]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from manyhands.amounts import counted
-from manyhands.parallel.plan import Planned
+from manyhands.parallel.plan import Plan
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import megabytes
@@ -27,33 +27,31 @@ def name_of(function: Callable[..., object]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def explain(name: str, planned: Planned) -> str:
-    lines = [f"{name}: run {planned.pieces.how}" if planned.pieces is not None else f"{name}: run as {planned.how}"]
-    width = max((len(str(way)) for way in [*planned.seconds, *planned.predicted]), default=0)
-    for way, spent in planned.seconds.items():
-        predicted = f", predicted {_ms(planned.predicted[way])}" if way in planned.predicted else ""
+def explain(name: str, plan: Plan) -> str:
+    """How a graph is run."""
+    lines = [f"{name}: run as {plan.how}"]
+    width = max((len(str(way)) for way in [*plan.seconds, *plan.predicted]), default=0)
+    for way, spent in plan.seconds.items():
+        predicted = f", predicted {_ms(plan.predicted[way])}" if way in plan.predicted else ""
         lines.append(f"  {way!s:<{width}} {spent * 1e3:9.3f} ms measured{predicted}")
-    for way, seconds in planned.predicted.items():
-        if way not in planned.seconds:
+    for way, seconds in plan.predicted.items():
+        if way not in plan.seconds:
             lines.append(f"  {way!s:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
-    if planned.schedule is not None:
-        lines += _about(planned.schedule)
-        lines.append(f"  {why_not_faster(planned, planned.schedule)}")
-    if planned.peaks is not None:
-        peaks = planned.peaks
+    if plan.schedule is not None:
+        lines += _about(plan.schedule)
+        lines.append(f"  {why_not_faster(plan, plan.schedule)}")
+    if plan.peaks is not None:
+        peaks = plan.peaks
         lines.append(
             f"  peak memory: {megabytes(peaks.planned)}, {peaks.times:.2f} times plain execution's "
             f"{megabytes(peaks.plain)} (arguments included; predicted)"
         )
-    lines += [f"  advice: {hint}" for hint in planned.advice]
-    if planned.costed is not None:
-        lines.append(f"  {planned.costed.summary()}")
-    if planned.planning:
-        lines.append(f"  planned in {planned.planning}")
-    lines += [f"  {note}" for note in planned.notes]
-    if planned.pieces is not None:
-        lines += planned.pieces.explained(explain)
-    return "\n".join(lines)
+    lines += [f"  advice: {hint}" for hint in plan.advice]
+    if plan.costs:
+        lines.append(f"  {plan.costs}")
+    if plan.planning:
+        lines.append(f"  planned in {plan.planning}")
+    return "\n".join([*lines, *(f"  {note}" for note in plan.notes)])
 
 
 def _ms(seconds: float) -> str:
@@ -79,7 +77,7 @@ def _about(schedule: Schedule) -> list[str]:
     ]
 
 
-def why_not_faster(planned: Planned, schedule: Schedule) -> str:
+def why_not_faster(planned: Plan, schedule: Schedule) -> str:
     """The first thing that would have to change."""
     limit, work = bounds(schedule), schedule.graph.work()
     spent = planned.seconds.get(planned.way)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, overload
 from manyhands.errors import EngineError
 from manyhands.parallel.explain import name_of
 from manyhands.parallel.interface import P, ParallelFunction, R
-from manyhands.parallel.plan import Planned
+from manyhands.parallel.plan import Plan
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.tasks.hooks import Hooks
@@ -65,7 +65,7 @@ class Parallel(ParallelFunction[P, R]):
         return f"{name_of(self.function)}: run as {self.runtime.RUN_AS}; {self.runtime.SCHEDULER}"
 
     @property
-    def planned(self) -> Planned:
+    def planned(self) -> Plan:
         raise self._no_plan()
 
     def measured(self) -> Timeline:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 from manyhands.amounts import counted
 from manyhands.errors import EngineError, type_in_words
 from manyhands.parallel import explain
-from manyhands.parallel.plan import Planned
+from manyhands.parallel.plan import Plan
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.pictures import graph_svg
@@ -38,7 +38,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         functools.update_wrapper(self, function, updated=updated)
         self.function = function
         self.plain: Callable[..., R] = function  # for arguments that come as a tuple and a dict
-        self._last: Planned | None = None
+        self._last: Plan | None = None
 
     @abc.abstractmethod
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
@@ -62,7 +62,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
             )
 
     @property
-    def planned(self) -> Planned:
+    def planned(self) -> Plan:
         """The plan of the last call."""
         if self._last is None:
             raise EngineError("call the function first: it is planned for the arguments that it gets")
@@ -101,10 +101,6 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
         in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
         """
-
-    def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        """The function as written, with the signature of a plan's run."""
-        return self.plain(*arguments, **keywords)
 
     def _scheduled(self) -> Schedule:
         planned = self.planned

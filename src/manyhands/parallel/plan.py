@@ -1,74 +1,48 @@
-"""The plan of one signature: how its calls are run, why, and what they cost."""
+"""The plan of one graph: how it is run, why, and what it costs. It is built once, by :mod:`.planner`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from manyhands.backends.planning import Call, Run
-from manyhands.parallel.costs import Costed
-from manyhands.parallel.plan_cache import Guarded
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, megabytes
 
-if TYPE_CHECKING:
-    from manyhands.parallel.pieces import Pieces
 
-NOT_STARTED = object()
-_IN_VAIN = 3  # runs started and discarded, after which guards are checked first
+@dataclass(frozen=True)
+class Plan:
+    """How a graph is run for arguments of one form."""
 
-
-@dataclass
-class Planned(Guarded):
-    """The plan of one signature, and what is known about it."""
-
-    run: Run
+    # Gives the results for the tensors of a call, both as flat lists.
+    run: Callable[[Sequence[object]], list[object]]
     way: Way = AS_WRITTEN
-    exactness: Exactness | None = None  # of its results, compared with those of plain execution
+    exactness: Exactness | None = None  # of its results, compared with those of the graph run operation by operation
     schedule: Schedule | None = None
-    trace: object | None = None  # the schedule's trace, if it is not the one that was planned
-    threads: int = 1  # CPU threads that its lanes share
-    reuse_outputs: bool = False  # whether the next call may overwrite a call's results
-    seconds: dict[Way, float] = field(default_factory=dict)
-    predicted: dict[Way, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    planning: str = ""  # how long planning took, in words
-    retry: bool = False  # plan again at the next call
-    cannot_be_one: bool = False  # it cannot be captured as one graph, but perhaps in pieces
-    regions_after: int | None = None  # calls after which trying what is left pays; None: nothing is left
-    uncompiled_are_left: bool = False  # plans of uncompiled operations were postponed
-    regions_are_left: bool = False  # and those with compiled regions
-    # Tries compiled regions with the arguments of a call, and returns the better plan.
-    with_regions: Callable[[Call], Planned] | None = None
-    costed: Costed | None = None
     footprint: Footprint | None = None
     peaks: Peaks | None = None
+    seconds: Mapping[Way, float] = field(default_factory=dict)
+    predicted: Mapping[Way, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     advice: Sequence[str] = ()
-    pieces: Pieces | None = None  # if it cannot be captured as one graph
+    costs: str = ""  # where the costs of its tasks come from, in words
+    planning: str = ""  # how long planning took, in words
+    writes: bool = False  # to its arguments, so that a run that failed cannot be repeated
+    left_after: int | None = None  # calls after which trying the candidates that are left pays; None: none are left
     # Runs the schedule once more and returns when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None
-    # Starts a run before the guards are checked: it has no effects besides its results. Guards are then checked
-    # while the device works. Returns ``NOT_STARTED`` if it cannot start.
-    ahead: Callable[[Sequence[object]], object] | None = None
-    in_vain: int = 0  # runs started ahead and refused by the guards
-    # For each run that was tried, the function that starts it ahead.
-    starts: dict[Run, Callable[[Sequence[object]], object]] = field(default_factory=dict)
-    # Recognises a call like the planned one, and returns its tensors.
-    fits: Callable[[tuple[object, ...], dict[str, object]], list[object] | None] | None = None
-
-    def was_refused(self, *, started: bool) -> None:
-        """Called when its guards have refused a call; ``started``: a run had been started for it."""
-        self.in_vain += started
-        if self.in_vain >= _IN_VAIN:
-            self.ahead = None
 
     @property
     def how(self) -> str:
         """The way and its exactness, for people."""
         return f"{self.way}" if self.exactness is None else f"{self.way}, {self.exactness}"
+
+    @property
+    def gain(self) -> float:
+        """Seconds that a call saves, compared with running the graph operation by operation."""
+        known = self.seconds.keys() >= {AS_WRITTEN, self.way}
+        return self.seconds[AS_WRITTEN] - self.seconds[self.way] if known else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ class Executor(enum.Enum):
     THREADS = "CPU threads"
     GRAPH = "one graph"  # a CUDA graph that is captured once and replayed
     STREAMS = "issued at every call"  # CUDA streams
-    PIECES = "in pieces"  # captured graphs, and Python between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class Way:
 
 
 AS_WRITTEN = Way(Executor.AS_WRITTEN)
-IN_PIECES = Way(Executor.PIECES)
 
 
 @dataclass(frozen=True, slots=True)

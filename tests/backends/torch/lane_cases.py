@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.schedule.check import check
@@ -18,8 +20,8 @@ from manyhands.schedule.task import Task
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[torch.Tensor]]:
-    call = planning.call(arguments, {})
-    return planning.trace(function, call), call.tensors
+    made = call(arguments, {})
+    return trace_whole(function, made).trace, made.tensors
 
 
 def scheduled(trace: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:

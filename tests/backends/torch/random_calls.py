@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import io
 import itertools
 import random
@@ -25,14 +26,13 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
 
 # What a program stands on. Names in capitals are changed between calls.
@@ -459,7 +459,7 @@ _worlds = itertools.count()
 class World:
     """The values that a program stands on, and one call after the other."""
 
-    def __init__(self, program: Program, *, parallel: bool) -> None:
+    def __init__(self, program: Program, through: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         name = f"random_program_{next(_worlds)}"  # of its own: Dynamo finds global values by it
         module = sys.modules[name] = types.ModuleType(name)  # dataclasses look for it
         self.names: dict[str, Any] = vars(module)
@@ -467,9 +467,7 @@ class World:
         self.module = module  # its names go with it
         exec(WORLD, self.names)
         exec(compile(program.function, f"<program {program.seed}>", "exec"), self.names)
-        self.call = self.names["function"]
-        if parallel:
-            self.call = Parallel(self.call, planning, synchronous=True)
+        self.call = through(self.names["function"])
 
     def run(self, number: int, changes: list[str], surroundings: str, arguments: str) -> tuple[Any, Any, Any, Any]:
         """What a call gives or raises; its arguments afterwards; the state; the random numbers that come next."""
@@ -550,9 +548,37 @@ def content(value: Any) -> Any:
 _PARTS = ("the result", "the arguments", "the state", "random numbers or modes")
 
 
-def difference(program: Program) -> str | None:
-    """The first call in which ``parallel`` differs from plain execution, and in what; None where none does."""
-    plain, fast = World(program, parallel=False), World(program, parallel=True)
+def parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With plans that are always used."""
+    return Parallel(function, synchronous=True)
+
+
+def by_dynamo(function: Callable[..., Any], *, backward: bool = False) -> Callable[..., Any]:
+    """What parallel is held to where Dynamo itself differs; ``backward``: with backward passes in its graphs."""
+    compiled = torch.compile(function, backend="aot_eager")
+
+    def call(*arguments: Any) -> Any:
+        with torch._dynamo.config.patch(trace_autograd_ops=backward):
+            return compiled(*arguments)
+
+    return call
+
+
+def difference(program: Program, through: Callable[..., Any] = parallel) -> str | None:
+    """The first call in which ``parallel`` differs from plain execution, and in what; None where none does.
+
+    What Dynamo gets wrong alone (``aot_eager``) does not count: the program ends there.
+    """
+    found = _difference(program, through)
+    for backward in (False, True) if found is not None else ():
+        of_dynamo = _difference(program, functools.partial(by_dynamo, backward=backward))
+        if of_dynamo is not None and of_dynamo[0] <= found[0]:
+            return None
+    return None if found is None else found[1]
+
+
+def _difference(program: Program, through: Callable[..., Any]) -> tuple[int, str] | None:
+    plain, fast = World(program, lambda function: function), World(program, through)
     try:
         for number, (changes, surroundings, arguments) in enumerate(program.calls):
             dtype = torch.get_default_dtype()
@@ -563,7 +589,7 @@ def difference(program: Program) -> str | None:
                 if one != other:
                     where = [name for name in one if one[name] != other[name]] if isinstance(one, dict) else ""
                     texts = f"plain:    {_short(one, where)}\nparallel: {_short(other, where)}"
-                    return f"call {number}: {what} {where}\n{texts}"
+                    return number, f"call {number}: {what} {where}\n{texts}"
     finally:
         torch.set_default_dtype(torch.float32)
     return None

@@ -15,6 +15,8 @@ import torch
 from manyhands import cli as command
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call as call_of
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.run import threads
 from manyhands.errors import EngineError
 from manyhands.parallel.choose import cpu as choose_cpu
@@ -58,7 +60,7 @@ def branches(*xs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def trace_of(function: Callable[..., Any], *arguments: Any) -> Any:
-    return planning.trace(function, planning.call(arguments, {}))
+    return trace_whole(function, call_of(arguments, {})).trace
 
 
 two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core: no lanes")
@@ -98,7 +100,7 @@ def test_one_task_is_not_called_tasks() -> None:
 @two_cores
 def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
     for _ in range(5):  # other programs on the machine may let lanes lose the race
-        fast = Parallel(napping, planning)
+        fast = Parallel(napping)
         result = fast(torch.ones(2), torch.ones(2))
         assert result.tolist() == [2, 2]
         if (words := fast.explain()).startswith("napping: run as 2 lanes"):
@@ -116,13 +118,13 @@ def test_a_chain_cannot_be_helped() -> None:
             x = (x @ x).tanh()
         return x
 
-    fast = Parallel(chain, planning)
+    fast = Parallel(chain)
     fast(torch.randn(100, 100))
     assert "its tasks depend on each other" in fast.explain()
 
 
 def test_nothing_can_be_told_before_a_call_or_of_what_cannot_be_traced(tmp_path: Path) -> None:
-    fast = mh.parallel(lambda x: x if x.sum() > 0 else -x)
+    fast = mh.parallel(lambda x: x if x.sum() > 0 else -x, pure=True)
     with pytest.raises(EngineError, match="call the function first"):
         fast.explain()
     fast(torch.ones(2))
@@ -136,7 +138,7 @@ def test_nothing_can_be_told_before_a_call_or_of_what_cannot_be_traced(tmp_path:
 
 @two_cores
 def test_a_timeline_is_measured(tmp_path: Path) -> None:
-    fast = Parallel(napping, planning)
+    fast = Parallel(napping)
     fast(torch.ones(2), torch.ones(2))
     line = fast.measured()
     naps_seen = [span for span in line.spans if "naps" in span.name]
@@ -159,7 +161,7 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
         return (x @ x).tanh() + torch.rand_like(y) @ y
 
     found = trace_of(function, torch.ones(3, 3), torch.ones(3, 3))
-    made = schedule(graph(costs(planning, found, None).tasks), lanes_for(graph(threads.tasks(found)), 2))
+    made = schedule(graph(costs(found, None).tasks), lanes_for(graph(threads.tasks(found)), 2))
     check(made)
     state = torch.get_rng_state()
     moments = planning.timed(found, planning.plan_of(made), None, 2)
@@ -209,13 +211,13 @@ def test_the_peak_is_what_is_alive_at_once() -> None:
 def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     xs = [torch.ones(1000) for _ in range(4)]
     assert peaks(chains, 4, *xs) > 1.3 * peaks(chains, 1, *xs)
-    monkeypatch.setattr(choose_cpu, "candidates", lambda measured, *_: [(FOUR, four(measured))])
+    monkeypatch.setattr(choose_cpu, "candidates", lambda trials, *_: [(FOUR, four(trials.measured))])
     monkeypatch.setattr(planning, "device_memory", lambda device: 0)
-    fast = Parallel(chains, planning)
+    fast = Parallel(chains)
     fast(*xs)
     assert "4 lanes is not tried: it would take" in fast.explain()
     assert FOUR not in fast.planned.seconds
-    allowed = Parallel(chains, planning, memory=10.0)
+    allowed = Parallel(chains, memory=10.0)
     allowed(*xs)
     assert FOUR in allowed.planned.seconds
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call as call_of
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.parallel.costs import costs
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
@@ -93,9 +95,9 @@ def test_a_training_step_of_an_ensemble_on_devices(count: int) -> None:
         return [loss.detach() for loss in losses] + list(gradients) + [total * 1]
 
     x, total = torch.randn(6, 4), torch.zeros(1)
-    call = planning.call((x, total), {})
-    found = planning.trace(step, call)
-    program = graph(costs(planning, found, None).tasks)
+    call = call_of((x, total), {})
+    found = trace_whole(step, call).trace
+    program = graph(costs(found, None).tasks)
     footprint = Footprint(*planning.footprint(found))
     made = forecast(program, footprint, Machine(count, bandwidth=1e12, latency=1e-8))
     assert len(set(made.placed.device_of.values())) > 1

@@ -15,11 +15,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from manyhands import torch as mh
-from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +33,7 @@ def function(x: torch.Tensor) -> torch.Tensor:
 
 def planned(one: Callable[..., Any] = function) -> Parallel:
     """The traced code is always used, in the caller's thread."""
-    return Parallel(one, planning, synchronous=True)
+    return Parallel(one, synchronous=True)
 
 
 def planned_twice() -> Parallel:
@@ -143,7 +141,6 @@ def test_a_file_is_written_at_every_call(tmp_path: Path) -> None:
     for _ in range(3):
         fast(X)
     assert file.read_text() == 3 * "seen\n"
-    assert "opens a file" in fast.explain()
 
 
 def test_random_numbers_of_python_and_numpy_are_drawn_as_without_it() -> None:
@@ -177,13 +174,7 @@ def forks(x: torch.Tensor) -> torch.Tensor:
     return x + first + torch.rand(4, 4)
 
 
-def draws_again(x: torch.Tensor) -> torch.Tensor:
-    y = x.detach().requires_grad_()
-    loss = checkpoint(lambda x: torch.dropout(x.sin(), 0.5, True), y, use_reentrant=False).sum()
-    return torch.autograd.grad(loss, y)[0]
-
-
-@pytest.mark.parametrize("make", [generator_of_its_own, lambda: seeds, lambda: forks, lambda: draws_again])
+@pytest.mark.parametrize("make", [generator_of_its_own, lambda: seeds, lambda: forks])
 def test_random_numbers_of_their_own_are_the_same(make: Callable[[], Callable[..., Any]]) -> None:
     torch.manual_seed(1)
     plain = make()
@@ -208,7 +199,6 @@ def test_objects_that_are_results() -> None:
     fast = planned(lambda x: Box(x + 1))
     for _ in range(2):
         assert torch.equal(fast(X).content, X + 1)
-    assert "a result is a Box" in fast.explain()
 
 
 def test_sparse_tensors_inside_and_outside() -> None:

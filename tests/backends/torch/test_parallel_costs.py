@@ -10,7 +10,6 @@ import pytest
 import torch
 from lane_cases import traced
 
-from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import costs as torch_costs
 from manyhands.parallel.function import Parallel
 
@@ -24,12 +23,12 @@ def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp
         return ((x @ x).tanh() + x).sum()
 
     x = torch.randn(16, 16)
-    first = Parallel(function, planning, synchronous=True)
+    first = Parallel(function, synchronous=True)
     first(x)
     assert "4 kinds of operations measured, 0 from the cache" in first.explain()
     asked: list[int] = []
-    monkeypatch.setattr(planning, "measured", lambda *given: asked.append(1))
-    second = Parallel(function, planning, synchronous=True)
+    monkeypatch.setattr(torch_costs, "measured", lambda *given: asked.append(1))
+    second = Parallel(function, synchronous=True)
     second(x)
     assert not asked
     assert "0 kinds of operations measured, 4 from the cache" in second.explain()
@@ -55,24 +54,23 @@ def test_a_call_that_was_interrupted_is_not_the_cost(
 
 def test_an_estimate_knows_computing_from_moving() -> None:
     found, _ = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
-    assert all(rate > 0 for rate in planning.rates(None))
+    assert all(rate > 0 for rate in torch_costs.rates(None))
     operations, size = 2 * 256**3, 256**2 * 4
-    fast_memory = [planning.estimated(found, number, None, (1e9, 1e18))[0] for number in (0, 1)]
-    fast_product = [planning.estimated(found, number, None, (1e18, 1e9))[0] for number in (0, 1)]
+    fast_memory = [torch_costs.estimated(found, number, None, (1e9, 1e18))[0] for number in (0, 1)]
+    fast_product = [torch_costs.estimated(found, number, None, (1e18, 1e9))[0] for number in (0, 1)]
     assert fast_memory[0] == pytest.approx(operations / 1e9, rel=0.01)
     assert fast_product[1] == pytest.approx(2 * size / 1e9, rel=0.01)
     assert fast_memory[1] < 1e-5
 
 
 @pytest.mark.parametrize("what", [torch.backends.cuda.matmul, torch.backends.cudnn])
-def test_tf32_is_another_cost_and_another_plan(what: Any) -> None:
-    """It changes which kernels run, and a captured graph keeps those that it was captured with."""
+def test_tf32_is_another_cost(what: Any) -> None:
+    """It changes which kernels run."""
     seen, before = [], what.allow_tf32
     for allowed in (not before, before):
         what.allow_tf32 = allowed
-        seen.append((planning.hardware(None), planning.call((torch.rand(2),), {}).signature))
-    assert seen[0][0] != seen[1][0]
-    assert seen[0][1] != seen[1][1]
+        seen.append(torch_costs.hardware(None))
+    assert seen[0] != seen[1]
 
 
 def test_what_writes_in_place_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:

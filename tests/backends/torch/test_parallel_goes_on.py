@@ -34,7 +34,7 @@ class Reader:
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_function_is_not_tried_beyond_its_data(compile: bool) -> None:
     ours, theirs = Reader(), Reader()
-    fast = Parallel(ours.next, planning, compile=compile)
+    fast = Parallel(ours.next, compile=compile)
     for _ in range(3):
         assert torch.allclose(fast(), theirs.next(), rtol=1e-6)
         assert torch.equal(ours.position, theirs.position)
@@ -54,7 +54,7 @@ def test_runs_that_lost_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(planning, "thread_run", noted)
     monkeypatch.setattr(choose_cpu, "_CLEARLY", 0.0)  # plain execution is kept
-    fast = Parallel(lambda x: (x @ x).sin() + (x @ x.T).cos(), planning)
+    fast = Parallel(lambda x: (x @ x).sin() + (x @ x.T).cos())
     fast(torch.rand(8, 8))
     gc.collect()
     assert runs

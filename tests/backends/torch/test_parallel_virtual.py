@@ -9,6 +9,8 @@ import torch
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning, virtual
+from manyhands.backends.torch.capture.call import call as call_of
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
@@ -37,7 +39,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def test_devices_get_lanes_and_copies_between_them_are_tasks() -> None:
-    found = planning.trace(two_layers, planning.call(tuple(arguments()), {}))
+    found = trace_whole(two_layers, call_of(tuple(arguments()), {})).trace
     places = {(step.task.device, step.task.kind) for step in found.steps}
     assert places == {
         ("virtual:0", "compute"),
@@ -45,34 +47,34 @@ def test_devices_get_lanes_and_copies_between_them_are_tasks() -> None:
         ("virtual:1", "copy"),
         ("cpu", "copy"),
     }
-    assert planning.device_of(None, found) is None  # type: ignore[arg-type]
+    assert planning.device_of(found) is None
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_schedule_over_two_devices_is_proved_and_gives_the_same(count: int) -> None:
     given = arguments()
-    call = planning.call(tuple(given), {})
-    found = planning.trace(two_layers, call)
+    call = call_of(tuple(given), {})
+    whole = trace_whole(two_layers, call)
+    found = whole.trace
     program = graph(planning.tasks(found, None))
     made = schedule(program, lanes_for(program, count))
     check(made)
     for task, lane in enumerate(made.lane_of):
         assert made.lanes[lane].device == program.tasks[task].device
     run = planning.thread_run(found, planning.plan_of(made), 2)
-    assert run.lanes >= 3
     for _ in range(3):
-        assert_same(planning.together(found)(run.replay(given)), two_layers(*given))
+        assert_same(whole.result(run.replay(given)), two_layers(*given))
 
 
 def test_what_is_chosen_gives_the_same_and_is_told(tmp_path: Any) -> None:
-    fast = mh.parallel(two_layers)
+    fast = mh.parallel(two_layers, pure=True)
     for _ in range(3):
         given = arguments()
         assert_same(fast(*given), two_layers(*given))
     told = fast.explain()
     assert "a lane of each device" in told
     assert fast.timeline(tmp_path / "t.png").stat().st_size > 1000
-    one = mh.parallel(two_layers, synchronous=True)
+    one = mh.parallel(two_layers, synchronous=True, pure=True)
     assert_same(one(*given), two_layers(*given))
     assert "virtual:1 compute" in one.explain()
 
@@ -83,7 +85,7 @@ def test_writes_in_place_and_random_numbers() -> None:
         y.copy_(x.to(ONE) + torch.rand_like(y))
         return y * 2
 
-    fast = mh.parallel(function, synchronous=True)
+    fast = mh.parallel(function, synchronous=True, pure=True)
     x, y = torch.zeros(4, device=ZERO), torch.zeros(4, device=ONE)
     p, q = torch.zeros(4, device=ZERO), torch.zeros(4, device=ONE)
     for number in range(3):
@@ -97,13 +99,13 @@ def test_writes_in_place_and_random_numbers() -> None:
 
 
 def test_operands_on_two_devices_are_refused_as_without_it() -> None:
-    fast = mh.parallel(lambda x, y: x + y)
+    fast = mh.parallel(lambda x, y: x + y, pure=True)
     with pytest.raises(RuntimeError, match="same device"):
         fast(torch.ones(2, device=ZERO), torch.ones(2, device=ONE))
 
 
 def test_arguments_that_share_memory_are_seen_inside() -> None:
-    fast = mh.parallel(lambda x, y: (x.add_(1), y * 2)[1])
+    fast = mh.parallel(lambda x, y: (x.add_(1), y * 2)[1], pure=True)
     x = torch.zeros(4, device=ONE)
     assert fast(x[:2], x[1:]).to("cpu").tolist() == [2, 0, 0]
     assert "share memory" in fast.explain()
@@ -111,7 +113,7 @@ def test_arguments_that_share_memory_are_seen_inside() -> None:
 
 def test_a_tensor_from_outside_is_not_baked_in() -> None:
     weight = torch.ones(2, device=ONE)
-    fast = mh.parallel(lambda x: x + weight * 2)
+    fast = mh.parallel(lambda x: x + weight * 2, pure=True)
     assert fast(torch.ones(2, device=ONE)).to("cpu").tolist() == [3, 3]
     weight.add_(1)
     assert fast(torch.ones(2, device=ONE)).to("cpu").tolist() == [5, 5]
@@ -125,6 +127,12 @@ def test_the_verbs_move_inside_a_planned_function() -> None:
         return mh.to(mh.to(x, mh.gpu(0)).exp(), mh.gpu(1)) @ second
 
     x, _, second = arguments()
-    trace = planning.trace(moves, planning.call((x, second), {}))
+    trace = trace_whole(moves, call_of((x, second), {})).trace
     assert [step.task.kind for step in trace.steps] == ["compute", "copy", "compute"]
-    assert torch.equal(mh.parallel(moves)(x, second).to("cpu"), moves(x, second).to("cpu"))
+    assert torch.equal(mh.parallel(moves, pure=True)(x, second).to("cpu"), moves(x, second).to("cpu"))
+
+
+def test_without_pure_a_call_is_plain_and_says_why() -> None:
+    fast = mh.parallel(lambda x: x * 2)
+    assert fast(torch.ones(2, device=ONE)).to("cpu").tolist() == [2, 2]
+    assert "write parallel(fn, pure=True)" in fast.explain()

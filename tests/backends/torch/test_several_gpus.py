@@ -11,13 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from manyhands.backends.torch import planning  # noqa: E402
-from manyhands.backends.torch.capture import trace  # noqa: E402
+from manyhands.backends.torch.capture.trace import trace_of_graph  # noqa: E402
 from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
 from manyhands.parallel.choose import gpu as choose_gpu  # noqa: E402
-from manyhands.parallel.plan import Planned  # noqa: E402
+from manyhands.parallel.choose.trials import Trials  # noqa: E402
+from manyhands.parallel.costs import Costed  # noqa: E402
 from manyhands.parallel.way import Executor  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
@@ -71,10 +74,15 @@ def two_layers(x: Any, first: Any, second: Any) -> Any:
     return z, (x @ first.t()).sin(), second.exp()
 
 
+def trace_of(function: Any, *inputs: Any) -> Any:
+    """The trace of a function of fake tensors."""
+    return trace_of_graph(make_fx(lambda *tensors: tree_leaves(function(*tensors)))(*inputs))
+
+
 def traced() -> tuple[Any, list[Any]]:
     x, first = torch.ones(4, 4, device="cuda:0"), torch.ones(4, 4, device="cuda:0")
     inputs = [x, first, torch.ones(4, 4, device="cuda:1")]
-    return trace.trace(two_layers, inputs), inputs
+    return trace_of(two_layers, *inputs), inputs
 
 
 def test_each_step_is_on_its_gpu_and_a_copy_between_them_is_a_task_of_the_one_that_gets_it() -> None:
@@ -85,18 +93,18 @@ def test_each_step_is_on_its_gpu_and_a_copy_between_them_is_a_task_of_the_one_th
     assert ("tanh", "gpu:1", "compute") in places
     (copy,) = [step for step in captured.steps if step.task.kind == "copy"]
     assert codegen.peer_source(copy) == torch.device("cuda:0")
-    assert planning.device_of(None, captured) == (torch.device("cuda:0"), torch.device("cuda:1"))  # type: ignore[arg-type]
+    assert planning.device_of(captured) == (torch.device("cuda:0"), torch.device("cuda:1"))
 
 
 def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
     captured, _ = traced()
     assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(captured))
-    best = Planned(lambda *_: None)
-    device = planning.device_of(None, captured)  # type: ignore[arg-type]
-    ways = choose_gpu.ways(planning, captured, device, graph(captured.tasks), best)
-    assert next(way.lanes for way, *_ in ways) == "one lane of each kind"
-    assert {way.executor for way, *_ in ways} == {Executor.STREAMS}
-    for _, made, _ in ways:
+    trials = Trials(captured, [], planning.device_of(captured), 1.3, reuse_outputs=False, measure=False)
+    trials.costed = Costed(captured.tasks)  # measured on no GPU
+    tried = choose_gpu.candidates(trials)
+    assert tried[0].way.lanes == "one lane of each kind"
+    assert {candidate.way.executor for candidate in tried} == {Executor.STREAMS}
+    for made in (candidate.schedule for candidate in tried):
         check(made)
         for task, lane in enumerate(made.lane_of):
             assert made.lanes[lane].device == made.graph.tasks[task].device
@@ -131,7 +139,7 @@ def test_the_host_waits_for_the_copies_to_every_gpu() -> None:
         return x.to("cuda:0").sin(), x.to("cuda:1").sin()
 
     inputs = [torch.ones(4)]
-    captured = trace.trace(function, inputs)
+    captured = trace_of(function, *inputs)
     planned = schedule(graph(captured.tasks), lanes_for(graph(captured.tasks), 1))
     plan = planning.plan_of(planned)
     streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
@@ -147,7 +155,7 @@ def test_writing_to_memory_of_the_host_is_not_captured_and_is_waited_for(shape: 
         host.copy_(x.sum() if not shape else x, non_blocking=True)
         return x + 1
 
-    captured = trace.trace(function, [torch.ones(4, device="cuda:0"), torch.ones(shape)])
+    captured = trace_of(function, torch.ones(4, device="cuda:0"), torch.ones(shape))
     assert torch_runs.why_no_graph(captured) is not None
     (step,) = [step for step in captured.steps if step.task.name == "copy_"]
     assert "True" not in codegen.call_text(step.node, codegen.Code(streams=True))
@@ -160,7 +168,7 @@ def test_a_lane_that_runs_ahead_of_copies_to_the_host_is_held_back() -> None:
     def function(x: Any) -> Any:
         return [(x * number).to("cpu") for number in range(60)]
 
-    captured = trace.trace(function, [torch.ones(1000, 1000, device="cuda:0")])
+    captured = trace_of(function, torch.ones(1000, 1000, device="cuda:0"))
     measured = graph([replace(task, seconds=1e-4 if task.kind == "compute" else 1e-3) for task in captured.tasks])
     footprint = Footprint(*planning.footprint(captured))
 

@@ -1,4 +1,4 @@
-"""Chooses how to run a traced function on the CPU: as written, as straight-line code, or on several lanes.
+"""Chooses how to run a graph on the CPU: operation by operation, as straight-line code, or on several lanes.
 
 Frameworks already use several threads for one operation; several lanes use them for several operations. Which is better
 depends on sizes, on the machine and on its load, so it is measured: all candidates with the right results run in turns,
@@ -12,11 +12,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT, Value
-from manyhands.errors import first_line
-from manyhands.parallel.choose.equality import Judge
-from manyhands.parallel.plan import Limit, Planned, why_too_large
-from manyhands.parallel.way import AS_WRITTEN, Exactness, Executor, Way
+from manyhands.backends.torch import planning
+from manyhands.parallel.choose.trials import Candidate, Run, Trials, Tried, replaying
+from manyhands.parallel.way import Executor, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_chains
@@ -28,64 +26,37 @@ _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
 _LONG = 0.1  # seconds: for calls this long two rounds are enough, and the first one counts
 _BEHIND = 1.3  # times plain execution's first round: slower candidates get no more rounds
-_Candidate = tuple[Run, Schedule, int, Exactness | None]  # the int: threads of the CPU
 _BUDGET = 0.5  # seconds for all rounds: the least number of them may take longer, the next number twice as long
 
 
-def choose(
-    best: Planned,
-    backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    call: CallT,
-    trace: TraceT,
-    measured: Graph,
-    limit: Limit,
-    replaying: Callable[[Replay], Run],
-) -> None:
-    """Measure the candidates and put the fastest that is right into ``best``, which holds plain execution."""
-    plainly = best.run
-    count = backend.threads()
-    footprint = best.footprint
-    assert footprint is not None
-    plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
-    tried = [(Way(Executor.THREADS, "one lane"), one_lane(measured), count)]
+def choose(trials: Trials, compiled: Sequence[Candidate]) -> Tried:
+    """The fastest right candidate; ``compiled`` are further ones."""
+    count, measured, trace = planning.threads(), trials.measured, trials.trace
+    plain = trials.plainly(one_lane(measured))
+    accepted = [plain]
+    tried = [Candidate(Way(Executor.THREADS, "one lane"), one_lane(measured), trace, count)]
     if count > 1:
-        tried.append((Way(Executor.THREADS, "one lane", one_thread=True), one_lane(measured), 1))
-    tried += [(way, scheduled, count) for way, scheduled in candidates(measured, count, best)]
-    judge = Judge.of(backend, trace, call, plainly, best.notes)
-    best.schedule = one_lane(measured)
-    accepted: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
+        alone = Candidate(Way(Executor.AS_WRITTEN, one_thread=True), one_lane(measured), trace, 1)
+        # Dividing small operations among threads slows them down.
+        one_thread = trials.tried(alone, trials.plain_peak, lambda _: planning.with_threads(plain.run, 1))
+        accepted += [one_thread] if one_thread is not None else []
+        tried.append(Candidate(Way(Executor.THREADS, "one lane", one_thread=True), one_lane(measured), trace, 1))
+    tried += [Candidate(way, scheduled, trace, count) for way, scheduled in candidates(trials, count)]
+    for candidate in [*tried, *compiled]:
+        check(candidate.schedule)
+        footprint = trials.footprint if candidate.trace is trace else trials.footprint_of(candidate.trace)
+        right = trials.tried(candidate, _peak(candidate.schedule, footprint), _thread_run)
+        accepted += [right] if right is not None else []
+    with planning.untouched(trace, trials.tensors) as put_back:
+        times = race([lambda run=one.run: run(trials.tensors) for one in accepted], put_back)  # type: ignore[misc]
+    trials.seconds.update({one.way: statistics.median(spent) for one, spent in zip(accepted, times, strict=True)})
+    ratios = [_ratio(spent, times[0]) for spent in times]
+    fastest = min(range(len(accepted)), key=ratios.__getitem__)
+    return accepted[fastest] if ratios[fastest] < _CLEARLY else plain
 
-    def add(way: Way, run: Run, scheduled: Schedule, threads: int, results: Sequence[Value]) -> None:
-        refused, exactness = judge.refused(results)
-        if refused is not None:
-            best.notes.append(f"{way} is not used: {refused}")
-        else:
-            accepted[way] = (run, scheduled, threads, exactness)
 
-    if count > 1:  # dividing small operations among threads slows them down
-        alone = backend.with_threads(plainly, 1)
-        add(Way(Executor.AS_WRITTEN, one_thread=True), alone, best.schedule, 1, judge.results_of_function(alone))
-    for way, scheduled, threads in tried:
-        check(scheduled)
-        if (reason := why_too_large(way, _peak(scheduled, footprint), plain, limit)) is not None:
-            best.notes.append(reason)
-            continue
-        run = backend.thread_run(trace, backend.plan_of(scheduled), threads)
-        try:
-            results = judge.results_of(run)
-        except Exception as error:  # compiled code may return dtypes that the next operation does not accept
-            best.notes.append(f"{way} is not used: {first_line(error)}")
-            continue
-        add(way, replaying(run), scheduled, threads, results)
-    with backend.untouched(trace, call.tensors) as put_back:
-        times = race([lambda run=run: run(*call.run_arguments) for run, *_ in accepted.values()], put_back)  # type: ignore[misc]
-    best.seconds.update(zip(accepted, map(statistics.median, times), strict=True))
-    ratios = {way: _ratio(seconds, times[0]) for way, seconds in zip(accepted, times, strict=True)}
-    fastest = min(ratios, key=ratios.__getitem__)
-    if fastest != AS_WRITTEN and ratios[fastest] < _CLEARLY:
-        best.run, best.schedule, best.threads, best.exactness = accepted[fastest]
-        best.way = fastest
-    best.peaks = Peaks(_peak(best.schedule, footprint), plain)
+def _thread_run(candidate: Candidate) -> Run:
+    return replaying(planning.thread_run(candidate.trace, planning.plan_of(candidate.schedule), candidate.threads))
 
 
 def _peak(scheduled: Schedule, footprint: Footprint) -> int:
@@ -95,34 +66,29 @@ def _peak(scheduled: Schedule, footprint: Footprint) -> int:
     return peak(scheduled.graph.tasks, footprint, moments(scheduled, wait_seconds=HANDOVER))
 
 
-def synchronously(
-    best: Planned,
-    backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    trace: TraceT,
-    measured: Graph,
-    replaying: Callable[[Replay], Run],
-) -> None:
-    """Run the order of the schedule with the most lanes in the caller's thread, for debugging."""
-    _, best.schedule = better(measured, max(2, backend.threads()))
-    check(best.schedule)
-    best.way = Way(Executor.CALLERS_THREAD)
-    best.run = replaying(backend.synchronous_run(trace, backend.plan_of(best.schedule)))
+def synchronously(trials: Trials) -> Tried:
+    """The order of the schedule with the most lanes in the caller's thread, for debugging."""
+    _, scheduled = better(trials.measured, max(2, planning.threads()))
+    check(scheduled)
+    candidate = Candidate(Way(Executor.CALLERS_THREAD), scheduled, trials.trace)
+    run = planning.synchronous_run(trials.trace, planning.plan_of(scheduled))
+    return Tried(candidate, replaying(run), None, Peaks(trials.plain_peak, trials.plain_peak))
 
 
-def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, Schedule]]:
+def candidates(trials: Trials, threads: int) -> list[tuple[Way, Schedule]]:
     """Schedules on 2, 3, 4, 6, 8, ... lanes, as many as there are threads, if simulation gives them a chance."""
-    promising = []
+    measured, promising = trials.measured, []
     several = len({task.device for task in measured.tasks}) > 1
     counts = {*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}
     for count in sorted(counts | {1} if several else counts):
         lanes = f"{count} lanes" if count > 1 else "a lane"
         way = Way(Executor.THREADS, f"{lanes} of each device" if several else lanes)
         predicted, scheduled = better(measured, count)
-        best.predicted[way] = predicted
+        trials.predicted[way] = predicted
         if len(set(scheduled.lane_of)) > 1 and predicted < measured.work():
             promising.append((way, scheduled))
         else:
-            best.notes.append(f"{way}: not tried, because the simulation shows no gain")
+            trials.notes.append(f"{way}: not tried, because the simulation shows no gain")
     return promising
 
 

@@ -1,23 +1,22 @@
-"""Chooses how to run a traced function on GPUs: as written, or on one or more lanes, as a CUDA graph or as streams.
+"""Chooses how to run a graph on GPUs: operation by operation, or on one or more lanes, as a CUDA graph or as streams.
 
-Schedules that the simulation predicts to be fast are checked, run, compared with plain execution and timed. The fastest
-correct one is kept. Plain execution is always a candidate.
+Schedules that the simulation predicts to be fast are checked, run, compared and timed. The fastest correct one is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT
-from manyhands.errors import first_line
-from manyhands.parallel.choose.equality import Judge
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.planning import Gpus
+from manyhands.parallel.choose.trials import Candidate, Run, Trials, Tried, replaying
 from manyhands.parallel.costs import costs
-from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Executor, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_main_lane
-from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
+from manyhands.schedule.memory import Footprint, one_after_the_other, peak
 from manyhands.schedule.memory_limit import limit_memory
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.timing import in_turns
@@ -36,150 +35,135 @@ UNSPLIT = Way(Executor.GRAPH, "one lane, nothing split")
 _Named = tuple[str, Schedule]  # a schedule and what its lanes are called
 
 
-def choose(
-    best: Planned,
-    backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    call: CallT,
-    trace: TraceT,
-    device: DevicesT,
-    measured: Graph,
-    limit: Limit,
-    replaying: Callable[[Replay], Run],
-    *,
-    only_plain: bool = False,
-) -> None:
-    """Try plain execution, one lane, and the plans that promise more; put the fastest correct one into ``best``.
-
-    ``replaying`` turns a run into a callable. ``only_plain``: time plain execution, and try nothing else.
-    """
-    plainly, footprint = best.run, best.footprint
-    assert footprint is not None
-    plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
+def plainly(trials: Trials) -> Tried:
+    """The graph run operation by operation, timed."""
+    measured = trials.measured
     alone = len({task.device for task in measured.tasks}) == 1
-    best.peaks = Peaks(plain, plain)
-    best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
-
-    def seconds_of(run: Run, *repeats: int) -> float:
-        with backend.untouched(trace, call.tensors) as put_back:
-            return backend.seconds(lambda: run(*call.run_arguments), device, put_back, *repeats)
-
-    best.seconds[AS_WRITTEN] = seconds_of(plainly)
-    if only_plain:
-        return
-    judge = Judge.of(backend, trace, call, plainly, best.notes)
-    footprints = {id(trace): footprint}
-    for way, scheduled, traced in ways(backend, trace, device, measured, best):
-        footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
-        beside = _held_by_graph(backend, call, footprint, best) if way.executor is Executor.GRAPH else 0
-        needed = beside + _peak(backend, traced, scheduled, footprint)
-        if not limit.allows(needed, plain):
-            scheduled = limit_memory(scheduled, footprint, limit.most(plain) - beside)
-            needed = beside + _peak(backend, traced, scheduled, footprint)
-        check(scheduled)
-        best.predicted[way] = simulate(scheduled, wait_seconds=_WAIT).seconds
-        if (reason := why_too_large(way, needed, plain, limit)) is not None:
-            best.notes.append(reason)
-            continue
-        try:
-            with backend.untouched(trace, call.tensors):
-                make = backend.graph_run if way.executor is Executor.GRAPH else backend.stream_run
-                run = make(traced, backend.plan_of(scheduled), call.tensors, device, reuse_outputs=best.reuse_outputs)
-            refused, exactness = judge.refused(judge.results_of(run))
-            if refused is not None:
-                best.notes.append(f"{way} is not used: {refused}")
-                continue
-            replay: Run = replaying(run)
-            if not is_ahead(way, replay, best, seconds_of):
-                continue
-        except Exception as error:  # out of memory, an operation that cannot be captured: plain execution remains
-            best.notes.append(f"{way} is not used: {first_line(error)}")
-            continue
-        best.way, best.exactness, best.peaks = way, exactness, Peaks(needed, plain)
-        best.run, best.schedule, best.trace = replay, scheduled, traced
+    plain = trials.plainly(one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1)))
+    trials.seconds[AS_WRITTEN] = _seconds(trials, plain.run)
+    return plain
 
 
-def _held_by_graph(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], call: CallT, footprint: Footprint, best: Planned
-) -> int:
-    """Bytes of copies of the arguments, and of results in addition to those that the caller gets."""
-    return backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
+def choose(trials: Trials, candidates: Sequence[Candidate], best: Tried) -> Tried:
+    """The fastest right one of these candidates and the best one so far, whose time is known."""
+    footprints = {id(trials.trace): trials.footprint}
+    for candidate in candidates:
+        footprint = footprints.setdefault(id(candidate.trace), trials.footprint_of(candidate.trace))
+        candidate, needed = _limited(trials, candidate, footprint)
+        check(candidate.schedule)
+        trials.predicted[candidate.way] = simulate(candidate.schedule, wait_seconds=_WAIT).seconds
+        right = trials.tried(candidate, needed, lambda one: _gpu_run(trials, one))
+        if right is not None and _is_ahead(trials, right, best):
+            best = right
+    return best
 
 
-def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
+def _limited(trials: Trials, candidate: Candidate, footprint: Footprint) -> tuple[Candidate, int]:
+    """The candidate, held back by more waits if it would take too much memory; and the memory that it takes."""
+    in_graph = candidate.way.executor is Executor.GRAPH
+    beside = 0  # copies of the arguments, and of results in addition to those that the caller gets
+    if in_graph:
+        beside = planning.copied_bytes(trials.tensors) + (0 if trials.reuse_outputs else footprint.result_bytes())
+    needed = beside + _peak(candidate, footprint)
+    if not trials.limit.allows(needed, trials.plain_peak):
+        most = trials.limit.most(trials.plain_peak) - beside
+        held_back = limit_memory(candidate.schedule, footprint, most)
+        candidate = Candidate(candidate.way, held_back, candidate.trace, candidate.threads)
+        needed = beside + _peak(candidate, footprint)
+    return candidate, needed
+
+
+def _gpu_run(trials: Trials, candidate: Candidate) -> Run:
+    plan = planning.plan_of(candidate.schedule)
+    assert trials.devices is not None
+    if candidate.way.executor is not Executor.GRAPH:
+        return replaying(planning.StreamRun(candidate.trace, plan, trials.devices))
+    run = planning.GraphRun(candidate.trace, plan, trials.tensors, trials.devices, reuse_outputs=trials.reuse_outputs)
+    return replaying(run)
+
+
+def _seconds(trials: Trials, run: Run, *repeats: int) -> float:
+    with planning.untouched(trials.trace, trials.tensors) as put_back:
+        return planning.seconds(lambda: run(trials.tensors), trials.devices, put_back, *repeats)
+
+
+def _is_ahead(trials: Trials, right: Tried, best: Tried) -> bool:
     """Whether this takes less time than the best so far; the seconds of both are kept for the report.
 
     The host disturbs timings by more than the difference between good plans: plans with similar times are timed in
     turns.
     """
-    least = best.seconds[best.way]
-    best.seconds[way] = spent = seconds_of(run)
+    seconds = trials.seconds
+    least = seconds[best.way]
+    seconds[right.way] = spent = _seconds(trials, right.run)
     if min(spent, least) < _SHORT and max(spent, least) < _NEAR * min(spent, least):
-        spent, least = in_turns(run, best.run, lambda alternative: seconds_of(alternative, _OF_A_TURN))
-        best.seconds[way], best.seconds[best.way] = spent, least
-    one_lane_is_best = best.way in (ONE_LANE, UNSPLIT) and way not in (ONE_LANE, UNSPLIT)
+        spent, least = in_turns(right, best, lambda one: _seconds(trials, one.run, _OF_A_TURN))
+        seconds[right.way], seconds[best.way] = spent, least
+    one_lane_is_best = best.way in (ONE_LANE, UNSPLIT) and right.way not in (ONE_LANE, UNSPLIT)
     return spent < (_CLEARLY * least if one_lane_is_best else least)
 
 
-def _peak(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, scheduled: Schedule, footprint: Footprint
-) -> int:
+def _peak(candidate: Candidate, footprint: Footprint) -> int:
     """Peak memory of a plan that is issued in order and frees memory in the order of its lanes."""
-    released_after = backend.release_points(trace, backend.plan_of(scheduled))
+    scheduled = candidate.schedule
+    released_after = planning.release_points(candidate.trace, planning.plan_of(scheduled))
     return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), released_after)
 
 
-def ways(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    trace: TraceT,
-    device: DevicesT,
-    measured: Graph,
-    best: Planned,
-) -> list[tuple[Way, Schedule, TraceT]]:
-    """The ways to try: graphs if they can be captured, streams if the host or several GPUs take part.
+def candidates(trials: Trials) -> list[Candidate]:
+    """Graphs if the operations can be captured, streams if the host or several GPUs take part.
 
-    A graph of the function's operations on one lane is always among them: it is what people write by hand.
+    A CUDA graph of the operations on one lane is always among them: it is what people write by hand.
     """
-    tried: list[tuple[Way, Schedule, TraceT]] = []
-    schedules = candidates(measured)
-    if (reason := backend.why_no_graph(trace)) is None:
-        tried.append((ONE_LANE, one_lane(measured), trace))
-        if (whole := backend.unsplit(trace)) is not None:
-            tried.append((UNSPLIT, one_lane(graph(costs(backend, whole, device).tasks)), whole))
-        tried += [
-            (Way(Executor.GRAPH, named), scheduled, trace) for named, scheduled in promising(measured, schedules, best)
-        ]
+    trace, measured, tried = trials.trace, trials.measured, list[Candidate]()
+    schedules = lanes(measured)
+    if (reason := planning.why_no_graph(trace)) is None:
+        tried.append(Candidate(ONE_LANE, one_lane(measured), trace))
+        if trace.unsplit is not None:
+            tried.append(Candidate(UNSPLIT, one_lane(_costed(trace.unsplit, trials.devices)), trace.unsplit))
+        ways = [(Way(Executor.GRAPH, named), scheduled) for named, scheduled in promising(trials, schedules)]
+        tried += [Candidate(way, scheduled, trace) for way, scheduled in ways]
     else:
-        best.notes.append(reason)
-    if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
-        by_kind = schedule(measured, lanes_for(measured, 1))
-        tried.append((Way(Executor.STREAMS, "one lane of each kind"), by_kind, trace))
-        tried += [(Way(Executor.STREAMS, named), scheduled, trace) for named, scheduled in schedules[:2]]
+        trials.notes.append(reason)
+    if planning.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
+        by_kind = ("one lane of each kind", schedule(measured, lanes_for(measured, 1)))
+        tried += [
+            Candidate(Way(Executor.STREAMS, name), scheduled, trace) for name, scheduled in [by_kind, *schedules[:2]]
+        ]
     return tried
 
 
-def promising(
-    measured: Graph, schedules: Sequence[tuple[str, Schedule]], best: Planned
-) -> Sequence[tuple[str, Schedule]]:
+def compiled(trials: Trials, trace: Trace) -> Candidate:
+    """The graph compiled as a whole, captured in a CUDA graph."""
+    return Candidate(Way(Executor.GRAPH, "whole graph", compiled=True), one_lane(_costed(trace, trials.devices)), trace)
+
+
+def _costed(trace: Trace, devices: Gpus | None) -> Graph:
+    return graph(costs(trace, devices).tasks)
+
+
+def promising(trials: Trials, schedules: Sequence[_Named]) -> Sequence[_Named]:
     """The plans with a simulated gain over one lane: capturing, comparing and timing each takes long.
 
     The best plan is always included, unless its tasks can only follow each other.
     """
+    measured = trials.measured
     if measured.critical_path() > _CHAIN * measured.work():
-        best.notes.append("lanes are not tried: its tasks depend on each other, so nothing could overlap")
+        trials.notes.append("lanes are not tried: its tasks depend on each other, so nothing could overlap")
         return []
     alone = simulate(one_lane(measured), wait_seconds=_WAIT).seconds
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     chosen: list[_Named] = []
-    for lanes, scheduled in schedules:
+    for name, scheduled in schedules:
         form = tuple(scheduled.lane_of), tuple(scheduled.order)
         gains = simulate(scheduled, wait_seconds=_WAIT).seconds < alone
         if form not in seen and (gains or not chosen):
-            chosen.append((lanes, scheduled))
+            chosen.append((name, scheduled))
         seen.add(form)
     return chosen
 
 
-def candidates(measured: Graph) -> list[_Named]:
+def lanes(measured: Graph) -> list[_Named]:
     """Plans for several numbers of lanes, the fastest in simulation first."""
     schedules = [
         (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture import captured_graph, trace
+from manyhands.backends.torch.capture import captured_graph
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.schedule.task import needs
@@ -31,14 +30,14 @@ def captured(model: Callable[..., Any], *batches: torch.Tensor, **options: Any) 
     """The graphs that PyTorch makes of a model and its backward pass, with arguments of a call; two calls per batch."""
     graphs: list[tuple[Any, list[torch.Tensor]]] = []
 
-    def make(function: Any, _: bool) -> Any:
-        def plan(arguments: tuple[Any, ...]) -> None:
-            graphs.append((function, list(arguments)))
+    def make(role: Any) -> Any:
+        def plan(graph: Any, arguments: tuple[Any, ...]) -> None:
+            graphs.append((graph, list(arguments)))
 
         return plan
 
     def backend(module: Any, inputs: Any) -> Any:
-        return dynamo.compile_with(module, inputs, make, writes_in_graph=True)
+        return dynamo.compile_with(module, inputs, make)
 
     compiled = torch.compile(model, backend=backend, **options)
     for x in batches:
@@ -79,11 +78,9 @@ def test_forward_and_backward_have_the_tasks_of_a_new_trace(net: str) -> None:
     assert len(graphs) == 2
     for function, tensors in graphs:
         tensors = [tensor.detach() for tensor in tensors]
-        direct = trace_captured(function, tensors, [])
+        direct, again = captured_graph._as_captured(function, tensors), captured_graph._traced_again(function, tensors)
         assert direct is not None
-        again = trace.trace(function, tensors)
         assert described(direct) == described(again)
-        assert direct.structure == again.structure
         assert len(direct.outputs) == len(again.outputs)
 
 
@@ -91,37 +88,30 @@ def test_planning_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (function, tensors), *_ = captured(
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.rand(2, 4)
     )
-    monkeypatch.setattr(trace, "make_fx", lambda *_, **__: pytest.fail("it is traced again"))
-    found = planning.trace(function, planning.call(tuple(tensors), {}))
+    monkeypatch.setattr(captured_graph, "make_fx", lambda *_, **__: pytest.fail("it is traced again"))
+    found = trace_captured(function, tensors)
     assert [task.name for task in found.tasks if not task.is_view] == ["addmm", "relu"]
 
 
 def test_arguments_of_another_form_are_traced() -> None:
     """The forms that PyTorch predicts are not always those that it computes."""
     (function, tensors), *_ = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4))
-    assert trace_captured(function, tensors, []) is not None
+    assert captured_graph._as_captured(function, tensors) is not None
     for number, tensor in enumerate(tensors):
         for other in (tensor.double(), torch.cat([tensor, tensor]), tensor.flatten()[:1]):
-            assert trace_captured(function, [*tensors[:number], other, *tensors[number + 1 :]], []) is None
-    assert trace_captured(function, tensors[:-1], []) is None
-    assert trace_captured(function, tensors, [3]) is None
+            assert captured_graph._as_captured(function, [*tensors[:number], other, *tensors[number + 1 :]]) is None
+    assert captured_graph._as_captured(function, tensors[:-1]) is None
+    assert captured_graph._as_captured(function, [*tensors, 3]) is None
 
 
 def test_graphs_for_any_size_are_traced() -> None:
-    graphs = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4), torch.rand(3, 4), dynamic=True)
+    graphs = captured(nn.Linear(4, 4).requires_grad_(False), *[torch.rand(2, 4), torch.rand(3, 4)] * 2, dynamic=True)
+    assert graphs
     for function, arguments in graphs:
-        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-        others = [value for value in arguments if not isinstance(value, torch.Tensor)]
         assert isinstance(function, CapturedGraph)
-        assert trace_captured(function, tensors, others) is None
-        assert trace_captured(function, tensors, []) is None
-
-
-def test_other_graph_modules_are_traced() -> None:
-    """Their nodes may describe other arguments, or nothing."""
-    module = torch.fx.symbolic_trace(nn.Linear(4, 4))
-    assert trace_captured(module, [torch.rand(2, 4)], []) is None
-    assert not captured_graph._is_known(next(iter(module.graph.nodes)))
+        assert captured_graph._as_captured(function, arguments) is None
+        sizes = {step.node.meta["val"].shape[0] for step in trace_captured(function, arguments).steps[-1:]}
+        assert sizes <= {2, 3, 4}
 
 
 def test_operations_that_call_functions_are_traced() -> None:
@@ -133,4 +123,4 @@ def test_operations_that_call_functions_are_traced() -> None:
     graphs = captured(branch, torch.rand(4))
     assert graphs
     for function, tensors in graphs:
-        assert trace_captured(function, tensors, []) is None
+        assert captured_graph._as_captured(function, tensors) is None

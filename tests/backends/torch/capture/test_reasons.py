@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from manyhands import torch as mh
-from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call as call_of
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.errors import CannotTrace
 
 
@@ -45,7 +46,7 @@ def fails(x: torch.Tensor) -> torch.Tensor:
 
 def reason(function: Callable[..., Any]) -> str:
     with pytest.raises(CannotTrace) as refused:
-        planning.trace(function, planning.call((torch.ones(3),), {}))
+        trace_whole(function, call_of((torch.ones(3),), {}))
     assert "\n" not in str(refused.value)
     return str(refused.value)
 

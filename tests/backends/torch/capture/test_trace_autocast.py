@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +40,7 @@ class Repeated(nn.Module):
 
 def planned(net: Repeated) -> Parallel:
     """The traced code is always used, in the caller's thread."""
-    return Parallel(net.step, planning, synchronous=True)
+    return Parallel(net.step, pure=True, synchronous=True)
 
 
 def casts(fast: Parallel) -> int:

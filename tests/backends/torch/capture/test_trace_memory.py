@@ -16,12 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.addresses import shown_by
-from manyhands.backends.torch.capture import call as torch_call
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.bindings import native
-from manyhands.parallel.choose.equality import Judge
 from manyhands.parallel.function import Parallel
-from manyhands.parallel.way import TO_THE_BIT
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule, schedule_main_lane
@@ -34,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 def planned(function: Callable[..., Any]) -> Parallel:
     """The traced code is always used."""
-    return Parallel(function, planning, synchronous=True)
+    return Parallel(function, pure=True, synchronous=True)
 
 
 # What is really so
@@ -193,18 +190,11 @@ def test_both_bias_gradients_of_an_lstm_have_their_own_memory(layers: int) -> No
     assert not planning.overlapping([parameter.grad for parameter in layer.parameters()])
 
 
-def test_results_that_share_memory_where_plain_ones_do_not_are_refused() -> None:
-    x = torch.ones(3)
-    trace, _ = traced(lambda x: (x + 1, x + 1), x)
-    call = torch_call.call((x,), {})
+def test_results_that_share_memory_are_found() -> None:
     one, other = torch.full((3,), 2.0), torch.full((3,), 2.0)
-    judge = Judge(planning, trace, call, [one, other], [])
-    assert judge.refused([one, one])[0] == "two of its results share memory"
-    assert judge.refused([one, other.clone()]) == (None, TO_THE_BIT)
-    halves = torch.full((6,), 2.0).split(3)  # of one memory, but not of the same bytes
-    assert judge.refused(halves) == (None, TO_THE_BIT)
-    both = Judge(planning, trace, call, [one, one], [])
-    assert both.refused([one, other]) == (None, TO_THE_BIT)
+    assert planning.overlapping([one, one]) == {(0, 1)}
+    assert planning.overlapping([one, other]) == set()
+    assert planning.overlapping(torch.full((6,), 2.0).split(3)) == set()  # of one memory, but not of the same bytes
 
 
 # Arrays of NumPy
@@ -255,21 +245,3 @@ def test_arguments_that_show_one_array_are_known_to_share_it() -> None:
     pair = torch.zeros(16)
     fast(pair[:8], pair[8:])
     assert "share memory" in fast.explain()  # one memory, as PyTorch knows it
-
-
-def test_an_argument_and_a_tensor_from_outside_that_show_one_array() -> None:
-    array = np.zeros(9, dtype=np.float32)
-    state = torch.from_numpy(array[:8])
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        before = x * 1
-        state.add_(1)
-        return x + before
-
-    fast = planned(function)
-    fast(torch.zeros(8))
-    for x in (torch.from_numpy(array[:8]), torch.from_numpy(array[1:])):
-        array[:] = 0
-        expected = function(x)
-        array[:] = 0
-        assert torch.equal(fast(x), expected)

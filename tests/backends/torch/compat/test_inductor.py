@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from region_cases import needs_compiler
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from whole_cases import needs_compiler
 
 from manyhands.backends.torch.compat import FakeTensorMode, decompositions, inductor, inductor_compile, prepare_inductor
 

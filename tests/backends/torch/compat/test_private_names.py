@@ -145,17 +145,6 @@ def test_a_hook_runs_last() -> None:
     assert calls == ["b", "c", "a"]
 
 
-def test_what_a_node_has_saved() -> None:
-    x, weight = torch.ones(1, 2), torch.ones(2, 2, requires_grad=True)
-    product = (x @ weight).grad_fn
-    assert compat.saved(product, "self") is not None
-    assert "_saved_self" in compat.saved_attributes(product)
-    doubled = Doubled.apply(weight).grad_fn
-    assert compat.saved_attributes(doubled) == ["saved_tensors"]
-    assert compat.function_class(doubled) is Doubled
-    assert compat.function_class(product) is None
-
-
 def test_a_compiled_module_is_known() -> None:
     layer = nn.Linear(2, 2)
     assert not compat.is_compiled(layer)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.backends.torch import planning
 from manyhands.backends.torch.convolutions import choice, products
 from manyhands.backends.torch.convolutions.choice import Chosen
 from manyhands.backends.torch.convolutions.operations import (
@@ -22,9 +21,6 @@ from manyhands.backends.torch.convolutions.operations import (
     problems_of,
 )
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
-from manyhands.backends.torch.passes.convolutions import choose_convolutions
-from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import one_lane
 
 aten = torch.ops.aten
 
@@ -240,30 +236,6 @@ def test_a_bias_and_a_mask_are_pytorchs() -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     ours = torch.ops.manyhands.convolution(x, weight, bias, *how)
     torch.testing.assert_close(ours, aten.convolution(x, weight, bias, *how), rtol=1e-4, atol=1e-4)
-
-
-def test_a_pass_puts_chosen_ways_into_a_trace() -> None:
-    torch.manual_seed(0)
-    model, x = _Net(), torch.randn(4, 1, 12, 12)
-
-    def step() -> None:
-        model.zero_grad(set_to_none=False)
-        model(x).square().sum().backward()
-
-    plain = _gradients(model, x)
-    trace = planning.trace(step, planning.call((), {}))
-    assert choose_convolutions(trace) == (trace, None)
-    mode = ChosenConvolutions(steps=10)
-    mode.recording = True
-    with mode:
-        step()
-    _all_by_products(mode.problems)
-    rewritten, what = choose_convolutions(trace)
-    assert what == "5 of 8 in faster ways"
-    made = one_lane(graph([step.task for step in rewritten.steps]))
-    planning.together(rewritten)(planning.synchronous_run(rewritten, planning.plan_of(made)).replay([]))
-    left = [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(left, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_is_chosen_where_every_run_has_to_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

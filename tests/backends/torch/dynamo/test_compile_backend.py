@@ -17,15 +17,18 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands import torch as mh
-from manyhands.backends.planning import GraphPlan
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call as call_of
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.dynamo import backend as dynamo
-from manyhands.parallel.function import Parallel
+from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole
+from manyhands.parallel.graphs import Graphs
+from manyhands.parallel.planner import Options
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
 )
-PLAN = GraphPlan(lambda tensors, arguments, keywords: None, in_graph=False, is_final=True)
+PLAN = GraphPlan(lambda tensors: [], in_graph=False)
 
 
 @pytest.fixture(autouse=True)
@@ -100,27 +103,19 @@ def test_a_run_is_told_where_its_tensors_lie() -> None:
 # When graphs are planned
 
 
-def planned_graphs(model: Callable[..., Any], x: torch.Tensor, is_final: list[bool] | None = None) -> list[list[str]]:
-    """Which graphs are planned in each step in which any is; ``is_final``: whether plans of the forward graph are."""
+def planned_graphs(model: Callable[..., Any], x: torch.Tensor) -> list[list[str]]:
+    """Which graphs are planned in each step in which any is."""
     steps: list[list[str]] = []
 
-    def plan(name: str) -> Any:
-        def make(function: Any, reuse: bool) -> Any:
-            def planner(arguments: tuple[Any, ...]) -> GraphPlan:
-                steps[-1].append(name)
-                final = name == "backward" or not is_final or is_final.pop(0)
+    def make(role: GraphRole) -> Any:
+        def planner(graph: Any, arguments: tuple[Any, ...]) -> GraphPlan:
+            steps[-1].append("backward" if role.is_backward else "forward")
+            return GraphPlan(lambda tensors: graph(*tensors), in_graph=False)
 
-                def run(tensors: Any, arguments: tuple[Any, ...], keywords: Any) -> Any:
-                    return function(*arguments)
-
-                return GraphPlan(run, in_graph=False, is_final=final)
-
-            return planner
-
-        return make
+        return planner
 
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:
-        return dynamo.compile_with(module, inputs, plan("forward"), plan("backward"))
+        return dynamo.compile_with(module, inputs, make)
 
     fast = torch.compile(model, backend=backend)
     for _ in range(4):
@@ -135,18 +130,12 @@ def test_the_backward_graph_is_planned_once_and_after_the_forward_graph() -> Non
     assert planned_graphs(net, torch.rand(8, 4)) == [["forward", "backward"]]
 
 
-def test_the_backward_graph_waits_for_a_plan_that_stays() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    steps = planned_graphs(net, torch.rand(8, 4), is_final=[False, True])
-    assert steps == [["forward"], ["forward", "backward"]]
-
-
 def test_the_backward_graph_of_a_forward_graph_without_work_is_planned() -> None:
     """There is no plan to wait for."""
     x, planned = torch.rand(4), list[str]()
 
-    def make(function: Any, reuse: bool) -> Any:
-        return lambda arguments: planned.append("planned")
+    def make(role: GraphRole) -> Any:
+        return lambda graph, arguments: planned.append("planned")
 
     def graph(function: Callable[..., Any]) -> Any:
         return make_fx(function)(x)
@@ -185,13 +174,10 @@ def test_the_random_state_of_attention_without_dropout_is_not_compared(dropout: 
         result, state = torch.ops.manyhands_tests.attention(x, dropout)
         return result * 2, state.detach()
 
-    call = planning.call((torch.rand(4),), {})
-    traced = planning.trace(function, call)
+    call = call_of((torch.rand(4),), {})
+    traced = trace_whole(function, call).trace
 
-    def plainly(tensors: Any, arguments: Any, keywords: Any) -> Any:
-        return function(*arguments)
-
-    one, other = (planning.expected(traced, call, plainly) for _ in range(2))
+    one, other = (planning.results_of(traced, call.tensors, planning.as_written(traced)) for _ in range(2))
     assert planning.equal(one, other)[0] is is_same
 
 
@@ -276,21 +262,27 @@ class Counting:
     """The backend without fusion, whose plans always, or never, are used; counts the writes in its forward graph."""
 
     def __init__(self, planned: bool) -> None:
-        self.planned, self.writes = planned, 0
+        self.writes = 0
+        self._graphs = Graphs(Options(synchronous=True), "a graph") if planned else None
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
-        return dynamo.compile_with(module, inputs, self._plan, writes_in_graph=True)
+        return dynamo.compile_with(module, inputs, self._make)
 
-    def _plan(self, function: Any, reuse: bool) -> Any:
-        for node in function.graph.nodes:
-            if node.target is torch.ops.aten.copy_.default:
-                self.writes += 1
-            if node.target is torch.ops.aten._foreach_copy_.default:  # all of a type at once
-                self.writes += len(node.args[0])
-        if not self.planned:
-            return lambda arguments: None
-        made = Parallel(function, planning, reuse_outputs=reuse, synchronous=True)
-        return made.planner()
+    def _make(self, role: GraphRole) -> Any:
+        inner = None if self._graphs is None else self._graphs.make(None, role)
+
+        def plan(graph: Any, arguments: Any) -> Any:
+            self.writes += sum(written(node) for node in graph.graph.nodes)
+            return None if inner is None else inner(graph, arguments)
+
+        return plan
+
+
+def written(node: Any) -> int:
+    """How many tensors an operation copies to."""
+    if node.target is torch.ops.aten._foreach_copy_.default:  # all of a type at once
+        return len(node.args[0])
+    return int(node.target is torch.ops.aten.copy_.default)
 
 
 def test_a_graph_that_only_writes_is_planned() -> None:
@@ -313,15 +305,19 @@ def test_a_graph_that_only_writes_is_planned() -> None:
 def test_buffers_are_written_together() -> None:
     seen: list[str] = []
 
-    def plan(function: Any, reuse: bool) -> Any:
-        seen.extend(str(node.target) for node in function.graph.nodes if "copy_" in str(node.target))
-        return lambda arguments: None
+    def make(role: GraphRole) -> Any:
+        def plan(graph: Any, arguments: Any) -> None:
+            seen.extend(str(node.target) for node in graph.graph.nodes if "copy_" in str(node.target))
+
+        return plan
 
     def backend(module: Any, inputs: Any) -> Callable[..., Any]:
-        return dynamo.compile_with(module, inputs, plan, writes_in_graph=True)
+        return dynamo.compile_with(module, inputs, make)
 
     net = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))
-    torch.compile(net, backend=backend)(torch.rand(8, 4)).sum().backward()
+    fast = torch.compile(net, backend=backend)
+    for _ in range(2):
+        fast(torch.rand(8, 4)).sum().backward()
     assert seen == ["aten._foreach_copy_.default"] * 2  # numbers, and counters
 
 

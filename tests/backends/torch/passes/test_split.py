@@ -11,7 +11,9 @@ from lane_cases import scheduled, traced
 from torch import nn
 
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call as call_of
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.schedule.lanes import schedule_main_lane
@@ -105,13 +107,15 @@ def test_steps_with_updates_in_parts_are_equal_to_the_bit(name: str) -> None:
     eager, step = step_of(plain, MAKES[name]), step_of(result, MAKES[name])
     x = torch.randn(5, 8)
     eager(x), step(x)  # the first step makes the optimizer's state
-    trace, tensors = traced(step, x)
+    made = call_of((x,), {})
+    whole = trace_whole(step, made)
+    trace, tensors = whole.trace, made.tensors
     apart = parted(trace)
     last = [name for name in names(trace) if name.startswith(("_foreach_add", "_fused"))][-1]  # of weights
     assert names(apart).count(last) >= names(trace).count(last) + 2
     run = ThreadRun(apart, planning.plan_of(scheduled(apart, 2)), 2)
     for _ in range(3):
-        assert torch.equal(planning.together(apart)(run.replay(tensors)), eager(x))
+        assert torch.equal(whole.result(run.replay(tensors)), eager(x))
         for parameter, other in zip(result.parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter, other)
             assert parameter.grad is not None

@@ -8,7 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from manyhands.backends.torch.capture import facts, trace  # noqa: E402
+from lane_cases import traced  # noqa: E402
+
+from manyhands.backends.torch.capture import facts  # noqa: E402
 from manyhands.backends.torch.run import result_copies  # noqa: E402
 from manyhands.backends.torch.run.graphs import copies as graph_copies  # noqa: E402
 
@@ -28,14 +30,14 @@ def test_copies_of_results_share_memory_where_results_do() -> None:
     assert y.all()
     assert torch.equal(made[3], other)
     x, weight = torch.rand(4, 4), torch.rand(4, 4)
-    sharing = trace.trace(lambda x, w: (x @ w, (x @ w).t(), (x @ w)[0]), [x, weight])
+    sharing = traced(lambda x, w: (x @ w, (x @ w).t(), (x @ w)[0]), x, weight)[0]
     assert not facts.results_share(sharing)
 
     def function(x: Any, w: Any) -> Any:
         y = x @ w
         return y, y.t()
 
-    assert facts.results_share(trace.trace(function, [x, weight]))
+    assert facts.results_share(traced(function, x, weight)[0])
 
 
 @pytest.mark.parametrize(

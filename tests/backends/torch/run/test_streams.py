@@ -12,6 +12,8 @@ from hypothesis import given, settings
 torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
+from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
 from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
@@ -49,8 +51,8 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed() -> tuple[Any, list[torch.Tensor]]:
     """On the GPU, to the host, on the CPU, to the GPU, on the GPU: said of operations that are all on the CPU here."""
     x = torch.ones(2, 2)
-    call = planning.call((x,), {})
-    found = planning.trace(lambda x: x.sin().cos().exp().neg().tanh(), call)
+    call = call_of((x,), {})
+    found = trace_whole(lambda x: x.sin().cos().exp().neg().tanh(), call).trace
     places = {
         "sin": ("gpu:0", "compute"),
         "cos": ("gpu:0", "copy out"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -278,7 +277,7 @@ def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch)
             return [[seconds] * 3 for seconds in (1.0, *[middle] * (len(ways) - 2), last)]
 
         monkeypatch.setattr(choose_cpu, "race", race)
-        fast = Parallel(branches, planning)
+        fast = Parallel(branches, pure=True)
         results = fast(*inputs)
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, expected, strict=True))
         assert fast.planned.seconds[fast.planned.way] == (0.5 if fastest == 0.5 else 1.0)
@@ -289,7 +288,7 @@ def test_trying_out_leaves_no_trace() -> None:
         total.add_(1)
         return torch.rand_like(x) + x
 
-    fast = Parallel(noisy, planning)
+    fast = Parallel(noisy)
     torch.manual_seed(5)
     total = torch.zeros(3)
     result = fast(torch.zeros(4), total)
@@ -307,7 +306,7 @@ def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
         return x + 1
 
     told.register_fake(torch.empty_like)
-    slow = Parallel(two_branches(told, told), planning, synchronous=True)
+    slow = Parallel(two_branches(told, told), synchronous=True)
     x = torch.ones(2)
     where.clear()
     sums, differences = slow(x, x.clone())
@@ -316,26 +315,6 @@ def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
     assert set(where) == {threading.get_ident()}
     assert "synchronous" in slow.explain()
     assert slow.planned.schedule is not None
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        lambda: torch.backends.cudnn.flags(enabled=False),
-        lambda: torch.backends.cudnn.flags(deterministic=True),
-        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    ],
-)
-def test_a_choice_of_kernels_is_another_plan(chosen: Callable[[], Any]) -> None:
-    """On a GPU the first one's graph would keep its own kernels."""
-    fast, x = Parallel(lambda x: x @ x + x, planning), torch.rand(8, 8)
-    plans = []
-    for around in (contextlib.nullcontext, chosen, contextlib.nullcontext):
-        with around():
-            fast(x)
-        plans.append(fast._last)
-    assert plans[1] is not plans[0]
-    assert plans[2] is plans[0]
 
 
 def test_autocast_is_not_applied_twice() -> None:

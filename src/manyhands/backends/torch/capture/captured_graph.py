@@ -11,10 +11,14 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.capture.trace import Trace, trace_of_graph
 from manyhands.backends.torch.compat import FakeTensor, tree_flatten
+from manyhands.backends.torch.passes.split import split
+from manyhands.errors import CannotTrace
 
 _SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
 
@@ -23,12 +27,33 @@ class CapturedGraph(GraphModule):
     """A graph of ATen operations that returns a tuple, and whose nodes know their results."""
 
 
-def trace_captured(function: object, tensors: Sequence[torch.Tensor], others: Sequence[object]) -> Trace | None:
-    """The trace of a captured graph for these arguments; None for other functions, and if it must be traced again.
+def trace_captured(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:
+    """The trace of a captured graph for these arguments, numbers among them."""
+    whole = _as_captured(graph, arguments) or _traced_again(graph, arguments)
+    trace = split(whole)
+    trace.unsplit = whole if trace is not whole else None
+    return trace
 
-    That is so if the graph was captured for arguments of other forms, or for any form.
-    """
-    if not isinstance(function, CapturedGraph) or others:
+
+def _traced_again(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:
+    """The trace of a graph that was captured for arguments of other forms, or for any form."""
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+
+    def flat(*stand_ins: torch.Tensor) -> list[Any]:
+        left = iter(stand_ins)
+        return list(graph(*(next(left) if isinstance(value, torch.Tensor) else value for value in arguments)))
+
+    try:
+        with compat.tracing, torch.no_grad(), compat.no_autocast():
+            module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    except Exception as error:
+        raise CannotTrace(why(error)) from error
+    return trace_of_graph(module)
+
+
+def _as_captured(function: CapturedGraph, tensors: Sequence[Any]) -> Trace | None:
+    """The trace of the graph's own nodes; None if the forms of its arguments are not known, or not these."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return None
     nodes = function.graph.nodes
     arguments = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
@@ -42,8 +67,7 @@ def trace_captured(function: object, tensors: Sequence[torch.Tensor], others: Se
     graph = Graph()
     results = cast(tuple[Any, ...], graph.graph_copy(function.graph, {}))
     graph.output(list(results))
-    structure = tree_flatten(results)[1]
-    return trace_of_graph(compat.graph_module(function, graph), structure)
+    return trace_of_graph(compat.graph_module(function, graph))
 
 
 def _is_known(node: Node) -> bool:

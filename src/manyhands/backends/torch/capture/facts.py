@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from manyhands import machine
-from manyhands.addresses import Span, joined
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.compat import tree_leaves
 
@@ -54,33 +51,6 @@ def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.
     places += [(node, trace.constant(node)) for node in trace.constants]
     changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
     return list(changed.values())
-
-
-def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """A check whether a tensor of a call shares memory with a tensor from outside, and either is written to.
-
-    The trace takes them for two memories. None: that cannot happen, or does no harm.
-    """
-    written = written_memories(trace)
-    outside = {node: trace.constant(node) for node in trace.constants}
-    spans = {node: span for node, value in outside.items() if (span := span_of(value)) is not None}
-    changed = joined(span for node, span in spans.items() if trace.storages[node] & written)
-    every = joined(spans.values())
-    asked = [every if trace.storages[node] & written else changed for node in trace.inputs]
-    if not any(asked):
-        return None
-    return lambda tensors: any(
-        _overlaps_any(tensor, places) for tensor, places in zip(tensors, asked, strict=True) if places
-    )
-
-
-def _overlaps_any(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
-    """Whether a tensor shares memory with one of these spans, which are sorted and do not overlap."""
-    span = span_of(tensor)
-    if span is None:
-        return False
-    last = bisect.bisect_left(places, (span.end,)) - 1  # of those that begin before it ends
-    return last >= 0 and places[last].end > span.start
 
 
 def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:

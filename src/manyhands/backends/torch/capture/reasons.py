@@ -15,14 +15,29 @@ import re
 import sys
 import sysconfig
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.fx import GraphModule
 
 import manyhands
-from manyhands.backends.planning import Break
 from manyhands.backends.torch.compat import DataDependentOutputException, DynamicOutputShapeException, stack_of
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A line at which a function cannot be captured further: Python does it, and a new piece begins behind it."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}: {self.code}  ({self.reason})"
+
 
 _NOT_THE_USERS = frozenset(sys.stdlib_module_names) | {"torch", "manyhands"}
 _LONGEST = 60  # characters of a line that is shown

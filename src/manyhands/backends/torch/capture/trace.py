@@ -1,9 +1,8 @@
 """From a PyTorch function to tasks: every ATen operation, with the memories it reads and writes.
 
-The function is traced with ``make_fx`` on fake tensors: nothing is computed, and the caller's tensors are not touched.
-Tensors that it takes from outside its arguments (closures, a module's parameters) become constants of the trace, read
-anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so. Gradients
-that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`.watch`).
+Graphs come from ``aot_autograd`` (:mod:`.captured_graph`), or from ``make_fx`` (:mod:`.whole`), both with fake tensors:
+nothing is computed. Tensors that a function takes from outside its arguments (closures, a module's parameters) become
+constants of the trace, read anew at every run.
 
 Memory is identified by the storages of the fake results: a view shares its base's, an in-place operation writes its
 argument's. Tensors from outside share memory where their bytes overlap, as two ``from_numpy`` of one array do.
@@ -17,21 +16,18 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands.addresses import joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
-from manyhands.backends.torch.capture.module_paths import module_path
-from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
-from manyhands.backends.torch.capture.watch import Watch
+from manyhands.backends.torch.capture.reasons import FROM_SHAPE
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Kind, Task
@@ -79,33 +75,18 @@ class Step:
 
 @dataclass
 class Trace:
-    """A traced function: its steps in program order, inputs, outputs, and how results are rebuilt."""
+    """A captured graph: its steps in program order, its inputs and outputs."""
 
     module: GraphModule
     steps: list[Step]
     inputs: list[Node]
     constants: list[Node]
     outputs: list[Any]
-    structure: Any
     storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
-    # The last outputs are gradients: of these tensors. False: the function removes the gradient.
-    gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    # Whether everything that the function takes from outside is as it was when it was traced.
-    holds: Callable[[], bool] = field(repr=False, default=lambda: True)
-    changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what has changed, in words
-    watched: Callable[[], Mapping[int, object]] = field(
-        repr=False, default=dict
-    )  # the objects that `holds` checks, by id
-    # To be called with tensors whose form others guard, so that ``holds`` need not check it.
-    forms_are_guarded: Callable[[Iterable[torch.Tensor]], None] = field(repr=False, default=lambda tensors: None)
     # How far results may differ from plain execution: another kernel may add in another order.
     close: float = 1e-5
-    # The trace that this one is of, where parts of it are compiled: it can be run in float64.
-    as_written: Trace | None = field(repr=False, default=None)
-    compiled_regions: int = 0
     # The trace before operations were split for lanes, if some were: better for a single lane, and for a compiler.
     unsplit: Trace | None = field(repr=False, default=None)
-    passes: list[str] = field(default_factory=list)  # what they have done, in words
 
     def constant(self, node: Node) -> Any:
         """The tensor from outside that a constant of the trace stands for."""
@@ -142,54 +123,18 @@ class Trace:
 
     def rewritten(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""
-        other = described(compat.graph_module(self.module, graph), self.structure)
-        other.gradients, other.holds, other.changed = self.gradients, self.holds, self.changed
-        other.watched, other.forms_are_guarded = self.watched, self.forms_are_guarded
+        other = described(compat.graph_module(self.module, graph))
+        other.close = self.close
         return other
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch: Watch | None = None) -> Trace:
-    """Trace a function of a flat list of tensors."""
-    structure: Any = None
-    gradients: list[tuple[torch.Tensor, bool]] = []
-
-    def flat(*tensors: torch.Tensor) -> list[Any]:
-        nonlocal structure
-        if watch is None:
-            values, structure = tree_flatten(function(*tensors))
-            return values
-        with watch.watching():
-            values, structure = tree_flatten(function(*tensors))
-        left = watch.gradients()
-        gradients.extend((tensor, gradient is not None) for tensor, gradient in left)
-        return [*values, *(gradient for _, gradient in left if gradient is not None)]
-
-    try:
-        with _fake_mode(arguments) as mode, compat.lazy_graph_modules(), compat.quick_constants(mode):
-            module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
-    except CannotTrace:
-        raise
-    except Exception as error:
-        raise CannotTrace(why(error)) from error
-    captured = trace_of_graph(module, structure)
-    captured.gradients = gradients
-    return captured
-
-
-def trace_of_graph(module: GraphModule, structure: Any) -> Trace:
-    """The trace of a graph of ATen operations that returns a list of this structure; its dead code is removed."""
+def trace_of_graph(module: GraphModule) -> Trace:
+    """The trace of a graph of ATen operations that returns a list; its dead code is removed."""
     _drop_profiling(module)
     _join_constants(module)
     _must_be_static(module)  # also unused nodes: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
-    return described(module, structure)
-
-
-def _fake_mode(arguments: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """The fake mode to trace in; arguments that are fake already (virtual devices) bring their own."""
-    if any(isinstance(argument, compat.FakeTensor) for argument in arguments):
-        return nullcontext()
-    return compat.RememberingFakeMode()
+    return described(module)
 
 
 def _drop_profiling(module: GraphModule) -> None:
@@ -263,7 +208,7 @@ def _operation(node: Node) -> str:
     return str(node.target) if schema is None else schema.name.partition("::")[2]
 
 
-def described(module: GraphModule, structure: Any) -> Trace:
+def described(module: GraphModule) -> Trace:
     """The tasks of a traced graph, with the memories that they touch."""
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -300,7 +245,7 @@ def described(module: GraphModule, structure: Any) -> Trace:
         steps.append(step_of[node])
     _writes_after_checks(steps, frozenset().union(*(storages[node] for node in [*inputs, *constants])))
     output = next(node for node in nodes if node.op == "output").args[0]
-    return Trace(module, steps, inputs, constants, list(output), structure, storages)
+    return Trace(module, steps, inputs, constants, list(output), storages)
 
 
 def _writes_after_checks(steps: Sequence[Step], inputs: frozenset[int]) -> None:
@@ -369,6 +314,13 @@ def _is_unused_state(value: Any) -> bool:
         return False
     schema = compat.schema(source.target)
     return schema is not None and schema.returns[part].name in _RANDOM_STATES
+
+
+def module_path(node: Node) -> str:
+    """The path in its model of the module that an operation belongs to: ``layers.0.attention``; empty if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    return re.sub(r"^\w\[[^\]]*\]\.?", "", path)  # G['net'].layers.0
 
 
 def _shape(value: Any) -> str:

@@ -43,7 +43,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from manyhands.backends.torch.compat.attention_paths import attention_as_in_plain_execution
 from manyhands.backends.torch.compat.attributes import (
     BUFFERS,
     HOOKS_OF_EVERY_MODULE,
@@ -59,7 +58,6 @@ from manyhands.backends.torch.compat.attributes import (
     autocast_like,
     base,
     check_input,
-    enters_autocast,
     forward_ad_level,
     function_class,
     has_gradient_hooks,
@@ -70,7 +68,6 @@ from manyhands.backends.torch.compat.attributes import (
     parametrise,
     run_last,
     saved,
-    saved_attributes,
     schema,
     set_hooks,
     sparse_parts,
@@ -79,26 +76,25 @@ from manyhands.backends.torch.compat.dynamo import (
     DispatchModeWithoutDynamo,
     ForwardGraph,
     aot_autograd,
-    captured_code,
-    compile_in_pieces,
+    checks_custom_operations,
+    compiled,
     forward_graph,
     is_dynamo_loaded,
+    is_graph_break,
     make_boxed_function,
     register_dynamo_backend,
+    restarts_capture,
     skip_code,
     stack_of,
+    tracing,
 )
 from manyhands.backends.torch.compat.fake_tensors import (
-    RememberingFakeMode,
     graph_module,
     lazy_graph_modules,
-    quick_constants,
     tensor_form,
 )
-from manyhands.backends.torch.compat.guards_by_dynamo import compile_whole, dynamo_check, dynamo_enabled
 from manyhands.backends.torch.compat.inductor import custom_graph_pass, inductor_compile, prepare_inductor
 from manyhands.backends.torch.compat.sequence_slot import replace_getitem
-from manyhands.backends.torch.compat.tensor_places import addresses_are, equal_addresses
 
 # Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.
 set_grad_enabled = torch._C._set_grad_enabled
@@ -112,18 +108,22 @@ functorch_level = torch._C._functorch.maybe_current_level
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 fp32_precision = torch._C._get_fp32_precision_getter
 deterministic_algorithms = torch._C._get_deterministic_algorithms
-cudnn_enabled = torch._C._get_cudnn_enabled
-cudnn_deterministic = torch._C._get_cudnn_deterministic
-cudnn_benchmark = torch._C._get_cudnn_benchmark
-math_sdp_enabled = torch._C._get_math_sdp_enabled
-flash_sdp_enabled = torch._C._get_flash_sdp_enabled
-mem_efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
-cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 
 # As torch.cuda.is_current_stream_capturing, without asking whether CUDA is there; the handle of a device's current
 # stream, whose object takes long to make. None in a build without CUDA.
 is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+# Whether the tensors with these numbers are at these addresses, in one call; None in a build without CUDA.
+equal_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def addresses_are(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A check that tensors are still at the addresses that they have now."""
+    places = {number: tensor.data_ptr() for number, tensor in enumerate(tensors)}
+    check = arguments_lie_at(places)
+    return lambda: check(tensors)
 
 
 def arguments_lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
@@ -153,17 +153,6 @@ LAZY_INIT = "_lazy_init"
 
 # Which function of the backward pass runs: there is no public way to ask.
 current_autograd_node = torch._C._current_autograd_node
-MODULE_CALL = torch.nn.Module._call_impl.__code__  # the code that runs when a module is called
-
-
-def autograd_number(node: Any) -> int:
-    """The number of a node of autograd's graph: nodes are numbered as they are created."""
-    return int(node._sequence_nr())
-
-
-def last_autograd_number() -> int:
-    """The number of the node that was created last, in this thread."""
-    return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 # Module.to on virtual devices: swap_tensors refuses tensors with weak references.

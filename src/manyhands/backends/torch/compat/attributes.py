@@ -40,11 +40,6 @@ def schema(operation: object) -> Any:
     return getattr(operation, "_schema", None)
 
 
-def enters_autocast(function: object) -> bool:
-    """Whether this function is the one by which a graph of Dynamo enters autocast."""
-    return getattr(function, "__name__", "") == "_enter_autocast"
-
-
 def autocast_like(context: Any, device_type: str) -> torch.autocast:
     """A context that casts as this one, for devices of another type."""
     return torch.autocast(device_type, context.fast_dtype, context._enabled, context._cache_enabled)
@@ -119,12 +114,6 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def saved(node: Any, name: str) -> Any:
     """What a node of autograd has saved for its backward pass under this name; RuntimeError if it is freed."""
     return getattr(node, f"_saved_{name}")
-
-
-def saved_attributes(node: Any) -> list[str]:
-    """The attributes by which a node of autograd shows what it has saved; reading one may raise."""
-    of_function = ["saved_tensors"] if hasattr(type(node), "saved_tensors") else []
-    return of_function + [name for name in dir(node) if name.startswith("_saved_")]
 
 
 def function_class(node: Any) -> Any:

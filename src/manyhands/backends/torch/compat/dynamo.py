@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.backends.torch.replacements import Replacements
+
+# PyTorch marks in the process, not in the thread, that something is traced: two traces at once leave the mark behind,
+# and no compiled function can be called any more.
+tracing = threading.RLock()
 
 
 def skip_code(code: CodeType) -> None:
@@ -68,7 +74,6 @@ class ForwardGraph:
     fixed: frozenset[int]  # arguments that are parameters and buffers: their addresses stay
     written_back: int  # the first results, which PyTorch copies into arguments (others the graph writes itself)
     results: int  # these and the caller's; results after them are saved for the backward pass
-    written: frozenset[int]  # arguments that the function writes to
 
 
 def forward_graph() -> ForwardGraph | None:
@@ -86,8 +91,7 @@ def forward_graph() -> ForwardGraph | None:
         for argument in changed
     )
     written_back = len(changed) if copied else 0
-    written = frozenset([*known.mutated_inp_runtime_indices, *known.mutated_graph_handled_indices])
-    return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward, written)
+    return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward)
 
 
 @contextmanager
@@ -107,7 +111,7 @@ def replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def without_known_faults() -> AbstractContextManager[None]:
-    """Work around two faults of Dynamo while it captures.
+    """Work around faults of Dynamo while it captures.
 
     PyTorch 2.12 and 2.13 attach a source to the constants None, True and False that all captures share, for
     ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any function, may then read its None
@@ -115,8 +119,11 @@ def without_known_faults() -> AbstractContextManager[None]:
 
     The number that a ``random.Random`` of the user draws becomes a constant of the graph: every call would get the
     same one (PyTorch 2.11 to 2.13). So Dynamo must not know that class, and leaves it to Python.
+
+    Weights of an optimizer whose step was captured become attributes of later graphs, and a ``backward()`` in such a
+    graph does not find them: they silently get no gradient. So they stay inputs, at fixed addresses.
     """
-    from torch._dynamo.variables import TensorVariable, constant, misc
+    from torch._dynamo.variables import TensorVariable, builder, constant, misc
 
     kind: Any = TensorVariable
     names = ("CONSTANT_VARIABLE_NONE", "CONSTANT_VARIABLE_TRUE", "CONSTANT_VARIABLE_FALSE")
@@ -135,63 +142,64 @@ def without_known_faults() -> AbstractContextManager[None]:
         constant_variable.source = None  # an earlier capture may have left one
     unknown = staticmethod(lambda generator: False)
     random_object: Any = getattr(misc, "RandomVariable", None)
-    return replaced((kind, "var_getattr", var_getattr), (random_object, "is_supported_random_obj", unknown))
+    kind_of_address: Any = getattr(builder, "get_static_address_type", None)
+
+    def get_static_address_type(tensor: torch.Tensor) -> str | None:
+        return "unguarded" if kind_of_address(tensor) is not None else None
+
+    return replaced(
+        (kind, "var_getattr", var_getattr),
+        (random_object, "is_supported_random_obj", unknown),
+        (builder, "get_static_address_type", get_static_address_type),
+    )
 
 
-# How Dynamo captures a function in pieces. Numbers and shapes are fixed: a plan is made for them. What Dynamo would do
-# differently (NumPy's functions by PyTorch's, a failed ``assert`` as another error) is left to Python.
-_IN_PIECES = {
-    "disable": False,
-    "suppress_errors": True,
+# While Dynamo captures for ``parallel``. What it would do differently from Python (NumPy's functions by PyTorch's, a
+# failed ``assert`` as another error) is left to Python. A backward pass becomes part of its graph.
+_SETTINGS = {
+    "suppress_errors": False,
     "fail_on_recompile_limit_hit": False,
-    "assume_static_by_default": True,
-    "automatic_dynamic_shapes": False,
     "trace_numpy": False,
     "rewrite_assert_with_torch_assert": False,
     "skip_nnmodule_hook_guards": False,
-    "trace_autograd_ops": False,
+    "trace_autograd_ops": True,
 }
+_ATTEMPTS = 2  # to capture code, after which it is left to Python
 
 # Loggers for users of torch.compile.
 _TALKATIVE = ("torch", "torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor", "torch._logging")
 
 
 class _Frames:
-    """Wraps Dynamo's callback for functions that are called for the first time: filters them, and catches errors."""
+    """Wraps Dynamo's callback for code that is called for the first time: sets our settings, and catches errors."""
 
-    def __init__(
-        self, convert: Any, left_to_python: Callable[[CodeType], str | None], broken: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, convert: Any, report: Callable[[BaseException], None], left: Callable[[CodeType], None]) -> None:
         self._torchdynamo_orig_backend = self._convert = convert  # Dynamo looks for the backend by this name
-        self._left_to_python, self._broken = left_to_python, broken
-        self._left: dict[CodeType, str] = {}  # to Python
+        self._report, self._limit_reached = report, left
+        self._attempts: Counter[CodeType] = Counter()
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         from torch._dynamo import config, convert_frame
         from torch._dynamo.types import ConvertFrameReturn
 
         code = frame.f_code
-        left = self._left.get(code) or self._left_to_python(code)
-        if left is None:
-            settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
+        if self._attempts[code] < _ATTEMPTS:
+            settings = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
             try:
                 patch = config.patch(settings)
-                with convert_frame.compile_lock, patch, _quiet(), without_known_faults(), self._listening():
+                with tracing, convert_frame.compile_lock, patch, _quiet(), without_known_faults(), self._listening():
                     result = self._convert(frame, *arguments)
                 skipped = str(getattr(result, "skip_reason", ""))  # PyTorch 2.11 does not say why
                 if result.guarded_code is not None or "skipfiles" in skipped:
                     return result
-                left = "alone"
+                if result.frame_exec_strategy.cur_action == torch._C._dynamo.eval_frame._FrameAction.RUN_ONLY:
+                    self._limit_reached(code)
+                self._attempts[code] = _ATTEMPTS
             except Exception as error:
-                self._broken(error)
-                left = "alone"
-        self._left[code] = left
+                self._report(error)
+                self._attempts[code] += 1
         # Not for the code in general: another backend may compile it.
-        result = ConvertFrameReturn(apply_to_code=False)
-        if left == "all":
-            skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-            result.frame_exec_strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
-        return result
+        return ConvertFrameReturn(apply_to_code=False)
 
     def _listening(self) -> AbstractContextManager[None]:
         """Report each place where Dynamo leaves a function to Python."""
@@ -202,7 +210,7 @@ class _Frames:
 
         def log_graph_break(translator: Any, code_options: Any, reason: str, exc: BaseException) -> None:
             if not getattr(exc, "logged", False):
-                self._broken(exc)
+                self._report(exc)
             before(translator, code_options, reason, exc)
 
         return replaced((owner, "log_graph_break", log_graph_break))
@@ -225,36 +233,49 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def compile_in_pieces(
+def compiled(
     function: Callable[..., Any],
     backend: Callable[..., Any],
-    left_to_python: Callable[[CodeType], str | None],
-    broken: Callable[[BaseException], None],
+    dynamic: bool | None,
+    report: Callable[[BaseException], None],
+    left: Callable[[CodeType], None],
 ) -> Callable[..., Any]:
-    """Let Dynamo capture a function; where it cannot follow, Python goes on. No error of Dynamo's gets out.
+    """``torch.compile(function, backend=backend, dynamic=dynamic)``, except that no error of Dynamo's gets out.
 
-    ``left_to_python`` is called with code that runs for the first time: "alone" leaves it to Python, "all" also what it
-    calls. ``broken`` is called with the reason why a graph ends; ``stack_of`` gives the place.
+    ``report`` is called with the reason why a graph ends (``stack_of`` gives the place), ``left`` with code that Dynamo
+    has captured too often.
     """
     import torch._dynamo
 
-    context: Any = torch._dynamo.optimize(backend)
+    context: Any = torch._dynamo.optimize(backend, dynamic=dynamic)
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
-        context.callback = _Frames(context.callback, left_to_python, broken)
+        context.callback = _Frames(context.callback, report, left)
     return cast(Callable[..., Any], context(function))
+
+
+def checks_custom_operations() -> bool:
+    """Whether the only dispatch mode is PyTorch's check of custom operations, around the first call of a graph."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return [type(mode).__name__ for mode in modes] == ["_AnalyzeCustomOpInputOutputMode"]
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Whether this is how Dynamo leaves code to Python, and not an error of its own."""
+    from torch._dynamo.exc import Unsupported
+
+    return isinstance(error, Unsupported)
+
+
+def restarts_capture(error: BaseException) -> bool:
+    """Whether Dynamo raised this to capture the same code once more, in another way."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
 
 
 def stack_of(error: BaseException) -> list[FrameSummary]:
     """Where Dynamo stopped in the captured code, the innermost call last."""
     return list(getattr(error, "real_stack", None) or ())
-
-
-def captured_code() -> list[CodeType]:
-    """The code of the graph that is being compiled: the function, and those that it calls."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    return list(getattr(context, "traced_code", ()))
 
 
 def is_dynamo_loaded() -> bool:

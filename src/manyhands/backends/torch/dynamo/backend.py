@@ -24,68 +24,121 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx import GraphModule as GraphModule  # what Dynamo passes to a backend
+from torch.fx.node import has_side_effect
 
-from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph
-from manyhands.backends.torch.capture.fast_match import AddressedTensors, tensor_guards
 from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.capture.trace import has_effects
-from manyhands.backends.torch.run.cuda_graph import trial_calls
+from manyhands.backends.torch.planning import is_out_of_memory
+from manyhands.backends.torch.run.cuda_graph import AddressedTensors, trial_calls
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
 _aten = torch.ops.aten
 Function = Callable[..., Any]
 _RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
+_MOST = 8  # plans of one graph that are made
+_OFTEN = 3  # calls with the same sizes, after which a graph for any sizes is planned for them
+_REMEMBERED = 32  # such sizes that are counted
 
 
-Make = Callable[[Function, bool], Planner]  # of a function; True: the next call may overwrite results
+@dataclass(frozen=True)
+class GraphPlan:
+    """How a captured graph is run for arguments like those that it was planned with."""
+
+    run: Callable[[Sequence[Any]], list[Any]]
+    in_graph: bool  # a CUDA graph: results lie in its memory if they may be overwritten
+    writes: bool = False  # to arguments, so that a run that failed cannot be repeated
+    # After how many calls it pays to look for a better plan, and what does so; None: there is nothing left to try.
+    later: tuple[int, Planner] | None = None
+    # Called when it ran out of memory: it is not used any more.
+    failed: Callable[[Exception], None] = lambda error: None
 
 
-def compile_with(
-    module: GraphModule,
-    inputs: Sequence[Any],
-    make: Make,
-    make_backward: Make | None = None,
-    report: Callable[[compat.ForwardGraph | None], None] = lambda _: None,
-    *,
-    writes_in_graph: bool = False,
-    to_compile: bool = False,
-) -> Function:
-    """The function that Dynamo calls instead of a module; ``make`` plans a function of tensors.
+# Plans a captured graph for arguments; None: it runs without a plan.
+Planner = Callable[[CapturedGraph, tuple[Any, ...]], GraphPlan | None]
 
-    ``make_backward`` plans the graph of the backward pass, if it differs from ``make``; ``report`` receives PyTorch's
-    metadata of the forward graph. ``writes_in_graph``: the module's writes to its buffers are part of the graph, and
-    planned. Otherwise they follow the graph, one copy after the other, and a graph that fails has written nothing.
+
+@dataclass(frozen=True)
+class GraphRole:
+    """What a graph is for."""
+
+    place: str  # the user's lines that it stands for: "train.py:10-13"
+    is_backward: bool
+    reuse: bool  # the next call may overwrite its results
+
+
+Make = Callable[[GraphRole], Planner]
+
+
+def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_compile: bool = False) -> Function:
+    """The function that Dynamo calls instead of a module; ``make`` gives the planner of each of its graphs.
+
     ``to_compile``: graphs will be compiled, so what compiles them gets ready while PyTorch splits the module.
     """
     if to_compile:
         compat.prepare_inductor(inputs)
+    _keep_effects(module)
+    count = _keep_unused(module)
     places = _Places()
     name = lines_of(module, "a graph")
 
-    def forward(graph: GraphModule, _: Any) -> Function:
-        known = compat.forward_graph()
-        report(known)
-        return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name=name))
+    def compiler(*, is_backward: bool) -> Callable[[GraphModule, Any], Function]:
+        def compiled(graph: GraphModule, _: Any) -> Function:
+            known = None if is_backward else compat.forward_graph()
+            return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name, is_backward=is_backward))
 
-    def backward(graph: GraphModule, _: Any) -> Function:
-        planned = _PlannedGraph(graph, make_backward or make, places, None, is_backward=True, name=f"{name}, backward")
-        return compat.make_boxed_function(planned)
+        return compiled
 
-    compiled = compat.aot_autograd(
+    forward = compiler(is_backward=False)
+    compile_graphs = compat.aot_autograd(
         fw_compiler=forward,
-        bw_compiler=backward,
+        bw_compiler=compiler(is_backward=True),
         inference_compiler=forward,
-        keep_inference_input_mutations=writes_in_graph,
+        keep_inference_input_mutations=True,
     )
-    return compiled(module, inputs)
+    run = compile_graphs(module, inputs)
+    return run if count is None else lambda *arguments: run(*arguments)[:count]
+
+
+def _keep_effects(module: GraphModule) -> None:
+    """Mark operations without results as having an effect: PyTorch would remove them as dead code."""
+    for node in module.graph.nodes:
+        operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
+        if isinstance(operation, compat.OpOverload) and not compat.schema(operation).returns:
+            has_side_effect(operation)
+
+
+def _keep_unused(module: GraphModule) -> int | None:
+    """Return unused values as results, so that they are computed: that may draw random numbers, or raise.
+
+    Gives the number of the other results; None if no value is unused.
+    """
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    unused = [node for node in module.graph.nodes if node.op.startswith("call_") and not node.users and _is_new(node)]
+    if not unused:
+        return None
+    # Detached: otherwise what they are computed from would get gradients of zeros.
+    with module.graph.inserting_before(output):
+        output.args = ((*results, *(module.graph.call_method("detach", (node,)) for node in unused)),)
+    module.recompile()
+    return len(results)
+
+
+def _is_new(node: Node) -> bool:
+    """Whether a node's result is a tensor in new memory: what is written in place stays in a graph anyway."""
+    sources = [source.meta.get("example_value") for source in node.all_input_nodes]
+    memories = {compat.memory_id(source) for source in sources if isinstance(source, torch.Tensor)}
+    result = node.meta.get("example_value")
+    return isinstance(result, torch.Tensor) and compat.memory_id(result) not in memories
 
 
 def options_from(settings: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +148,8 @@ def options_from(settings: dict[str, Any]) -> dict[str, Any]:
         raise EngineError(f"mode={settings['mode']!r} is Inductor's: the backend 'manyhands' measures what is fastest")
     if unknown := options.keys() - {"fuse"}:
         raise EngineError(
-            f"the backend 'manyhands' has no option {', '.join(sorted(unknown))}: there is 'fuse' (compile runs of "
-            "small operations, then put all on lanes), as in options={'fuse': False}"
+            f"the backend 'manyhands' has no option {', '.join(sorted(unknown))}: there is 'fuse' (also compile each "
+            "graph as a whole), as in options={'fuse': False}"
         )
     if not isinstance(options.get("fuse", True), bool):
         raise EngineError(f"options={{'fuse': {options['fuse']!r}}}: give True or False")
@@ -136,9 +189,9 @@ class _PlannedGraph:
         make: Make,
         places: _Places,
         forward: compat.ForwardGraph | None,
+        name: str = "a graph",
         *,
         is_backward: bool = False,
-        name: str = "a graph",
     ) -> None:
         nodes = module.graph.nodes
         outputs: Any = next(node for node in nodes if node.op == "output").args[0]
@@ -159,24 +212,32 @@ class _PlannedGraph:
         for number, argument in same:
             sources[number] = 1 + argument
         self._pick = _picker(sources)
-        self._is_nothing_planned = not self._computed and not any(map(_has_effect, nodes))
+        effects = [*map(_has_effect, nodes)]
+        # Views are computed outside of the plan, so they must not repeat its effects.
+        repeated = any(map(_has_effect, self._make_views.graph.nodes))
+        self._is_nothing_planned = repeated or not (self._computed or any(effects))
         self._is_backward = is_backward
         if not is_backward:
             places.are_known = self._is_nothing_planned
-        function = _part(module, [outputs[number] for number in self._computed], name, with_effects=True)
+        self._planned_part = _part(module, [outputs[number] for number in self._computed], name, with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
         saved_from = len(outputs) if forward is None else forward.results
         self._saved = [at for at, number in enumerate(self._computed) if number >= saved_from]
         written_back = 0 if forward is None else forward.written_back
         self._callers = [at for at, number in enumerate(self._computed) if written_back <= number < saved_from]
-        self._plan = make(function, bool(self._saved))
+        self._plan = make(GraphRole(name, is_backward, bool(self._saved)))
+        self._plans_made = 0
+        self._takes_any_size = any(not _is_tensor_of_known_size(node.meta.get("val")) for node in arguments)
+        self._calls: Counter[Any] = Counter()  # by sizes, of a graph that takes any
         self._bound: list[_Bound] = []
         # Alive while the saved results of the last call are referenced.
         self._holder: weakref.ref[torch.Tensor] | None = None
         self._alone = threading.Lock() if self._saved else nullcontext()
 
     def __call__(self, *arguments: Any) -> Any:
-        # PyTorch runs the first call of a graph under a dispatch mode, in which nothing can be traced.
+        if compat.checks_custom_operations():  # a mode of PyTorch's around the first call of a graph
+            with compat.no_dispatch_modes():
+                return self(*arguments)
         if self._is_nothing_planned or compat.count_dispatch_modes():
             return self._whole(*arguments)
         if self._is_backward and not self._places.are_known:
@@ -184,30 +245,49 @@ class _PlannedGraph:
         with self._alone:
             if self._holder is not None and self._holder() is not None:
                 return self._whole(*arguments)
-            for bound in self._bound:
-                if bound.fits(arguments):
-                    break
-            else:
+            bound = next((known for known in self._bound if known.fits(arguments)), None)
+            if bound is None:
+                if not self._is_worth_a_plan(arguments):
+                    return self._whole(*arguments)
                 bound = self._bind(arguments)
             if bound.is_due():
                 bound = self._bind(arguments, instead_of=bound)
             if bound.plan is None:
                 return self._whole(*arguments)
-            planned_results = self._own_results(bound, bound.plan, arguments)
+            try:
+                planned_results = self._own_results(bound, bound.plan, arguments)
+            except Exception as error:
+                if not is_out_of_memory(error) or not (bound.plan.writes is False or _nothing_was_done(error)):
+                    raise
+                bound.plan.failed(error)
+                bound.plan, planned_results = None, []
+            if bound.plan is None:  # only here has the failed run freed its memory
+                return self._whole(*arguments)
         results = list(self._pick((None, *arguments, *planned_results)))
         if self._others:
             for number, value in zip(self._others, self._make_views(*arguments), strict=True):
                 results[number] = value
         return results
 
+    def _is_worth_a_plan(self, arguments: tuple[Any, ...]) -> bool:
+        """Planning takes long: a graph that takes any sizes is planned for those that come often."""
+        if self._plans_made >= _MOST:
+            return False
+        if not self._takes_any_size:
+            return True
+        sizes = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in arguments)
+        if len(self._calls) > _REMEMBERED:
+            self._calls.clear()
+        self._calls[sizes] += 1
+        return self._calls[sizes] >= _OFTEN
+
     def _own_results(self, bound: _Bound, plan: GraphPlan, arguments: tuple[Any, ...]) -> list[Any]:
         if not plan.in_graph:
-            plain_arguments = tuple(_plain(value) for value in arguments)
-            tensors = [value for value in plain_arguments if isinstance(value, torch.Tensor)]
-            return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
+            plain_arguments = [_plain(value) for value in arguments]
+            return plan.run([value for value in plain_arguments if isinstance(value, torch.Tensor)])
         # Saved results stay in the graph's memory: the backward pass reads them there.
         with trial_calls() if self._saved else nullcontext():
-            results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
+            results = list(plan.run(bound.tensors_of(arguments)))
         if not self._saved:
             return results
         for at in self._callers:
@@ -229,11 +309,13 @@ class _PlannedGraph:
             }
         fixed = {number for number, value in tensors.items() if value.is_cuda and _place(value) in self._places}
         planner = (None if instead_of is None else instead_of.planner) or self._plan
-        plan = planner(tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments)))
+        self._plans_made += instead_of is None
+        plan = planner(
+            self._planned_part, tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments))
+        )
         bound = _Bound(plan, arguments, sorted(fixed))
-        if plan is None or plan.is_final:
-            self._places.are_known = True
-            self._bound = [bound, *[other for other in self._bound if other is not instead_of][: _RECENT - 1]]
+        self._places.are_known = True
+        self._bound = [bound, *[other for other in self._bound if other is not instead_of][: _RECENT - 1]]
         return bound
 
 
@@ -262,7 +344,7 @@ class _Bound:
         held = {*in_place} if plan is not None and plan.in_graph else set[int]()
         asked = [number for number in first.values() if number not in held]
         self._asked = _picker(asked)
-        guards: Callable[..., bool] = tensor_guards([arguments[number] for number in asked]) if asked else lambda: True
+        guards: Callable[..., bool] = _same_forms([arguments[number] for number in asked]) if asked else lambda: True
         self._same_forms = guards
         self._same_addresses = compat.arguments_lie_at({number: arguments[number].data_ptr() for number in in_place})
         # For a run: the address of each tensor, and which addresses may change on the next call.
@@ -291,6 +373,21 @@ class _Bound:
             addresses[at] = arguments[number].data_ptr()
         tensors.addresses = tuple(addresses)
         return tensors
+
+
+def _same_forms(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A check that as many tensors are like these: type, shape, strides, dtype, device, requires_grad."""
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    return compat.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _nothing_was_done(error: Exception) -> bool:
+    return getattr(error, "nothing_was_done", False)
+
+
+def _is_tensor_of_known_size(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def _plain(value: Any, *, in_place: bool = False) -> Any:
@@ -337,7 +434,7 @@ def _has_effect(node: Node) -> bool:
 
 def _part(
     module: GraphModule, outputs: Sequence[Any], name: str = "a graph", *, with_effects: bool = False
-) -> GraphModule:
+) -> CapturedGraph:
     """A graph of the same arguments for some of the results, with only the operations that these need.
 
     ``with_effects`` adds operations with effects: a check of values, a write to an argument. Such writes are batched.

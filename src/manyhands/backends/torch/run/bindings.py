@@ -90,12 +90,6 @@ def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def into_memory(node: Node) -> Callable[..., Any]:
-    """The same for an operation that writes to existing memory, ``out``."""
-    binding = native(node)
-    return binding.overloadpacket.out if isinstance(binding, OpOverload) else binding
-
-
 def _is_simple(node: Node) -> bool:
     """Excludes operations that create tensors from nothing (a default device would matter) or draw random numbers."""
     name = str(node.target).removeprefix("aten.")

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Step, Trace
-from manyhands.backends.torch.run.bindings import into_memory, native
+from manyhands.backends.torch.run.bindings import native
 from manyhands.python_code.generated import function
 from manyhands.schedule.clocks import Clocks
 from manyhands.schedule.lanes import Schedule
@@ -108,11 +108,8 @@ def generate(
     return code
 
 
-def call_text(node: Node, code: Code, into: Node | None = None) -> str:
-    """The call of an operation as source; objects without a source form get a name in the code.
-
-    ``into``: an earlier result whose memory the operation writes to.
-    """
+def call_text(node: Node, code: Code) -> str:
+    """The call of an operation as source; objects without a source form get a name in the code."""
     if node.target.__name__ == "getitem":  # type: ignore[union-attr]
         return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
     arguments = [argument_text(value, code) for value in node.args]
@@ -125,8 +122,6 @@ def call_text(node: Node, code: Code, into: Node | None = None) -> str:
     if code.streams and _copies(node, "cpu", "cuda"):
         named["non_blocking"] = True
     arguments += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
-    if into is not None:
-        return f"{code.name(into_memory(node))}({', '.join([*arguments, f'out={into.name}'])})"
     return f"{code.name(native(node))}({', '.join(arguments)})"
 
 

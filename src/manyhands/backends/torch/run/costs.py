@@ -65,8 +65,8 @@ def cost_keys(trace: Trace) -> list[str]:
 def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
     """Seconds, and the share of its device that the operation fills; None if it cannot be measured alone."""
     step = trace.steps[number]
-    if getattr(step.node.target, "is_whole", False):
-        return None  # the region is the whole function: the race times it
+    if not isinstance(step.node.target, compat.OpOverload):
+        return None  # compiled code is the whole graph: the race times it
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():

@@ -19,7 +19,6 @@ from torch.autograd.graph import increment_version
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.facts import results_share
-from manyhands.backends.torch.capture.fast_match import AddressedTensors
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
 from manyhands.backends.torch.run.graphs.copies import Copies, can_be_copied, prepare
@@ -34,6 +33,13 @@ _LITTLE = 1 / 100  # of the device's memory: results may exist twice if they tak
 # Operations that may call cuBLAS.
 _MULTIPLIES = re.compile(r"mm|mv|matmul|linear|dot|attention|transformer|lstm|gru|rnn|linalg|solve|cholesky|manyhands")
 _of_thread = threading.local()
+
+
+class AddressedTensors(list[torch.Tensor]):
+    """The tensors of a call with their addresses, if these are known already."""
+
+    __slots__ = ("addresses",)
+    addresses: tuple[int, ...]
 
 
 @contextmanager

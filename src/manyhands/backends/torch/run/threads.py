@@ -25,7 +25,6 @@ When a task fails, its lane sets the stop flag and opens every gate; the other l
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,6 @@ from torch.fx import Node
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text
-from manyhands.backends.torch.run.reuse_memory import Reuse
 from manyhands.backends.torch.run.thread_pool import Pool, closed_lock, pool
 from manyhands.python_code.generated import functions
 from manyhands.schedule.task import Task
@@ -124,11 +122,8 @@ class _Writer:
                 if self._lane_of[self._made_by.get(source, task)] != lane:
                     self._slot(source, lane)
         stopped = self._code.name(Stopped)
-        reuse = Reuse(
-            self._trace, {*self._slots_of, *(output for output in self._trace.outputs if isinstance(output, Node))}
-        )
         for lane in range(len(self._tasks)):
-            self._lane(lane, stopped, reuse)
+            self._lane(lane, stopped)
         lanes = functions("lanes", "\n".join(self._code.lines), self._code.names)
         return LaneCode(lanes, len(self._slots), len(self._gates), results, self._task_at)
 
@@ -138,7 +133,7 @@ class _Writer:
             self._slots[node, lane] = len(self._slots)
         return self._slots[node, lane]
 
-    def _lane(self, lane: int, stopped: str, reuse: Reuse) -> None:
+    def _lane(self, lane: int, stopped: str) -> None:
         lines = self._code.lines
         lines.append(f"def lane{lane}(inputs, box, gates, stop):")
         used = {source for task in self._tasks[lane] for source in self._sources(task)}
@@ -152,8 +147,7 @@ class _Writer:
                 lines.append(f"    {node.name} = {self._code.name(value)}")
         last = self._last_uses(lane)
         taken: set[Node] = set()
-        into: Node | None = None
-        for task, following in itertools.zip_longest(self._tasks[lane], self._tasks[lane][1:]):
+        for task in self._tasks[lane]:
             for other in self._plan.waits.get(task, ()):
                 if (other, task) in self._gates:
                     lines.append(f"    gates[{self._gates[other, task]}].acquire()")
@@ -162,14 +156,11 @@ class _Writer:
             self._take(task, lane, taken)
             self._stamp(task)
             for node in self._trace.steps[task].nodes:
-                lines.append(f"    {node.name} = {call_text(node, self._code, into)}")
+                lines.append(f"    {node.name} = {call_text(node, self._code)}")
                 self._task_at[len(lines)] = f"{self._trace.steps[task].task.name} (task {task}, lane {lane})"
             self._stamp(task)
             self._give(task)
-            gone = [node for node in (into, *last.get(task, ())) if node is not None and node not in returned]
-            gone_here = gone if into is None else gone[1:]
-            into = None if following is None else reuse.into(gone_here, self._trace.steps[following])
-            if names := [node.name for node in gone if node is not into]:
+            if names := [node.name for node in last.get(task, ()) if node not in returned]:
                 lines.append(f"    del {', '.join(names)}")
         if len(self._tasks) == 1:
             results = ", ".join(argument_text(value, self._code) for value in self._trace.outputs)

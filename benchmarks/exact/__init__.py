@@ -1,0 +1,1 @@
+"""How far results are from exact ones, computed in float64: for benchmarks and tests on GPUs."""

@@ -1,0 +1,162 @@
+"""A function under ``torch.compile`` with our backend: Dynamo captures what it can, Python does the rest.
+
+    def step(x):
+        y = net(x).relu()      # piece 1
+        print(y.mean().item()) # a break: Python reads the value and prints it
+        return (y @ w).sum()   # piece 2
+
+Dynamo guards each piece, and captures another one if the guards do not hold, up to its limit. An error inside Dynamo,
+or of ours, leaves that part to Python, and a note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.reasons import Break, break_of, lines_of
+from manyhands.backends.torch.dynamo.backend import GraphRole, Planner, compile_with
+from manyhands.errors import first_line
+from manyhands.python_code.generated import function as generated
+
+_CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is captured between two breaks: a graph, and a second one where gradients flow back through it."""
+
+    place: str  # the user's lines that it stands for: "train.py:10-13"
+
+
+class Captured:
+    """A user's function, captured when it is called."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        make: Callable[[Piece, GraphRole], Planner],
+        *,
+        dynamic: bool | None = None,
+        to_compile: bool = False,
+    ) -> None:
+        self.function = function
+        self.breaks: list[Break] = []
+        self.notes: list[str] = []
+        self.count = 0  # of captures: grows where a call is not like those before
+        self._make, self._to_compile = make, to_compile
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._local = threading.local()
+        call = generated("call", _CALL, {})  # a new one: Dynamo stores what it captures with the code
+        self._compiled = compat.compiled(call, self._capture, dynamic, self._broken, self._limit_reached)
+
+    def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Sequence[Piece]]:
+        """The function's result, and the pieces that the call consisted of."""
+        ran: dict[Piece, None] = {}
+        outer, self._local.ran = getattr(self._local, "ran", None), ran
+        try:
+            return self._compiled(self.function, arguments, keywords), list(ran)
+        finally:
+            self._local.ran = outer
+
+    # Called by Dynamo
+
+    def _broken(self, error: BaseException) -> None:
+        graph_break = break_of(error)
+        if graph_break is None and not compat.is_graph_break(error):
+            self._note(f"Dynamo failed, so a part runs without a plan ({first_line(error)})")
+        elif graph_break is not None and graph_break not in self.breaks:
+            self.breaks.append(graph_break)
+
+    def _limit_reached(self, code: CodeType) -> None:
+        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}, {code.co_name}"
+        place = self._name if code.co_filename.startswith("<manyhands") else place
+        self._note(
+            f"{place} reached Dynamo's limit of captures (its setting recompile_limit): other kinds of calls "
+            "run as written"
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _capture(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The function that Dynamo calls in place of a graph."""
+        self.count += 1
+        piece = Piece(lines_of(module, self._name))
+
+        def make(role: GraphRole) -> Planner:
+            return self._make(piece, role)
+
+        try:
+            run = compile_with(module, inputs, make, to_compile=self._to_compile)
+        except Exception as error:
+            if compat.restarts_capture(error):
+                raise
+            self._note(f"{piece.place} runs without a plan: it cannot be planned ({first_line(error)})")
+            run = torch.compiler.disable(module.forward)
+
+        def call(*arguments: Any) -> Any:
+            ran = getattr(self._local, "ran", None)
+            if ran is not None:
+                ran[piece] = None
+            return run(*arguments)
+
+        return call
+
+
+# Timing
+
+
+@dataclass
+class Times:
+    """Seconds of one call; a backward pass through its results may come later, or never."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def timed_call(call: Callable[[], Any]) -> tuple[Any, Times]:
+    """The result of a call and its time, including work on devices.
+
+    A backward pass through its results is timed from the moment it reaches them to its end.
+    """
+    times = Times()
+    _finish()
+    start = time.perf_counter()
+    result = call()
+    _finish()
+    times.forward = time.perf_counter() - start
+    begun: list[float] = []
+
+    def ends() -> None:
+        _finish()
+        times.backward = time.perf_counter() - begun[0]
+
+    def begins(_: torch.Tensor) -> None:
+        if not begun:
+            _finish()
+            begun.append(time.perf_counter())
+            compat.call_after_backward(ends)
+
+    for leaf in compat.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):
+                leaf.register_hook(begins)
+    return result, times
+
+
+def _finish() -> None:
+    if torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(number)

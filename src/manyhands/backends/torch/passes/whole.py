@@ -1,0 +1,173 @@
+"""Compiles a whole trace into one task: nothing is left for lanes, but the compiler sees all of it.
+
+The compiler fuses small operations, and chooses layouts. Whether that is faster than lanes of PyTorch's own kernels is
+measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from manyhands.addresses import Span, joined
+from manyhands.amounts import counted
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.addresses import reach
+from manyhands.backends.torch.capture.trace import Trace, is_check
+from manyhands.backends.torch.compat import FakeTensorMode
+from manyhands.errors import CannotFuse
+
+_LEAST = 2  # operations that compute something
+# How far results may be from those of the uncompiled graph: compiled code rounds in other places. Wrong results differ
+# by about one.
+_CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
+_LOW = (torch.bfloat16, torch.float16)
+
+_aten = torch.ops.aten
+
+# Compiles a graph to a function, given tensors like its inputs.
+Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+
+class Compiled:
+    """A compiled graph, called like an operation."""
+
+    def __init__(self, words: str, digest: str, compiled: Callable[..., Any]) -> None:
+        self.words = f"{words} [{digest}]"  # the key under which its cost is stored
+        self.__name__ = f"compiled_{digest}"
+        self.__module__ = __name__
+        self._compiled = compiled
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return self._compiled(*tensors)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def compile_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
+    """The same graph compiled as one task; :class:`CannotFuse` says why it cannot be compiled.
+
+    The compiled code also makes the writes of the graph, such as those to running averages.
+    """
+    trace = trace.unsplit or trace
+    _must_be_compilable(trace)
+    sources = [*trace.inputs, *trace.constants]
+    results = [
+        node
+        for node in dict.fromkeys(trace.outputs)
+        if isinstance(node, Node) and node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    whole = _compiled(trace, sources, results, compiler or inductor)
+    graph, new = Graph(), dict[Node, Node]()
+    for node in sources:
+        new[node] = graph.node_copy(node)
+    call = graph.call_function(whole, tuple(new[node] for node in sources))
+    call.meta["val"] = tuple(node.meta["val"] for node in results)
+    for number, node in enumerate(results):
+        new[node] = graph.call_function(operator.getitem, (call, number))
+        new[node].meta["val"] = node.meta["val"]
+    graph.output([new[output] if isinstance(output, Node) else output for output in trace.outputs])
+    compiled = trace.rewritten(graph)
+    values = [node.meta.get("val") for node in trace.storages]
+    low = any(isinstance(value, torch.Tensor) and value.dtype in _LOW for value in values)
+    compiled.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
+    written = trace.written_memories() & compiled.callers_memories()
+    for step in compiled.steps:  # the only one: its schema does not say what it writes to
+        step.task = replace(step.task, writes=step.task.writes | written)
+    return compiled
+
+
+def _must_be_compilable(trace: Trace) -> None:
+    """Refuse traces that cannot be one compiled task: on several devices, with random numbers or checks of values."""
+    if compat.count_dispatch_modes():
+        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing while one is")
+    if len({step.task.device for step in trace.steps}) > 1 or any(step.task.kind != "compute" for step in trace.steps):
+        raise CannotFuse("nothing is compiled: it runs on several devices")
+    if any(step.task.token is not None for step in trace.steps):
+        raise CannotFuse("nothing is compiled: compiled code would draw different random numbers")
+    if any(is_check(step.node) for step in trace.steps):
+        raise CannotFuse("nothing is compiled: it checks values on the way")
+    if sum(not step.task.is_view for step in trace.steps) < _LEAST:
+        raise CannotFuse("nothing is compiled: it is a single operation")
+    if _writes_shared_memory(trace):
+        raise CannotFuse("nothing is compiled: it writes to memory that two of its tensors share")
+
+
+def _writes_shared_memory(trace: Trace) -> bool:
+    """Whether tensors from outside overlap where the trace writes: compiled code takes each for memory of its own.
+
+    Tensors may lie in one storage side by side, as the weights of an LSTM on a GPU do.
+    """
+    written, spans = trace.written_memories(), dict[int, list[Span]]()
+    for node in [*trace.inputs, *trace.constants]:
+        tensor = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            start = tensor.data_ptr() if node.op == "get_attr" else offset
+            span = Span(start, start + reach(tensor) * tensor.element_size())
+            for memory in trace.storages[node] & written:
+                spans.setdefault(memory, []).append(span)
+    return any(len(joined(beside)) < len(beside) for beside in spans.values())
+
+
+def _compiled(trace: Trace, sources: Sequence[Node], results: Sequence[Node], compiler: Compiler) -> Compiled:
+    graph, new = Graph(), dict[Node, Node]()
+    for number, node in enumerate(sources):
+        new[node] = graph.placeholder(f"input_{number}")
+    for node in (node for step in trace.steps for node in step.nodes):
+        if node.target is _aten._foreach_copy_.default and not node.kwargs:
+            # Compiled code writes each value where it computes it: one operation would be one more kernel.
+            targets: Any = map_arg(node.args, new.__getitem__)
+            for target, source in zip(*targets[:2], strict=True):
+                graph.call_function(_aten.copy_.default, (target, source))
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[node] for node in results))
+    module, metas = GraphModule({}, graph), [node.meta["val"] for node in sources]
+    key = module.code, *((tuple(meta.shape), meta.stride(), meta.dtype, str(meta.device)) for meta in metas)
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+    function = _in_form(compiler(module, metas), [node.meta["val"] for node in results])
+    return Compiled(f"compiled {counted(len(trace.steps), 'operation')}", digest, function)
+
+
+def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Return results with the strides of the graph: a caller may look at them."""
+    forms = [(tuple(meta.shape), meta.stride()) for meta in metas]
+
+    def laid_out(result: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        if result.stride() == stride:
+            return result
+        return torch.empty_strided(shape, stride, dtype=result.dtype, device=result.device).copy_(result)
+
+    def run(*inputs: torch.Tensor) -> Any:
+        return [laid_out(result, *form) for result, form in zip(compiled(*inputs), forms, strict=True)]
+
+    return run
+
+
+def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Inductor's code for a graph without gradients.
+
+    The caller's autocast does not count: casts are operations of the graph.
+    """
+    with FakeTensorMode():
+        inputs = [
+            torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device) for meta in metas
+        ]
+    try:
+        # Lanes divide the threads: how many there are is known when the code runs, not when it is compiled. And folding
+        # turns x + 0 into x itself: an argument would be returned as if it were a new result.
+        how = {"cpp.dynamic_threads": True, "joint_graph_constant_folding": False}
+        with torch.no_grad(), compat.no_autocast():
+            return compat.inductor_compile(module, inputs, how)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise CannotFuse(f"{type(error).__name__}: {text[0] if text else 'no reason given'}") from error

@@ -1,0 +1,156 @@
+"""Plans one graph: its candidates are made, tried, and the fastest right one becomes the :class:`Plan`.
+
+The graph is functional: it has no effects but its results, and copies to its arguments at the end. So it is traced
+already, and trying a plan never runs the user's code. Running the graph operation by operation is always a candidate.
+
+``compile`` adds Inductor's code of the whole graph. On a GPU the other candidates may then be left for later, so that
+the first call takes little longer than compiling: they are tried once lanes could have saved, in all calls so far, as
+much time as trying them takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from manyhands.amounts import counted
+from manyhands.backends.planning import Tensor
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.errors import CannotFuse, first_line
+from manyhands.parallel import explain
+from manyhands.parallel.choose import cpu, gpu
+from manyhands.parallel.choose.trials import Candidate, Trials, Tried
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.progress import Progress
+from manyhands.parallel.way import Executor, Way
+from manyhands.schedule.graph import Graph, graph
+from manyhands.schedule.lanes import one_lane
+
+_SIDE_BY_SIDE = 1.1  # ratio of a graph's work to its longest chain from which lanes are worth trying
+_LIBRARY_GAIN = 0.1  # of compiled code's time: what a graph of uncompiled operations may save
+_TRYING = 5.0  # seconds: measuring operations, capturing and comparing a graph of them
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``parallel(fn)`` that change how a graph is planned."""
+
+    reuse_outputs: bool = False
+    memory: float = 1.3
+    compile: bool = False
+    synchronous: bool = False
+    later: bool = False  # with ``compile`` on a GPU: other candidates are left for later
+
+
+def plan(
+    trace: Trace, tensors: Sequence[Tensor], options: Options, progress: Progress, instead_of: Plan | None = None
+) -> Plan:
+    """The plan of a traced graph for tensors like these.
+
+    ``instead_of``: the plan so far; what it has left is tried, and the better one returned.
+    """
+    devices = planning.device_of(trace)
+    trials = Trials(trace, tensors, devices, options.memory, options.reuse_outputs, measure=True)
+    try:
+        with planning.untouched(trace, tensors):
+            if options.synchronous:
+                return _built(trials, cpu.synchronously(trials), progress)
+            if devices is None:
+                progress.enters("trials")
+                return _built(trials, cpu.choose(trials, _compiled(trials, options, progress)), progress)
+            return _on_gpu(trials, options, progress, instead_of)
+    except Exception as error:  # whatever fails while plans are tried: the graph itself remains
+        without_memory = planning.is_out_of_memory(error)
+        why = "out of memory while planning" if without_memory else "it could not be planned"
+        note = f"{why}: {first_line(error)}"
+        if instead_of is not None:
+            return replace(instead_of, notes=(*instead_of.notes, note), left_after=None)
+        return Plan(planning.as_written(trace), notes=(note,), writes=bool(planning.written_memories(trace)))
+
+
+def _on_gpu(trials: Trials, options: Options, progress: Progress, instead_of: Plan | None) -> Plan:
+    trials.measure = not (options.compile and options.later) or instead_of is not None
+    progress.enters("costs")
+    best = gpu.plainly(trials)
+    if instead_of is not None:
+        assert instead_of.schedule is not None
+        assert instead_of.peaks is not None
+        trials.seconds |= instead_of.seconds
+        so_far = Candidate(instead_of.way, instead_of.schedule, trials.trace)
+        best = Tried(so_far, instead_of.run, instead_of.exactness, instead_of.peaks)
+    elif options.compile:
+        start = time.perf_counter()
+        best = gpu.choose(trials, _compiled(trials, options, progress), best)
+        if options.later and best.way.compiled:
+            left = _left_after(trials, trials.seconds[best.way], time.perf_counter() - start)
+            return _built(trials, best, progress, left)
+        trials = replace(trials, measure=True)  # costs were only estimated so far
+    progress.enters("trials")
+    return _built(trials, gpu.choose(trials, gpu.candidates(trials), best), progress)
+
+
+def _compiled(trials: Trials, options: Options, progress: Progress) -> list[Candidate]:
+    """The graph compiled as a whole, if that is wanted and possible."""
+    if not options.compile:
+        return []
+    progress.enters("compiling")
+    try:
+        compiled = planning.compile_whole(trials.trace)
+    except CannotFuse as error:
+        trials.notes.append(str(error))
+        return []
+    finally:
+        progress.enters("trials")
+    if trials.devices is not None:
+        return [gpu.compiled(trials, compiled)]
+    way = Way(Executor.THREADS, "whole graph", compiled=True)
+    measured = planning.tasks(compiled, None)
+    return [Candidate(way, one_lane(graph(measured)), compiled, planning.threads())]
+
+
+def _left_after(trials: Trials, spent: float, trying: float) -> int:
+    """The number of calls in which the other candidates could save as many seconds as trying them takes.
+
+    At best, lanes reduce the time to the longest chain's share of the work. Without lanes only kernels of libraries can
+    win against compiled code, by a little.
+    """
+    measured: Graph = trials.measured
+    overlapping = measured.work() > _SIDE_BY_SIDE * measured.critical_path()
+    share = 1 - measured.critical_path() / measured.work() if overlapping else _LIBRARY_GAIN
+    seconds, gain = max(trying, _TRYING) if overlapping else _TRYING, spent * share
+    left = math.ceil(seconds / gain)
+    trials.notes.append(
+        f"uncompiled operations {'on lanes' if overlapping else 'in one graph'} are tried after "
+        f"{counted(left, 'call')}: that takes about {seconds:.1f} s, and would save at most {gain * 1e6:.0f} us a call"
+    )
+    return left
+
+
+def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | None = None) -> Plan:
+    candidate, trace = best.candidate, best.candidate.trace
+    timed = functools.partial(
+        planning.timed, trace, planning.plan_of(candidate.schedule), trials.devices, candidate.threads
+    )
+    hint = functools.partial(planning.batch_hint, trials.trace)
+    progress.enters("")
+    return Plan(
+        best.run,
+        best.way,
+        best.exactness,
+        candidate.schedule,
+        trials.footprint_of(trace),
+        best.peaks,
+        trials.seconds,
+        trials.predicted,
+        tuple(trials.notes),
+        explain.advice(trials.measured, planning.cost_keys(trials.trace), hint),
+        trials.costed.summary(),
+        progress.summary(),
+        bool(planning.written_memories(trials.trace)),
+        left_after,
+        timed,
+    )

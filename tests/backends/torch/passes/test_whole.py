@@ -1,0 +1,188 @@
+"""A trace compiled as one task: the same results and writes, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from whole_cases import needs_compiler, results, traced, uncompiled
+
+from manyhands import torch as mh
+from manyhands.backends.torch import planning as backend
+from manyhands.backends.torch.capture.call import call as call_of
+from manyhands.backends.torch.capture.facts import written_memories
+from manyhands.backends.torch.capture.whole import trace_whole
+from manyhands.backends.torch.passes.whole import compile_whole
+from manyhands.errors import CannotFuse
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import one_lane
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
+)
+BATCH = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+
+
+def training_step() -> Callable[..., Any]:
+    """With statistics, gradients, momentum and weights to write to."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 10))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step(*BATCH)
+    return step
+
+
+def test_a_training_step_writes_what_it_wrote() -> None:
+    call = call_of(BATCH, {})
+    found = trace_whole(training_step(), call).trace
+    whole = compile_whole(found, uncompiled)
+    assert len(whole.steps) == 1
+    assert written_memories(whole) == written_memories(found)
+    as_written, compiled = (
+        backend.results_of(trace, call.tensors, backend.thread_run(trace, in_order(trace), 1).replay)
+        for trace in (found, whole)
+    )
+    assert backend.equal(compiled, as_written) == (True, 0.0)
+    assert backend.equal(
+        backend.results_of(found, call.tensors, backend.thread_run(found, in_order(found), 1).replay), as_written
+    )[0]
+
+
+def apart(module: Any, metas: Any) -> Callable[..., Any]:
+    """As Inductor does it: each input is memory of its own, and new values are written at the end."""
+
+    def run(*tensors: torch.Tensor) -> Any:
+        copies = [tensor.clone() for tensor in tensors]
+        results = module(*copies)
+        for tensor, new in zip(tensors, copies, strict=True):
+            tensor.copy_(new)
+        return results
+
+    return run
+
+
+def test_a_tensor_that_is_read_and_written_several_times_is_one_input() -> None:
+    """An optimizer without ``foreach`` scales its momentum, adds to it, and adds it to the weight."""
+    call = call_of(BATCH, {})
+    found = trace_whole(training_step(), call).trace
+    assert len(found.constants) == len({id(found.constant(node)) for node in found.constants})
+    as_written, compiled = (
+        backend.results_of(trace, call.tensors, backend.thread_run(trace, in_order(trace), 1).replay)
+        for trace in (found, compile_whole(found, apart))
+    )
+    assert backend.equal(compiled, as_written) == (True, 0.0)
+
+
+def test_tensors_that_share_memory_are_not_compiled_as_one_task() -> None:
+    memory = torch.zeros(12)
+    first, second, third = memory[:8].view(2, 4), memory[4:8], memory[8:]
+
+    def overlapping(x: torch.Tensor) -> torch.Tensor:
+        first.add_(x)
+        return second * 2
+
+    def side_by_side(x: torch.Tensor) -> torch.Tensor:
+        first.add_(x)
+        return third * 2
+
+    with pytest.raises(CannotFuse, match="memory that two of its tensors share"):
+        compile_whole(traced(overlapping, torch.ones(2, 4)), uncompiled)
+    assert compile_whole(traced(side_by_side, torch.ones(2, 4)), uncompiled).steps
+
+
+def test_copies_are_compiled_one_by_one() -> None:
+    """As one operation they would be a kernel of their own; the compiler writes each value where it computes it."""
+    means, compiled = [torch.zeros(4), torch.zeros(4)], list[Any]()
+
+    def averages(x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_copy_(means, [x + 1, x.sin()])
+        return x * 2
+
+    def compiler(module: Any, metas: Any) -> Any:
+        compiled.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    found = traced(averages, torch.ones(4))
+    whole = compile_whole(found, compiler)
+    assert compiled.count(torch.ops.aten.copy_.default) == 2
+    assert torch.ops.aten._foreach_copy_.default not in compiled
+    assert written_memories(whole) == written_memories(found)
+    backend.thread_run(whole, in_order(whole), 1).replay([torch.ones(4)])
+    torch.testing.assert_close(means, [torch.full((4,), 2.0), torch.ones(4).sin()])
+
+
+def in_order(trace: Any) -> Any:
+    return backend.plan_of(one_lane(graph(trace.tasks)))
+
+
+def test_results_lie_in_memory_as_the_functions_do() -> None:
+    def function(x: torch.Tensor) -> Any:
+        return (x.sin() + 1).t() * 2, x.cos()
+
+    x = torch.rand(3, 4)
+
+    def compiler(module: Any, metas: Any) -> Callable[..., Any]:
+        return lambda *given: [one.contiguous() for one in module(*given)]
+
+    found = traced(function, x)
+    first, second = results(compile_whole(found, compiler), x)
+    assert (first.stride(), second.stride()) == tuple(one.stride() for one in function(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: nn.functional.dropout(x.sin().cos()), "draw different random numbers"),
+        (lambda x: torch.linalg.cholesky(x @ x.t() + torch.eye(4)).sin(), "checks values"),
+        (lambda x: x @ x, "single operation"),
+    ],
+)
+def test_what_cannot_be_one_task_says_why(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(CannotFuse, match=why):
+        compile_whole(traced(function, torch.rand(4, 4)), uncompiled)
+
+
+@pytest.mark.long
+@needs_compiler
+def test_the_whole_is_compiled_and_raced() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = (x.sin() + 1) * 0.5
+        return x
+
+    fast = mh.parallel(function, compile=True)
+    x = torch.rand(64)
+    torch.testing.assert_close(fast(x), function(x))
+    assert "whole graph" in fast.explain()
+    torch.testing.assert_close(fast(x + 1), function(x + 1))
+
+
+@needs_compiler
+def test_the_callers_autocast_does_not_count() -> None:
+    """Casts are operations of the graph; the compiler must not cast again where the function has switched them off."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            y = (x @ w).sin()
+        return y + 1, x @ w
+
+    arguments = torch.rand(8, 8), torch.rand(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        call = call_of(arguments, {})
+        found = trace_whole(function, call).trace
+        whole = compile_whole(found)
+        compiled = backend.thread_run(whole, in_order(whole), 1).replay(call.tensors)
+        plain = function(*arguments)
+    assert [value.dtype for value in compiled] == [value.dtype for value in plain] == [torch.float32, torch.bfloat16]
+    torch.testing.assert_close(tuple(compiled), plain)
