@@ -1,1 +1,0 @@
-"""What a trace depends on outside its arguments, checked before every replay."""
