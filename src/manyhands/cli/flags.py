@@ -19,7 +19,7 @@ _FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--ke
 LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
 _NAMES = ("max_epochs", "micro_batch_size", "batch_size", "batch_stats", "on_nan", *LIMITS)
 # These are also plain words: they count as flags only if a value follows.
-_OF_STEP = ("shares", "accumulate", "fast", "compile", "parallel")
+_OF_STEP = ("shares", "accumulate", "fast", "compile")
 _WORDS = ("lr", "seed", "precision", "devices", "run", "resume", "framework", "every", "keep", *_OF_STEP)
 _TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
 _GIVEN = re.compile(rf"(?<![-\w/])({'|'.join((*_NAMES, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")

@@ -38,8 +38,7 @@ _ALWAYS: dict[str, Any] = {
     "batch_stats": None,
     "on_nan": "stop",
     "fast": True,
-    "compile": None,
-    "parallel": None,
+    "compile": False,
     "checkpoint_every": None,
     "keep_checkpoints": 3,
     "max_steps": None,
@@ -50,7 +49,7 @@ _ALWAYS: dict[str, Any] = {
     "overfit_batches": None,
 }
 # Options of a step that have the same meaning in the library.
-_STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "fast", "compile", "parallel")
+_STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "fast", "compile")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
 _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
@@ -138,8 +137,7 @@ def _add_step(group: Any) -> None:
         help="when the loss is NaN, stop, or continue without that batch; default: stop",
     )
     option("--fast", action=yes_or_no, help="allow CUDA graphs and compiling; --no-fast: plain steps; default: --fast")
-    option("--compile", action=yes_or_no, help="compile the step; default: where it pays")
-    option("--parallel", action=yes_or_no, help="plan the step as a whole; default: where it pays")
+    option("--compile", action=yes_or_no, help="compile the step; default: no")
 
 
 def _add_limits(group: Any) -> None:

@@ -69,10 +69,8 @@ class Step(_Topic):
         fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
             choose. False runs plain steps, as you would write them; ``precision="auto"`` is the weights' own then.
             Default: True.
-        compile: Compile the step with PyTorch's compiler. Default: None, where the job is long enough to pay for it.
-        parallel: Plan the whole step over lanes, as ``mh.parallel`` does, and keep the plan if it is faster. A step
-            with fused norms, ``on_nan="continue"`` or fp16 is not planned, and a note says so. Convolutions of a
-            planned step are not tuned. Default: None, where the job is long enough to pay for it, and nothing is tuned.
+        compile: Compile the step with PyTorch's compiler. It pays in long jobs of nets whose time goes into many small
+            kernels. Default: False.
         side_lanes: Run work beside the chain of kernels, on separate lanes: weight gradients, casts of weights,
             metrics. Default: True.
         fused_norms: Fuse BatchNorm with the addition and ReLU that follow it, GroupNorm with its activation and the
@@ -91,8 +89,7 @@ class Step(_Topic):
     shard: bool = False
     wrt: Any = None
     fast: bool = True
-    compile: bool | None = None
-    parallel: bool | None = None
+    compile: bool = False
     side_lanes: bool = True
     fused_norms: bool = True
     tuned_convolutions: bool = True
@@ -104,23 +101,16 @@ class Step(_Topic):
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
-        for name in ("shard", "fast", "side_lanes", "fused_norms", "tuned_convolutions"):
+        for name in ("shard", "fast", "compile", "side_lanes", "fused_norms", "tuned_convolutions"):
             check_choice(self, name, (True, False))
-        for name in ("compile", "parallel"):
-            check_choice(self, name, (True, False, None))
-            if getattr(self, name) and not self.fast:
-                raise BadSettings(f"{name}=True is a faster way to run a step, fast=False allows none: choose one")
+        if self.compile and not self.fast:
+            raise BadSettings("compile=True is a faster way to run a step, fast=False allows none: choose one")
         if not callable(self.activation_checkpointing):
             check_choice(self, "activation_checkpointing", (True, False), ", or a function that picks modules")
-        if self.activation_checkpointing and (self.compile or self.parallel):
-            name = "compile" if self.compile else "parallel"
+        if self.activation_checkpointing and self.compile:
             raise BadSettings(
-                f"activation_checkpointing and {name}=True: a step that is {'compiled' if self.compile else 'planned'} "
-                "decides itself what to keep. Choose one"
-            )
-        if self.compile and self.parallel:
-            raise BadSettings(
-                "compile=True hands the step to a compiler, parallel=True plans it without one: choose one"
+                "activation_checkpointing and compile=True: a step that is compiled decides itself what to keep. "
+                "Choose one"
             )
         for name, default in (("accumulate", 1), ("micro_batch_size", None)):
             if self.batch_stats == "global" and (value := getattr(self, name)) != default:

@@ -57,7 +57,6 @@ def cases(bench: Bench) -> dict[str, Case]:
         "wrt": Case((_last_layer(bench.framework),)),
         "fast": Case((False,)),
         "compile": Case((True, False)),
-        "parallel": Case((True, False)),
         "side_lanes": Case((False,)),
         "fused_norms": Case((False,)),
         "tuned_convolutions": Case((False,)),

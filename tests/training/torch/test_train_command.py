@@ -37,7 +37,6 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
         (["--resume", str(run), "--run", str(tmp_path)], "a run continues in its own folder"),
         (["--run", str(run)], f"manyhands train --resume {run} continues it"),
         (["--run", str(run), "--model", "lenet"], "there is a run already"),
-        (["--resume", str(run), "--compile", "--parallel"], "--compile hands the step to a compiler, --parallel"),
     ]
     for given, words in refused:
         assert main(["train", *given]) == 1

@@ -57,7 +57,6 @@ class Trainer(BaseTrainer):
         "fused_norms": "MXNet chooses the kernels of a step itself",
         "tuned_convolutions": "MXNet chooses the kernels of a step itself",
         "fast": "MXNet's engine runs the operations of a step one by one, as they are written; leave it out",
-        "parallel": "MXNet's engine already runs independent operations in parallel",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
         "wrt": "set it in the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
         "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",

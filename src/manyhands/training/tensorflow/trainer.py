@@ -60,7 +60,6 @@ class Trainer(BaseTrainer):
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
         "tuned_convolutions": "TensorFlow chooses the kernels of a step itself",
-        "parallel": "TensorFlow's executor already runs independent operations in parallel",
         "wrt": "set it in the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }

@@ -1,7 +1,6 @@
 """One kernel for all casts of weights, and one for all BatchNorm counters.
 
-A dispatch mode does to a running step what the pass :mod:`manyhands.backends.torch.passes.small_together` does to a
-trace:
+A dispatch mode batches them in a running step:
 
     step n        cast w1 ... cast w2 ... cast w3          (remembered)
     step n + 1    cast w1, w2, w3 in one kernel when w1 is needed; w2 and w3 are then ready

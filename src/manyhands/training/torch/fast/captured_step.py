@@ -12,15 +12,11 @@ PyTorch (2.11 loses memory and can draw no more random numbers). If a warm-up st
 capture fails, nothing has changed yet and a plain step runs instead.
 
 Two steps as written, neither compiled nor on lanes, may come first. The second searches for redundant biases, which
-are left out from then on (:mod:`.redundant_biases`). In long jobs it also counts what a compiler could fuse, to decide
-whether compiling pays off (:mod:`.compile_gain`).
+are left out from then on (:mod:`.redundant_biases`).
 
 With side lanes, three kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
 of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), and metrics during
 everything after the forward pass (:mod:`.forward`).
-
-The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster one is
-used.
 """
 
 from __future__ import annotations
@@ -44,20 +40,18 @@ from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_of
-from manyhands.training.torch.fast.compile_gain import CompileGain, FusibleWork
 from manyhands.training.torch.fast.forward import CountCorrect, already_counted, forward, forward_counting_later
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.choice import fused_norms
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
-from manyhands.training.torch.fast.planned_step import ParallelPlan, PlannedStep, as_written
 from manyhands.training.torch.fast.position import Position
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
 _WARM_UP = 3
-_AS_WRITTEN = 2  # steps before the warm-up, if something is searched for or counted (in the last of these steps)
+_AS_WRITTEN = 2  # steps before the warm-up, if something is searched for (in the last of these steps)
 _LONGEST_REASON = 300  # characters
 # Takes an epoch's order, and positions in it.
 _Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountCorrect]]
@@ -71,7 +65,7 @@ class _SizedStep:
     forward: _Forward
     warm: int = 0  # warm-up steps so far; negative: this many steps as written are still to run
     redundant: RedundantBiases | None = None
-    replay: Callable[[], object] | None = None  # replays the graph, or the plan that competes with it
+    replay: Callable[[], object] | None = None  # replays the graph
     notes: list[str] = field(default_factory=list)  # what our kernels replace and what runs on side lanes, in words
 
 
@@ -98,27 +92,23 @@ class GraphStep:
         batch_size: int,
         steps: int = 0,
         *,
-        compiled: bool | None,
+        compiled: bool,
         changing_rate: bool,
         side_lanes: bool = False,
         fused_norms: bool = False,
-        parallel: bool = False,
         tuned_convolutions: bool = False,
         checkpointed: ActivationCheckpoints | None = None,
     ) -> None:
         self._eager, self._data, self._size, self._steps = eager, data, batch_size, steps
-        self.compiled = compiled  # None: decided after the steps as written
-        self._gain: CompileGain | None = None  # what the decision is based on
+        self.compiled = compiled
         self._position = Position(data.count, eager.device)
-        self._parallel = parallel
         self._stream = stream_of(eager.device)
         trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
         # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
         held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=held) if side_lanes else None
-        # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
+        # By feature ("norms", "convolutions", "lanes", "compiler"): why it is not used although it was wanted.
         self.reasons: dict[str, str] = {}
-        self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
         self._convolutions = self._tuned() if tuned_convolutions else None
         # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
@@ -151,7 +141,7 @@ class GraphStep:
                     if sized.warm < _WARM_UP:
                         self._warm_up(sized)
                     else:  # the capture computes nothing yet
-                        sized.replay = self._with_plan(sized, self._captured(sized).replay)
+                        sized.replay = self._captured(sized).replay
                 why = None
             except _FailedBeforeUpdate as failure:
                 why = f"{type(failure.__cause__).__name__}: {failure.__cause__}"
@@ -167,20 +157,15 @@ class GraphStep:
     def _turn_feature_off(self, sized: _SizedStep, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written: the search for redundant biases, and the count of what a compiler could fuse. Later: a
-        compiler that nobody asked for, our own kernels, tuned convolutions, the lanes, the compiler.
+        In a step as written: the search for redundant biases. Later: our own kernels, tuned convolutions, the lanes,
+        the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:
             self._searching = False
-            if self.compiled is None and size == self._size:  # the model may not allow a mode that counts
-                self._compile_nothing(why)
             del self._sized[size]  # only this size: others may have their graphs
             return True
-        chose_to_compile = self._gain is not None  # it was not asked for: all other features matter more
-        if self._is_compiled(size) and chose_to_compile:
-            self._compile_nothing(why)
-        elif self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
+        if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
             self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
             self._note_reason("norms", f"normalisation not fused ({why})")
         elif self._convolutions is not None:
@@ -204,8 +189,7 @@ class GraphStep:
         self.reasons[feature] = reason[:_LONGEST_REASON]
 
     def _new(self, size: int) -> _SizedStep:
-        deciding = self.compiled is None and size == self._size
-        warm = -_AS_WRITTEN if self._searching or deciding else 0
+        warm = -_AS_WRITTEN if self._searching else 0
         return _SizedStep(torch.arange(size, device=self._eager.device), self._forward_of(size), warm)
 
     def _forward_of(self, size: int) -> _Forward:
@@ -252,15 +236,11 @@ class GraphStep:
 
     def _is_compiled(self, size: int) -> bool:
         """Whether this size is compiled: only the usual size is worth the half minute that compiling takes."""
-        return bool(self.compiled) and size == self._size
+        return self.compiled and size == self._size
 
     def notes(self) -> list[str]:
-        """For the job's result: which features are not used and why, and whether the plan is used."""
-        gain = [] if self._gain is None else [self._gain.explain(self._steps)]
-        reasons = [
-            self.reasons[feature] for feature in ("norms", "lanes", "compiler", "plan") if feature in self.reasons
-        ]
-        return [*gain, *reasons] if self.planned is None else [*gain, *reasons, self.planned.outcome]
+        """For the job's result: which features are not used and why."""
+        return [self.reasons[feature] for feature in ("norms", "lanes", "compiler") if feature in self.reasons]
 
     def explain(self) -> str:
         """The step of each batch size: its graph, its kernels, its lanes."""
@@ -271,17 +251,14 @@ class GraphStep:
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
             features = ["norms", "convolutions"]
             if size == self._size:
-                features = ["compiler", *features, "plan"]
+                features = ["compiler", *features]
             reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
-            gain = [] if self._gain is None or size != self._size else [self._gain.explain(self._steps)]
-            lines += [f"  {note}" for note in (*gain, *redundant, *sized.notes, *reasons)]
+            lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
             if self._lanes is not None:
                 lines += self._lanes.explain(size)
             else:
                 lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
-            if size == self._size and self.planned is not None:
-                lines += self.planned.explain()
         return "\n".join(lines)
 
     def _warm_up(self, sized: _SizedStep) -> None:
@@ -322,29 +299,6 @@ class GraphStep:
         except Exception as error:
             raise _FailedBeforeUpdate from error
         return graph
-
-    def _with_plan(self, sized: _SizedStep, captured: Callable[[], object]) -> Callable[[], object]:
-        """The captured step; with ``parallel``, the faster of the captured step and a plan of the whole step."""
-        if not self._parallel or len(sized.window) != self._size or self._is_compiled(self._size):
-            return captured
-        why = self._why_no_plan(sized)
-        if why is not None:
-            self._note_reason("plan", f"the whole step is not planned: {why}")
-            return captured
-        plan = ParallelPlan(as_written(self._eager, self._data, self._position, sized.window))
-        self.planned = PlannedStep(plan, captured, self._position)
-        return self.planned
-
-    def _why_no_plan(self, sized: _SizedStep) -> str | None:
-        if self._norms is not None:
-            return "our kernels for normalisation are not in a plan (Step(fused_norms=False) leaves them out)"
-        if sized.redundant is not None:
-            return "biases that a BatchNorm cancels are left out, which a plan does not do"
-        if self._eager.undo is not None:
-            return "on_nan='continue' and fp16 take updates back, which a plan does not do"
-        if self._convolutions is not None and self._convolutions.problems:  # their results have other bits
-            return "its convolutions are tuned, which a plan's are not (Step(parallel=True) plans with PyTorch's)"
-        return None
 
     def _work(self, sized: _SizedStep) -> None:
         """Run the whole step."""
@@ -409,24 +363,16 @@ class GraphStep:
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
     def _as_written(self, sized: _SizedStep) -> _PassResults:
-        """Forward and backward without dispatch modes, but for those that search and count in the last such step."""
+        """Forward and backward without dispatch modes, but for the one that searches in the last such step."""
         search = Search(self._eager.model) if sized.warm == -1 and self._searching else None
-        is_decided = self.compiled is not None or len(sized.window) != self._size or sized.warm != -1
-        work = None if is_decided else FusibleWork(self._eager.parameters)
-        with work or nullcontext(), search or nullcontext():
+        with search or nullcontext():
             loss, correct = self._forward(*self._places(sized))
             if search is not None:
                 search.trace(loss)
             self._eager.scaled(loss).backward()
         if search is not None:
             sized.redundant = search.redundant_biases()
-        if work is not None:
-            self._decide_to_compile(sized, work.gain(self._eager.device))
         return _PassResults(loss, already_counted(correct))
-
-    def _decide_to_compile(self, sized: _SizedStep, gain: CompileGain) -> None:
-        self._gain, self.compiled = gain, gain.pays_off(self._steps)
-        sized.forward = self._forward_of(self._size)
 
     def _places(self, sized: _SizedStep) -> tuple[torch.Tensor, torch.Tensor]:
         return self._position.order, self._position.sample + sized.window
