@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from random_calls import Program, difference
+from random_calls import Program, _difference, difference, parallel
 from support import examples
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="proved without virtual devices: the same CPU tensors"
 )
 COUNT = examples(100)
-PER_TEST = 20
-PER_TEST_IN_PIECES = 8
+PER_TEST = 8
+PER_TEST_IN_PIECES = 4
 
 
 def parts(size: int) -> list[Any]:
@@ -51,4 +51,4 @@ def test_a_difference_is_found() -> None:
         "def function(a, b):\n    return [a + SHIFT]"
     )
     program.calls = [([], "nothing", "(make(0), make(1))")]
-    assert "the result" in str(difference(program))
+    assert "the result" in str(_difference(program, parallel))
