@@ -43,7 +43,6 @@
      |   +- CannotTrace          a function that cannot be traced                  (RuntimeError)
      |   |   +- MustRunAsWritten a call whose operations must run as written
      |   |   +- NotYet           a function that the next call may trace
-     |   |   +- ChangesOutside   a function that changes state outside itself
      |   +- CannotGuard          a function that Dynamo cannot follow              (RuntimeError)
      |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
      |   +- CannotCompile        kernels that cannot be compiled on this device    (RuntimeError)
@@ -234,10 +233,6 @@ class CannotGuard(EngineError, RuntimeError):
 
 class NotYet(CannotTrace):
     """A function that cannot be traced at this call, but perhaps at the next."""
-
-
-class ChangesOutside(CannotTrace):
-    """A function that changes state outside itself: only at its first call (a cache), or at every call."""
 
 
 class CannotFuse(EngineError, RuntimeError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 

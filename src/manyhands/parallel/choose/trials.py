@@ -12,8 +12,8 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from manyhands.backends.planning import Tensor
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.planning import Gpus, Replay
@@ -25,7 +25,7 @@ from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
 
-Run = Callable[[Sequence[Tensor]], list[object]]
+Run = Callable[[Sequence[Any]], list[object]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trials:
     """What the candidates of one graph have in common, and what is learned from trying them."""
 
     trace: Trace
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Any]
     devices: Gpus | None
     memory: float  # times the memory of plain execution that a plan may take
     reuse_outputs: bool
@@ -135,7 +135,7 @@ def replaying(run: Replay) -> Run:
         return run.replay
     alone = threading.Lock()
 
-    def replay(tensors: Sequence[Tensor]) -> list[object]:
+    def replay(tensors: Sequence[Any]) -> list[object]:
         with alone:
             return run.replay(tensors)
 
