@@ -29,7 +29,7 @@ def test_a_measured_timeline_keeps_every_need() -> None:
     program = graph(found.tasks)
     made = schedule(program, lanes_for(program, 4))
     check(made)
-    moments = planning.timed(found, planning.plan_of(made), planning.device_of(call, found), 1)
+    moments = planning.timed(found, planning.plan_of(made), planning.device_of(found), 1)
     assert all(0 <= start <= stop for start, stop in moments)
     for task, needs in enumerate(program.needs):
         assert all(moments[need][1] <= moments[task][0] + 1e-6 for need in needs)
@@ -81,7 +81,7 @@ def test_two_gpus_in_one_function(count: int) -> None:
             program = graph(found.tasks)
             plan = schedule(program, lanes_for(program, count))
             check(plan)
-            made = planning.stream_run(found, planning.plan_of(plan), given, planning.device_of(call, found))
+            made = planning.stream_run(found, planning.plan_of(plan), given, planning.device_of(found))
         before = [torch.cuda.current_stream(number) for number in (0, 1)]
         for one, other in zip(made.replay(given), function(*given), strict=True):
             assert one.device == other.device

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.capture.trace import Trace, is_check
 from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
 from manyhands.backends.torch.run.graphs.workspaces import arena_for_workspaces
 
@@ -29,6 +29,8 @@ def why_no_graph(trace: Trace) -> str | None:
     if len(gpus := trace.gpus()) > 1:
         return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are launched at every call"
     for step in trace.steps:
+        if is_check(step.node):
+            return f"no CUDA graph: {step.task.name} reads values on the host"
         if on_cpu(step):
             return f"no CUDA graph: {step.task.name} is computed on the CPU"
         if step.task.kind == "compute" and any(_on_host(source) for source in step.node.all_input_nodes):
