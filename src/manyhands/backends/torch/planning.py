@@ -109,6 +109,17 @@ def results_of(trace: Trace, tensors: Sequence[torch.Tensor], run: Run) -> list[
         return copied([None if number in nothing else virtual.inside(value) for number, value in enumerate(values)])
 
 
+def rounded(tensors: Sequence[Any], by: float) -> list[Any]:
+    """The tensors with each number a little closer to zero, by up to this share of it."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(tensor.device).manual_seed(0)
+        noise = torch.rand(tensor.shape, generator=generator, device=tensor.device)
+        return tensor.detach() * (1 - by * noise).to(tensor.dtype)
+
+    return [moved(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
 def as_written(trace: Trace) -> Run:
     """Runs a graph operation by operation, as it was captured."""
     run = _AsWritten(trace)

@@ -3,7 +3,8 @@
 A graph has no effects but its results and what it writes to its arguments, so it can be tried as often as necessary:
 written arguments and random states are restored. A plan of unchanged operations must give the bits of the graph run
 operation by operation, except where kernels sum in another order. Compiled code rounds in other places and gets a
-larger tolerance (``trace.close``).
+larger tolerance (``trace.close``). Where that is not enough, the graph's own results say how much rounding matters in
+it: they are computed once more, for compiled code with arguments that are rounded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
 
+_TIMES = 4  # the graph's own spread that a plan's results may be off
 Run = Callable[[Sequence[Any]], list[object]]
 
 
@@ -119,13 +121,25 @@ class Trials:
             return None
         return Tried(candidate, run, exactness, Peaks(needed, self.plain_peak))
 
+    def _spread(self, tolerance: float) -> float:
+        """How far results of the graph itself are from each other, where kernels add in any order.
+
+        With a ``tolerance``, that of compiled code, its arguments are rounded to that precision, too.
+        """
+        tensors = planning.rounded(self.tensors, tolerance / 16) if tolerance else self.tensors
+        again = planning.results_of(self.trace, tensors, planning.as_written(self.trace))
+        return planning.equal(again, self.expected, is_compiled=tolerance > 0)[1]
+
     def _judged(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
         if planning.overlapping(results) - planning.overlapping(self.expected):
             return "two of its results share memory", Exactness(False, "not comparable")
-        same, difference = planning.equal(results, self.expected, is_compiled=tolerance > self.trace.close)
+        is_compiled = tolerance > self.trace.close
+        same, difference = planning.equal(results, self.expected, is_compiled=is_compiled)
         if same:
             return None, TO_THE_BIT
+        if difference > tolerance:
+            tolerance = max(tolerance, _TIMES * self._spread(tolerance if is_compiled else 0.0))
         return f"its results differ by {difference:.1e}" if difference > tolerance else None, close(difference)
 
 
