@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from manyhands import torch as mh
 
@@ -229,6 +230,22 @@ def error_of_values_in_a_try(make: Any) -> Any:
     return fast(torch.eye(4)), outcome(lambda: fast(-torch.eye(4)))
 
 
+def checkpoint_with_dropout(make: Any) -> Any:
+    """The pass that is computed again draws what the first one drew."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(net(x).tanh(), 0.5, True)
+
+    def function(x: torch.Tensor) -> Any:
+        y = checkpoint(part, checkpoint(part, x, use_reentrant=False), use_reentrant=False)
+        return y.detach(), torch.autograd.grad(y.square().sum(), [*net.parameters()])
+
+    fast = make(function)
+    return [fast(torch.eye(4)) for _ in range(3)]
+
+
 PROGRAMS = [
     bound_append,
     os_write,
@@ -246,6 +263,7 @@ PROGRAMS = [
     deep_copy,
     nested_tensor,
     error_of_values_in_a_try,
+    checkpoint_with_dropout,
 ]
 # Wrong under torch.compile(backend="aot_eager"), too: the first table of docs/parallel.md.
 OF_DYNAMO = {identity_with_a_global, unused_operation_raises, error_of_values_in_a_try}

@@ -83,7 +83,6 @@ from manyhands.backends.torch.compat.dynamo import (
     is_graph_break,
     make_boxed_function,
     register_dynamo_backend,
-    restarts_capture,
     skip_code,
     stack_of,
     tracing,

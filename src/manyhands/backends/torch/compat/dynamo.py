@@ -266,13 +266,6 @@ def is_graph_break(error: BaseException) -> bool:
     return isinstance(error, Unsupported)
 
 
-def restarts_capture(error: BaseException) -> bool:
-    """Whether Dynamo raised this to capture the same code once more, in another way."""
-    from torch._dynamo.exc import RestartAnalysis
-
-    return isinstance(error, RestartAnalysis)
-
-
 def stack_of(error: BaseException) -> list[FrameSummary]:
     """Where Dynamo stopped in the captured code, the innermost call last."""
     return list(getattr(error, "real_stack", None) or ())

@@ -74,7 +74,8 @@ class Captured:
     def _broken(self, error: BaseException) -> None:
         graph_break = break_of(error)
         if graph_break is None and not compat.is_graph_break(error):
-            self._note(f"Dynamo failed, so a part runs without a plan ({first_line(error)})")
+            cause = getattr(error, "inner_exception", error)  # of a graph that could be captured, but not compiled
+            self._note(f"a part of it runs as written, because it cannot be captured ({first_line(cause)})")
         elif graph_break is not None and graph_break not in self.breaks:
             self.breaks.append(graph_break)
 
@@ -98,13 +99,7 @@ class Captured:
         def make(role: GraphRole) -> Planner:
             return self._make(piece, role)
 
-        try:
-            run = compile_with(module, inputs, make, to_compile=self._to_compile)
-        except Exception as error:
-            if compat.restarts_capture(error):
-                raise
-            self._note(f"{piece.place} runs without a plan: it cannot be planned ({first_line(error)})")
-            run = torch.compiler.disable(module.forward)
+        run = compile_with(module, inputs, make, to_compile=self._to_compile)  # if it fails, the code runs as written
 
         def call(*arguments: Any) -> Any:
             ran = getattr(self._local, "ran", None)
