@@ -82,7 +82,7 @@ def functions(native: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...
 @pytest.mark.parametrize("which", ["branches", "chain", "trees"])
 def test_it_gives_what_the_plain_function_gives(mh: Any, native: Any, which: str) -> None:
     function, arguments = functions(native)[which]
-    fast = mh.parallel(function)
+    fast = mh.parallel(function, pure=True)
     assert isinstance(fast, mh.Parallel)
     assert {"Future", "Parallel", "parallel", "task"} <= set(mh.__all__)
     assert fast.__name__ == which
@@ -259,7 +259,7 @@ def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, native: Any, tmp_p
     if not native.backend.CAPABILITIES.plans_lanes:
         pytest.skip("its own runtime schedules functions")
     function, arguments = functions(native)["branches"]
-    fast = mh.parallel(function)
+    fast = mh.parallel(function, pure=True)
     for ask in (fast.explain, lambda: fast.draw(tmp_path / "no.svg")):
         with pytest.raises(EngineError, match="call the function first"):
             ask()

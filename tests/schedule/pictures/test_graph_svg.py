@@ -17,7 +17,7 @@ import pytest
 
 from manyhands.errors import EngineError, PackageMissing
 from manyhands.parallel import explain
-from manyhands.parallel.plan import Planned
+from manyhands.parallel.plan import Plan
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
 from manyhands.schedule.pictures import graph_svg
@@ -252,4 +252,4 @@ def test_a_picture_is_xml_whatever_the_names_are() -> None:
 
 
 def told(made: Schedule) -> str:
-    return explain.explain("fn", Planned(lambda *_: None, schedule=made))
+    return explain.explain("fn", Plan(lambda tensors: [], schedule=made))

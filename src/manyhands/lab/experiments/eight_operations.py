@@ -59,7 +59,7 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
             futures = [mh.task(chain)(x) for x in inputs]
         return [task.result() for task in futures]
 
-    planned = mh.parallel(plain)
+    planned = mh.parallel(plain, pure=True)
     bench.say(f"planning {size} on the {name}")
     planned(*inputs)
     for results, method in ((tasks(), _TASKS), (planned(*inputs), _PLANNED)):

@@ -98,7 +98,7 @@ def run(bench: Bench) -> Finding:
         function, arguments = make(bench, devices, move)
         name = function.__name__
         bench.say(f"planning {name}")
-        fast = bench.mh.parallel(function)
+        fast = bench.mh.parallel(function, pure=True)
         fast(*arguments)  # plans
         bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, compared=name)
         methods = {_PLAIN: lambda: function(*arguments), _PLANNED: lambda: fast(*arguments)}  # noqa: B023

@@ -80,7 +80,7 @@ def run(bench: Bench) -> Finding:
             log += norms
         return [float(bench.operations.numpy(each).item()) for each in mh.to(log, mh.cpu(), wait=False).result()]
 
-    captured = mh.parallel(logged_products)
+    captured = mh.parallel(logged_products, pure=True)
     methods: dict[str, Callable[[], Any]] = {
         _READ: read_each,
         _KEPT: lambda: keep(logged_products),
