@@ -83,7 +83,8 @@ def ready(way: str, program: Any, device: Any, dtype: Any) -> tuple[Callable[[],
         compiled = torch.compile(running.call, mode="reduce-overhead")
         return lambda: compiled(*arguments), running, None
     if way in OURS:
-        fast = mh.parallel(running.call, compile=way == "manyhands compile")
+        whole = program.trains  # a training step is one graph only if it is traced whole
+        fast = mh.parallel(running.call, pure=whole, compile=way == "manyhands compile")
         fast.shows_progress = False
         return lambda: fast(*arguments), running, fast
     return lambda: running.call(*arguments), running, None
