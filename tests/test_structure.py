@@ -145,7 +145,7 @@ def _is_typed(path: Path) -> bool:
 
 @pytest.mark.parametrize("path", filter(_is_typed, MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_seams_are_typed(path: Path) -> None:
-    """Two names stand for `Any`, with the reason where they are defined: `Tensor` and `AnyPlanning` of the planner."""
+    """One name stands for `Any`, with the reason where it is defined: `Tensor` of the planner."""
     assert not [annotation for annotation in _signatures(path) if re.search(r"\bAny\b", annotation)]
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole, Planner
-from manyhands.backends.torch.planning import tensors_of
+from manyhands.backends.torch.planning import Tensor, tensors_of
 from manyhands.errors import CannotTrace
 from manyhands.parallel import explain, planner
 from manyhands.parallel.plan import Plan
@@ -92,7 +91,7 @@ class Graphs:
         return all(planned.plan is not None for piece in pieces for planned in self.of_piece.get(piece, []))
 
 
-def _not_run(tensors: Sequence[Any]) -> list[object]:
+def _not_run(tensors: Sequence[Tensor]) -> list[object]:
     raise AssertionError("a graph without a plan runs as it was captured")
 
 

@@ -15,11 +15,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.planning import Tensor
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel import explain
 from manyhands.parallel.choose import cpu, gpu
@@ -47,7 +47,7 @@ class Options:
 
 
 def plan(
-    trace: Trace, tensors: Sequence[Any], options: Options, progress: Progress, instead_of: Plan | None = None
+    trace: Trace, tensors: Sequence[Tensor], options: Options, progress: Progress, instead_of: Plan | None = None
 ) -> Plan:
     """The plan of a traced graph for tensors like these.
 

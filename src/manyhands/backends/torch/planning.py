@@ -44,6 +44,7 @@ from manyhands.backends.torch.run.thread_pool import operation_threads
 from manyhands.backends.torch.run.threads import ThreadRun
 
 threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide among themselves
+Tensor = Any  # for the planner, which imports no framework
 Run = Callable[[Sequence[Any]], list[Any]]  # the results of a graph for its tensors
 _REPEATS = 20
 _LONG = 0.5  # seconds: calls this long need no warm-up and few repetitions

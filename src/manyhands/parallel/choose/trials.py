@@ -13,11 +13,10 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
-from manyhands.backends.torch.planning import Gpus, Replay
+from manyhands.backends.torch.planning import Gpus, Replay, Tensor
 from manyhands.errors import first_line
 from manyhands.parallel.costs import Costed, costs
 from manyhands.parallel.plan import Limit, why_too_large
@@ -27,7 +26,7 @@ from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
 
 _TIMES = 4  # the graph's own spread that a plan's results may be off
-Run = Callable[[Sequence[Any]], list[object]]
+Run = Callable[[Sequence[Tensor]], list[object]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Trials:
     """What the candidates of one graph have in common, and what is learned from trying them."""
 
     trace: Trace
-    tensors: Sequence[Any]
+    tensors: Sequence[Tensor]
     devices: Gpus | None
     memory: float  # times the memory of plain execution that a plan may take
     reuse_outputs: bool
@@ -149,7 +148,7 @@ def replaying(run: Replay) -> Run:
         return run.replay
     alone = threading.Lock()
 
-    def replay(tensors: Sequence[Any]) -> list[object]:
+    def replay(tensors: Sequence[Tensor]) -> list[object]:
         with alone:
             return run.replay(tensors)
 
