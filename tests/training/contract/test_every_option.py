@@ -56,7 +56,7 @@ def cases(bench: Bench) -> dict[str, Case]:
         "shard": Case((True,)),
         "wrt": Case((_last_layer(bench.framework),)),
         "fast": Case((False,)),
-        "compile": Case((True, False)),
+        "compile": Case((True,)),
         "side_lanes": Case((False,)),
         "fused_norms": Case((False,)),
         "tuned_convolutions": Case((False,)),
