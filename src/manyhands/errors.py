@@ -41,9 +41,7 @@
      +- HiddenWait               the host waited for a device in a no-wait block   (RuntimeError)
      +- EngineError
      |   +- CannotTrace          a function that cannot be traced                  (RuntimeError)
-     |   |   +- MustRunAsWritten a call whose operations must run as written
      |   |   +- NotYet           a function that the next call may trace
-     |   +- CannotGuard          a function that Dynamo cannot follow              (RuntimeError)
      |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
      |   +- CannotCompile        kernels that cannot be compiled on this device    (RuntimeError)
      |   +- CannotBeExact        a function that cannot be computed more exactly   (RuntimeError)
@@ -221,14 +219,6 @@ class CannotTrace(EngineError, RuntimeError):
     """A function that cannot be traced, most often because it reads values."""
 
     holds: Callable[[], bool] | None = None  # whether the reason still holds, where it may change
-
-
-class MustRunAsWritten(CannotTrace):
-    """A call that must run as written: its operations are observed one by one, or its arguments share memory."""
-
-
-class CannotGuard(EngineError, RuntimeError):
-    """A function that Dynamo cannot follow, so that its guards are not known."""
 
 
 class NotYet(CannotTrace):

@@ -42,7 +42,7 @@ class NothingWatched(ManyhandsError, SkipTest):
 class Seen:
     """The hidden waits of a guarded block: ``len(seen)`` of them, each once in ``for stall in seen``.
 
-    Where there is nothing that could be waited for, no number is right: asking for it raises :class:`NothingWatched`.
+    Without a GPU or a virtual device there is nothing to count: asking for the number raises :class:`NothingWatched`.
     """
 
     def __init__(self, mode: Mode) -> None:

@@ -27,7 +27,7 @@ from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import timeline_of
 
-_FORMS = 64  # forms of calls that are told apart
+_FORMS = 64  # kinds of calls whose times are kept
 _VIRTUAL = "Dynamo captures nothing on virtual devices: write parallel(fn, pure=True)"
 
 
