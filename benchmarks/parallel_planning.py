@@ -13,9 +13,8 @@ from typing import Any
 
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import Lane, schedule
-from manyhands.schedule.memory import Footprint
-from manyhands.schedule.memory_limit import limit_memory
+from manyhands.schedule.lanes import Lane, Schedule, limit_memory, schedule
+from manyhands.schedule.memory import Footprint, one_after_the_other, peak
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.task import Task
 
@@ -39,7 +38,11 @@ def planning() -> dict[str, Any]:
                 times.append(time.perf_counter() - start)
                 processor.append(time.process_time() - begin)
                 begin = time.process_time()
-                check(limit_memory(planned, footprint, len(memories) // 2))
+
+                def peak_of(scheduled: Schedule, footprint: Footprint = footprint) -> int:
+                    return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order))
+
+                check(limit_memory(planned, peak_of, len(memories) // 2))
                 held = max(held, time.process_time() - begin)
             name = f"{count} tasks, {form}"
             row["seconds"][name] = statistics.median(times)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.schedule.clocks import Clocks
+from manyhands.schedule.lanes import Clocks
 
 
 def test_a_wait_brings_along_what_the_other_lane_knew() -> None:

@@ -4,17 +4,16 @@ List scheduling in the manner of HEFT (Topcuoglu, Hariri and Wu, 2002): tasks ar
 of the longest chain from them to the end, and each goes to the lane on which it ends first. Among equal lanes it goes
 to the lane of the task that it waited for last, so that no wait between lanes is needed there.
 
-A lane runs its tasks in order. A task waits for tasks on other lanes only where nothing else implies it
-(:mod:`.clocks`): if c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c need not wait for a.
+A lane runs its tasks in order. A task waits for tasks on other lanes only where nothing else implies it: if c (lane 0)
+has waited for b (lane 1), and b for a (lane 2), then c need not wait for a.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.schedule.clocks import Clocks
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.task import Kind
 
@@ -173,7 +172,7 @@ def schedule_main_lane(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
 
 
 def _with_waits(graph: Graph, lanes: Sequence[Lane], lane_of: Sequence[int], order: Sequence[int]) -> Schedule:
-    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph.needs, lane_of, order))
 
 
 def _critical_tasks(graph: Graph) -> set[int]:
@@ -219,23 +218,54 @@ def upward_ranks(graph: Graph) -> list[float]:
     return rank
 
 
-def needed_waits(graph: Graph, lane_of: Sequence[int], order: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def needed_waits(
+    needs: Sequence[Collection[int]], lane_of: Sequence[int], order: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
     """The waits between lanes that nothing else implies, for tasks issued in that order."""
     clocks = Clocks(max(lane_of, default=-1) + 1)
     issued = {task: number for number, task in enumerate(order)}
+    awaited = {need for task, needed in enumerate(needs) for need in needed if lane_of[need] != lane_of[task]}
     waits: dict[int, tuple[int, ...]] = {}
     for task in order:
         lane = lane_of[task]
         wanted = []
-        for need in sorted(graph.needs[task], key=issued.__getitem__, reverse=True):
+        for need in sorted(needs[task], key=issued.__getitem__, reverse=True):
             other = lane_of[need]
             if other != lane and clocks.known(lane, other) < clocks.place[need]:
                 wanted.append(need)
                 clocks.wait(lane, need)
         if wanted:
             waits[task] = tuple(wanted)
-        clocks.issue(lane, task, waited_for=any(lane_of[follower] != lane for follower in graph.followers[task]))
+        clocks.issue(lane, task, waited_for=task in awaited)
     return waits
+
+
+def limit_memory(schedule: Schedule, peak_of: Callable[[Schedule], int], most: int) -> Schedule:
+    """The schedule with more waits, so that its peak is at most ``most`` bytes, or as near as waits can bring it.
+
+    On a GPU a lane may reuse memory when it knows that all tasks that read it are done. A lane that copies results to
+    the host is waited for by no other, so all results would be held until the end. Therefore every lane runs its tasks
+    in program order, and a task waits for all tasks of other lanes that stand a number of places or more before it in
+    the program. That number is halved until the memory suffices; at one place the program runs task by task.
+    """
+    places = len(schedule.graph)
+    held_back = _within(schedule, places)
+    while places > 1 and peak_of(held_back) > most:
+        places //= 2
+        held_back = _within(schedule, places)
+    return held_back
+
+
+def _within(schedule: Schedule, places: int) -> Schedule:
+    """The schedule in program order, with lanes that are never this many places of the program apart."""
+    needs: list[set[int]] = []
+    latest: dict[int, int] = {}  # on each lane, of the tasks that stand far enough before
+    for task, needed in enumerate(schedule.graph.needs):
+        if task >= places:
+            latest[schedule.lane_of[task - places]] = task - places
+        needs.append({*needed, *latest.values()})
+    order = range(len(needs))
+    return replace(schedule, order=tuple(order), waits=needed_waits(needs, schedule.lane_of, order))
 
 
 def _choices(graph: Graph, lanes: Sequence[Lane]) -> dict[tuple[str, Kind], list[int]]:
@@ -246,3 +276,33 @@ def _choices(graph: Graph, lanes: Sequence[Lane]) -> dict[tuple[str, Kind], list
         if (task.device, task.kind) not in choices:
             raise ValueError(f"no lane for {task.name}: it needs one for {task.kind} on {task.device}")
     return choices
+
+
+class Clocks:
+    """Vector clocks: for each lane, up to which place every other lane is known to be done, while tasks are issued.
+
+    A wait for a task also brings what the lane of that task knew at its end.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.place: dict[int, int] = {}  # of each issued task on its lane
+        self._known: list[dict[int, int]] = [{} for _ in range(lanes)]
+        self._known_after: dict[int, dict[int, int]] = {}  # what the lane of each task knew when it ended
+
+    def known(self, lane: int, other: int) -> int:
+        """The place up to which a lane knows another lane to be done; -1: it knows of no task there."""
+        return self._known[lane].get(other, -1)
+
+    def wait(self, lane: int, task: int) -> list[tuple[int, int]]:
+        """Let a lane wait for a task. Returns what it learns: other lanes, and the places up to which they are done."""
+        known = self._known[lane]
+        learned = [(other, place) for other, place in self._known_after[task].items() if place > known.get(other, -1)]
+        known.update(learned)
+        return learned
+
+    def issue(self, lane: int, task: int, *, waited_for: bool = True) -> None:
+        """Issue a lane's next task. ``waited_for``: another lane may wait for it, so a copy of the clock is kept."""
+        known = self._known[lane]
+        self.place[task] = known[lane] = known.get(lane, -1) + 1
+        if waited_for:
+            self._known_after[task] = dict(known)

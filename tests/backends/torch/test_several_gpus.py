@@ -24,9 +24,8 @@ from manyhands.parallel.costs import Costed  # noqa: E402
 from manyhands.parallel.way import Executor  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
-from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
+from manyhands.schedule.lanes import lanes_for, limit_memory, schedule  # noqa: E402
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak  # noqa: E402
-from manyhands.schedule.memory_limit import limit_memory  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="fake GPUs, not virtual devices")
 LOG: list[str] = []
@@ -178,6 +177,6 @@ def test_a_lane_that_runs_ahead_of_copies_to_the_host_is_held_back() -> None:
 
     planned = schedule(measured, lanes_for(measured, 1))
     assert peak_of(planned) == (1 + 60 + 60) * 4_000_000
-    held_back = limit_memory(planned, footprint, (1 + 60 + 10) * 4_000_000)
+    held_back = limit_memory(planned, peak_of, (1 + 60 + 10) * 4_000_000)
     check(held_back)
     assert peak_of(held_back) <= (1 + 60 + 10) * 4_000_000

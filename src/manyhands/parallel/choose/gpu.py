@@ -15,9 +15,8 @@ from manyhands.parallel.costs import costs
 from manyhands.parallel.way import AS_WRITTEN, Executor, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
-from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_main_lane
+from manyhands.schedule.lanes import Schedule, lanes_for, limit_memory, one_lane, schedule, schedule_main_lane
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
-from manyhands.schedule.memory_limit import limit_memory
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.timing import in_turns
 
@@ -64,12 +63,14 @@ def _limited(trials: Trials, candidate: Candidate, footprint: Footprint) -> tupl
     beside = 0  # copies of the arguments, and of results in addition to those that the caller gets
     if in_graph:
         beside = planning.copied_bytes(trials.tensors) + (0 if trials.reuse_outputs else footprint.result_bytes())
-    needed = beside + _peak(candidate, footprint)
+    needed = beside + _peak(candidate.trace, candidate.schedule, footprint)
     if not trials.limit.allows(needed, trials.plain_peak):
         most = trials.limit.most(trials.plain_peak) - beside
-        held_back = limit_memory(candidate.schedule, footprint, most)
+        held_back = limit_memory(
+            candidate.schedule, lambda scheduled: _peak(candidate.trace, scheduled, footprint), most
+        )
         candidate = Candidate(candidate.way, held_back, candidate.trace, candidate.threads)
-        needed = beside + _peak(candidate, footprint)
+        needed = beside + _peak(candidate.trace, held_back, footprint)
     return candidate, needed
 
 
@@ -103,10 +104,9 @@ def _is_ahead(trials: Trials, right: Tried, best: Tried) -> bool:
     return spent < (_CLEARLY * least if one_lane_is_best else least)
 
 
-def _peak(candidate: Candidate, footprint: Footprint) -> int:
+def _peak(trace: Trace, scheduled: Schedule, footprint: Footprint) -> int:
     """Peak memory of a plan that is issued in order and frees memory in the order of its lanes."""
-    scheduled = candidate.schedule
-    released_after = planning.release_points(candidate.trace, planning.plan_of(scheduled))
+    released_after = planning.release_points(trace, planning.plan_of(scheduled))
     return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), released_after)
 
 

@@ -23,8 +23,7 @@ from torch.fx import Node
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import native
 from manyhands.python_code.generated import function
-from manyhands.schedule.clocks import Clocks
-from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.lanes import Clocks, Schedule
 
 _aten = torch.ops.aten
 
