@@ -19,7 +19,7 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
 # Lowest first; a module may import from its own row and from the rows before it.
 LAYERS = [
-    ["amounts", "errors", "device", "shares", "tree", "machine", "python_code", "addresses"],
+    ["amounts", "errors", "files", "device", "shares", "tree", "machine", "python_code", "addresses"],
     ["schedule"],
     ["predict"],
     ["backends"],

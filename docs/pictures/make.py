@@ -22,8 +22,7 @@ import torch
 
 from manyhands import torch as mh
 from manyhands.schedule.pictures import graph_svg as graph
-from manyhands.schedule.pictures.colours import colour_of
-from manyhands.schedule.pictures.timeline import Timeline
+from manyhands.schedule.pictures.timeline import Timeline, colour_of
 from manyhands.schedule.simulate import simulate
 
 FOLDER = Path(__file__).parent

@@ -96,7 +96,7 @@ def _percent(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     from manyhands.audit.reports import report as reports
-    from manyhands.schedule.pictures.output_path import check_writable
+    from manyhands.files import check_writable
 
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None

@@ -92,9 +92,9 @@ def _counts(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
+    from manyhands.files import check_writable
     from manyhands.predict import link as links
     from manyhands.predict import plot
-    from manyhands.schedule.pictures.output_path import check_writable
 
     # Refuse bad options first: measuring takes a while.
     if options.plot is not None:

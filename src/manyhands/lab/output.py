@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import BadSettings
+from manyhands.files import check_writable
 from manyhands.lab import html, plots
 from manyhands.lab.finding import Table
 from manyhands.lab.result import Report, Result
-from manyhands.schedule.pictures.output_path import check_writable
 
 
 @dataclass(frozen=True, slots=True)

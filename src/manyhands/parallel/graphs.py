@@ -19,7 +19,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.planner import Options
 from manyhands.parallel.progress import Progress
 from manyhands.parallel.way import AS_WRITTEN, Executor
-from manyhands.schedule.joined import Part, joined
+from manyhands.schedule.sequence import Part, one_after_another
 
 _log = logging.getLogger("manyhands")
 
@@ -104,7 +104,7 @@ def joined_plan(plans: Sequence[tuple[str, Plan]], how: Plan) -> Plan:
     ]
     if not parts:
         return how
-    schedule, footprint = joined(parts)
+    schedule, footprint = one_after_another(parts)
     timed = [plan.timed for _, plan in plans if plan.schedule is not None and plan.timed is not None]
     return replace(how, schedule=schedule, footprint=footprint, timed=lambda: _moments(timed))
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import counted
 from manyhands.errors import BadProfile, PackageMissing
+from manyhands.files import to_write
 from manyhands.predict.profile import MEMORY_PARTS
 from manyhands.predict.scaling import TERMS
-from manyhands.schedule.pictures.output_path import to_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-_Way = TypeVar("_Way")
+_A = TypeVar("_A")
 _TURNS = 3
 
 
-def rounds(alternatives: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterator[list[float]]:
+def rounds(alternatives: Sequence[_A], seconds_of: Callable[[_A], float]) -> Iterator[list[float]]:
     """Rounds without end: the seconds of each alternative. Each round begins with the next alternative."""
     first = 0
     while True:
@@ -19,7 +19,7 @@ def rounds(alternatives: Sequence[_Way], seconds_of: Callable[[_Way], float]) ->
         first = (first + 1) % len(alternatives)
 
 
-def in_turns(first: _Way, second: _Way, seconds_of: Callable[[_Way], float]) -> tuple[float, float]:
+def in_turns(first: _A, second: _A, seconds_of: Callable[[_A], float]) -> tuple[float, float]:
     """The seconds of each in its best turn: disturbances only ever add to them."""
     turns = [times for _, times in zip(range(_TURNS), rounds((first, second), seconds_of), strict=False)]
     return min(times[0] for times in turns), min(times[1] for times in turns)

@@ -21,7 +21,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
 from manyhands.schedule.pictures import graph_svg
-from manyhands.schedule.pictures.colours import colour_of
+from manyhands.schedule.pictures.timeline import colour_of
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.task import Kind, Task
 

@@ -1,1 +1,1 @@
-"""A schedule as a picture of its graph, and a run as a timeline; with the colours that all pictures share."""
+"""A schedule as a picture of its graph, and a run as a timeline."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from manyhands.files import to_write
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.pictures.colours import colour_of
-from manyhands.schedule.pictures.output_path import to_write
+from manyhands.schedule.pictures.timeline import colour_of
 from manyhands.schedule.task import Task
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 44, 30, 22, 20

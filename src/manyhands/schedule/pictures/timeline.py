@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.errors import PackageMissing
-from manyhands.schedule.pictures.colours import colour_of
-from manyhands.schedule.pictures.output_path import to_write
+from manyhands.files import to_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+# The colours of operations, the same in every picture.
+_FAMILIES = {
+    "#4e79a7": ("mm", "matmul", "dot", "linear", "einsum", "dense", "fully_connected"),
+    "#f28e2b": ("conv",),
+    "#59a14f": ("norm",),
+    "#b07aa1": ("attention", "softmax", "loss"),
+    "#9c755f": ("copy", "memcpy", "device_put"),
+    "#499894": ("pool",),
+    "#b6992d": ("sum", "mean", "var", "amax", "argmax"),
+    "#79706e": ("cat", "stack", "index", "gather", "embedding"),
+    "#e15759": ("relu", "gelu", "sigmoid", "silu", "tanh", "threshold"),
+}
+_OTHERS = ("#d37295", "#a0568c", "#6b8e23", "#2f6b9a", "#c4763b", "#8a6fa8", "#3d7a5a", "#a8554e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +136,16 @@ def gantt(figure: Figure, spans: Sequence[Span]) -> Axes:
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     return axes
+
+
+def colour_of(operation: str) -> str:
+    """Each family (products, convolutions, ...) has a colour; any other operation gets one by its name.
+
+    >>> colour_of("addmm") == colour_of("bmm") != colour_of("convolution")
+    True
+    """
+    name = operation.lower()
+    for colour, words in _FAMILIES.items():
+        if any(word in name for word in words):
+            return colour
+    return _OTHERS[zlib.crc32(name.encode()) % len(_OTHERS)]

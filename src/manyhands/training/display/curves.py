@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import PackageMissing
-from manyhands.schedule.pictures.colours import ACCURACY, INK, LOSS
 from manyhands.training.checkpoints import atomic_files
 
 if TYPE_CHECKING:
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+LOSS, ACCURACY, INK = "#4e79a7", "#e15759", "#444444"
 # The colour says what is drawn, the line of which data: solid of training, dashed of validation.
 _LINES = {  # key: label, style, colour
     "train_loss": ("train loss", "-", LOSS),

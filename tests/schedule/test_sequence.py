@@ -5,9 +5,9 @@ from __future__ import annotations
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Machine, forecast
 from manyhands.schedule.graph import graph
-from manyhands.schedule.joined import Part, joined
 from manyhands.schedule.lanes import lanes_for, schedule
 from manyhands.schedule.memory import Footprint
+from manyhands.schedule.sequence import Part, one_after_another
 from manyhands.schedule.simulate import moments
 from manyhands.schedule.task import Task
 
@@ -21,7 +21,7 @@ def part(name: str, count: int) -> Part:
 
 
 def test_a_break_stands_between_two_parts() -> None:
-    made, footprint = joined([part("a", 3), part("b", 4), part("c", 1)])
+    made, footprint = one_after_another([part("a", 3), part("b", 4), part("c", 1)])
     check(made)
     names = [task.name for task in made.graph.tasks]
     assert names == ["a0", "a1", "a2", "Python, then b", "b0", "b1", "b2", "b3", "Python, then c", "c0"]
@@ -36,12 +36,12 @@ def test_a_break_stands_between_two_parts() -> None:
 
 
 def test_one_part_is_itself() -> None:
-    made, _ = joined([part("a", 2)])
+    made, _ = one_after_another([part("a", 2)])
     check(made)
     assert [task.name for task in made.graph.tasks] == ["a0", "a1"]
 
 
 def test_it_can_be_forecast() -> None:
-    made, footprint = joined([part("a", 4), part("b", 4)])
+    made, footprint = one_after_another([part("a", 4), part("b", 4)])
     alone, two = (forecast(made.graph, footprint, Machine(count, latency=0.0)).seconds for count in (1, 2))
     assert two < alone
