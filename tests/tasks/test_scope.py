@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from support import eventually, run_python
 
 from manyhands.errors import EngineError, TaskCancelled, WaitsForItself
-from manyhands.tasks.hooks import Hooks
+from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import Future, parallel, task, waitall
 
 

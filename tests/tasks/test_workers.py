@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import TaskCancelled
-from manyhands.tasks.hooks import Hooks
+from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import Future, parallel, task
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_lost_however_threads_are_interrupted(threads: int) -> None:
 
 
 def test_a_task_that_ends_while_another_is_submitted_starts_it() -> None:
-    go, ended = threading.Event(), threading.Event()
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def memory_of(value: Any) -> int:
         if isinstance(value, bytearray):  # looked at when it is given, with the lock held
@@ -92,7 +92,8 @@ def test_a_task_that_ends_while_another_is_submitted_starts_it() -> None:
         return id(value)
 
     with parallel(threads=1, hooks=Hooks(memory_of)):
-        first = task(lambda: go.wait(60) and ended.set())()
+        first = task(lambda: begun.set() or (go.wait(60) and ended.set()))()
+        begun.wait(60)
         second = task(lambda *_: None)(first, bytearray(1))
         for _ in range(5000):
             if second.done():  # does not touch the lock

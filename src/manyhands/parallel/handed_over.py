@@ -16,7 +16,7 @@ from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import Plan
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.pictures.timeline import Timeline
-from manyhands.tasks.hooks import Hooks
+from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the type checker checks the three modules against the proto
 
 
 class TaskHooks(Protocol):
-    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.hooks.Hooks`."""
+    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.arguments.Hooks`."""
 
     def memory_of(self, value: object, /) -> Hashable: ...
     def parts_of(self, value: object, /) -> Collection[object] | None: ...

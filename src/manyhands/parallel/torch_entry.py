@@ -13,7 +13,7 @@ from manyhands.parallel.function import Parallel
 from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.interface import P, R
 from manyhands.parallel.planner import Options as GraphOptions
-from manyhands.tasks.hooks import Hooks
+from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 

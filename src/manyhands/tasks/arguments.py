@@ -1,6 +1,7 @@
 """What a task touches: the tensors among its arguments, and the containers and modules that hold them.
 
-Containers (:mod:`.containers`) are looked into, and so is what the framework knows the parts of. A method's object
+Containers (lists, tuples, dicts, sets, deques, ``ChainMap``, ``UserDict``, dataclasses, partial functions) are looked
+into, and so is what the framework knows the parts of. A method's object
 counts as an argument, and so does the function itself, which may be a module. Everything else is known by its identity:
 what it has as attributes, closures or globals is not looked at.
 
@@ -13,16 +14,18 @@ what it has as attributes, closures or globals is not looked at.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
+import functools
 import types
+from collections import ChainMap, UserDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manyhands.addresses import Held, content, is_array, share, span_of
-from manyhands.tasks.containers import contents
 from manyhands.tasks.future import Future
-from manyhands.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
     from manyhands.tasks.job import Job
@@ -31,6 +34,29 @@ if TYPE_CHECKING:
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType, type)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _WHOLE, _BLOCKS = 1 << 20, 256  # arrays up to this size are compared whole, larger ones in so many blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The answers of a framework; by default those for Python's own objects.
+
+    Attributes:
+        memory_of: The same key for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to
+            one is a write to the other.
+        parts_of: What else is read and written with an object (a module: its parameters); None: it is not the
+            framework's.
+        version_of: Something that every write to one of the framework's objects changes; None: that is not known.
+        bound: Applied to each function in the thread that submits the task, to carry over that thread's state (a
+            framework's modes).
+        exclusive: Those of the framework's objects that change inside when they are only used (a block that is traced
+            at its first call): tasks that share one run one after the other, in any order.
+    """
+
+    memory_of: Callable[[object], Hashable] = id
+    parts_of: Callable[[object], Collection[object] | None] = lambda value: None
+    version_of: Callable[[object], object] = lambda value: None
+    bound: Callable[[Callable[..., object]], Callable[..., object]] = lambda function: function
+    exclusive: Callable[[list[object]], Collection[object]] = lambda objects: ()
 
 
 @dataclass(slots=True, eq=False)
@@ -136,3 +162,74 @@ def in_words(changed: object) -> str:
     name = type(changed).__name__
     article = "an" if name[0] in "aeioAEIO" or name in ("NDArray", "ndarray") else "a"
     return f"{article} {name}" + ("" if shape is None else f" of shape {tuple(shape)}")
+
+
+def contents(value: object) -> list[object] | None:
+    """The values inside a container; None if the value is not a container."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if isinstance(value, ChainMap):
+        return list(value.maps)
+    if isinstance(value, UserDict):  # as the batches of tokenizers are
+        return [value.data]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if (names := _fields(value)) is not None:
+        return [getattr(value, name) for name in names]
+    return None
+
+
+def replace_parts(value: object, replacement: Callable[[object], object]) -> object:
+    """The value with a replacement for each value inside; the same object where nothing is replaced.
+
+    A subclass (``OrderedDict``, ``defaultdict``, a named tuple, a user's class) is kept.
+    """
+    inside = contents(value)
+    if inside is None:
+        return replacement(value)
+    parts = [replace_parts(part, replacement) for part in inside]
+    if all(new is old for new, old in zip(parts, inside, strict=True)):
+        return value
+    return _rebuilt(value, parts)
+
+
+def _rebuilt(value: object, parts: list[object]) -> object:
+    """A value like this one, made of these parts."""
+    if isinstance(value, tuple):
+        rebuilt: Any = tuple.__new__(type(value), parts)
+        if attributes := getattr(value, "__dict__", None):
+            vars(rebuilt).update(attributes)
+        return rebuilt
+    if isinstance(value, frozenset):
+        return type(value)(parts)
+    if isinstance(value, functools.partial):
+        function: Any
+        function, *rest = parts
+        count = len(value.args)
+        return type(value)(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
+    rebuilt = copy.copy(value)
+    if isinstance(value, dict):
+        dict.update(rebuilt, zip(value, parts, strict=True))
+    elif isinstance(value, (list, deque)):
+        for number, part in enumerate(parts):
+            rebuilt[number] = part
+    elif isinstance(value, set):
+        rebuilt.clear()
+        rebuilt.update(parts)
+    elif isinstance(value, ChainMap):
+        rebuilt.maps = parts
+    elif isinstance(value, UserDict):
+        (rebuilt.data,) = parts
+    else:
+        for name, part in zip(_fields(value) or (), parts, strict=True):
+            object.__setattr__(rebuilt, name, part)  # also where it is frozen
+    return rebuilt
+
+
+def _fields(value: object) -> list[str] | None:
+    """The names of a dataclass's fields that are there."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from manyhands.errors import TaskCancelled, UndeclaredWrite, WaitsForItself
-from manyhands.tasks import containers
-from manyhands.tasks.arguments import Touched, Watch, in_words, look
+from manyhands.tasks.arguments import Hooks, Touched, Watch, in_words, look, replace_parts
 from manyhands.tasks.future import Future
-from manyhands.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
     from manyhands.tasks.scope import parallel
@@ -235,7 +233,7 @@ def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keyw
 
 def filled(value: T) -> T:
     """The value with results in place of futures; the same object if there is no future in it."""
-    return cast(T, containers.filled(value, lambda part: part.result() if isinstance(part, Future) else part))
+    return cast(T, replace_parts(value, lambda part: part.result() if isinstance(part, Future) else part))
 
 
 def raise_first_error(jobs: dict[Job, None]) -> None:

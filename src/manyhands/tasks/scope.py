@@ -41,9 +41,8 @@ from typing import TypeVar
 
 from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
-from manyhands.tasks.arguments import PLAIN
+from manyhands.tasks.arguments import PLAIN, Hooks
 from manyhands.tasks.future import Future
-from manyhands.tasks.hooks import Hooks
 from manyhands.tasks.job import Job, call_at_once, filled, raise_first_error, thread_state
 from manyhands.tasks.workers import WorkerPool
 

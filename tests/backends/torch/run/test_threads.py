@@ -23,7 +23,7 @@ from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.tasks import bound, memory_of
 from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.function import Parallel
-from manyhands.tasks.hooks import Hooks
+from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import parallel, task
 
 pytestmark = pytest.mark.skipif(
