@@ -14,11 +14,9 @@ import pytest
 from browser import title_after
 
 from manyhands.cli import lab, main
-from manyhands.lab import experiments
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Finding, Plot, Sweep, Times, Trial
-from manyhands.lab.output import Output
-from manyhands.lab.result import SCHEMA, Report, Result
+from manyhands.lab.report import SCHEMA, Output, Report, Result
 from manyhands.schedule.pictures.timeline import Span
 
 
@@ -35,10 +33,10 @@ def command(*arguments: str, **options: object) -> subprocess.Popen[str]:
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab"]) == 0
     out = capsys.readouterr().out
-    for name in experiments.NAMES:
+    for name in NAMES:
         assert f"{name} " in out
-        assert experiments.load(name).question in out
-        assert experiments.load(name).exercise in out
+        assert load(name).question in out
+        assert load(name).exercise in out
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -160,9 +158,7 @@ def test_a_console_error_would_be_seen(folder: Path) -> None:
 
 def test_a_failed_experiment_does_not_stop_the_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An experiment that is in no list dies in its own process."""
-    broken = [
-        experiment(name, question=f"{name}?", exercise="")(lambda bench: Finding("")) for name in ("first", "second")
-    ]
+    broken = [Experiment(name, f"{name}?", "")(lambda bench: Finding("")) for name in ("first", "second")]
     page = tmp_path / "report.html"
     jobs = [("torch", one) for one in broken]
     report = Report(True, {}, [{"framework": "torch", "version": "", "devices": []}])

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, NotHere
-from manyhands.lab import experiments, html, output, plausible, plots, process
+from manyhands.lab import plots, process
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import Experiment, experiment
+from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
-from manyhands.lab.output import Output
-from manyhands.lab.result import Report, Result, marked
+from manyhands.lab.report import Output, Report, Result, marked, page, text
 from manyhands.schedule import timing
 from manyhands.schedule.pictures.timeline import Span
 
@@ -129,7 +128,7 @@ def _unlike(*ratios: float) -> Experiment:
 def test_what_cannot_be_true_is_measured_again_and_then_refused(
     gains: tuple[float, ...], status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plausible, "check_load", lambda: None)
+    monkeypatch.setattr(process, "check_load", lambda: None)
     result = process.perform(_unlike(*gains), Bench(Door(), "torch"))
     assert result.status == status
     assert said in (result.finding.conclusion if result.finding else result.why)
@@ -150,8 +149,8 @@ def test_a_loaded_machine_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> No
     result = process.perform(_unlike(1.5), Bench(Door(), "torch"))
     assert (result.status, result.finding) == ("not measured", None)
     assert result.why == "the machine is busy: other programs use 80% of the CPU"
-    assert "not measured: the machine is busy" in output.text(result)
-    assert "not measured: the machine is busy" in html.page(Report(True, {}, [], [result]))
+    assert "not measured: the machine is busy" in text(result)
+    assert "not measured: the machine is busy" in page(Report(True, {}, [], [result]))
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
@@ -167,11 +166,11 @@ def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
 
 
 def _that(function: Any) -> Experiment:
-    return experiment("probe", question="?", exercise="")(function)
+    return Experiment("probe", "?", "")(function)
 
 
 def test_how_an_experiment_ends_is_in_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plausible, "check_load", lambda: None)
+    monkeypatch.setattr(process, "check_load", lambda: None)
 
     def fails(bench: Bench) -> Finding:
         raise ZeroDivisionError("by hand")
@@ -186,9 +185,9 @@ def test_how_an_experiment_ends_is_in_its_result(monkeypatch: pytest.MonkeyPatch
         Bench(Door(), "torch").not_here("x")
 
 
-@pytest.mark.parametrize("name", experiments.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_is_called_as_it_is_listed(name: str) -> None:
-    loaded = experiments.load(name)
+    loaded = load(name)
     assert loaded.name == name
     assert loaded.question.endswith("?")
     assert f"| `{name}` |" in PAGE, "docs/lab.md has a row for it"
@@ -202,7 +201,7 @@ def test_a_full_disk_is_named() -> None:
 
 
 def test_ways_are_compared_with_one_thread_where_that_is_asked_for() -> None:
-    norms, two, cpu = map(experiments.load, ("logging-norms", "how-linear", "cpu-or-gpu"))
+    norms, two, cpu = map(load, ("logging-norms", "how-linear", "cpu-or-gpu"))
     assert [norms.uses_one_core(gpus) for gpus in (0, 1)] == [True, False]
     assert [two.uses_one_core(gpus) for gpus in (0, 1, 2)] == [True, True, False]
     assert not cpu.uses_one_core(0)

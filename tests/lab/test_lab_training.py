@@ -9,8 +9,7 @@ from support import lab_results
 
 from manyhands.lab.experiments import training_scaling, unequal_devices
 from manyhands.lab.experiments.training_scaling import Job
-from manyhands.lab.finding import Sweep, Times
-from manyhands.lab.plausible import Implausible
+from manyhands.lab.finding import Implausible, Sweep, Times
 
 Results = dict[str, dict[str, Any]]
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from manyhands.lab.experiment import Experiment
-    from manyhands.lab.output import Output
-    from manyhands.lab.result import Report
+    from manyhands.lab.report import Output, Report
 
 _FOLDER = Path("lab-report")
 _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -63,7 +62,7 @@ def add(commands: Any) -> None:
 
 def _likely(word: str) -> str | None:
     """The command that was probably meant if ``run`` is missing."""
-    from manyhands.lab import experiments
+    from manyhands.lab import experiment as experiments
 
     if word == "list":
         return "manyhands lab"
@@ -72,7 +71,7 @@ def _likely(word: str) -> str | None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from manyhands.lab import experiments
+    from manyhands.lab import experiment as experiments
 
     width = max(map(len, experiments.NAMES))
     for name in experiments.NAMES:
@@ -85,7 +84,7 @@ def _list(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from manyhands.lab.output import Output
+    from manyhands.lab.report import Output
 
     written = options.html or options.json or options.out
     output = Output(options.html, options.json, options.out if written else _FOLDER)
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(names: list[str]) -> list[Experiment]:
-    from manyhands.lab import experiments
+    from manyhands.lab import experiment as experiments
 
     everything = experiments.NAMES if "all" in names else ()
     wanted = dict.fromkeys(name for name in (*everything, *names) if name != "all")
@@ -156,7 +155,7 @@ def _begin(frameworks: list[str], quick: bool) -> Report:
 
     from manyhands import __version__, machine
     from manyhands.cli import probe
-    from manyhands.lab.result import Report
+    from manyhands.lab.report import Report
 
     replies = [
         probe.ask(name, measured=False, expect=lambda n: None, progress=lambda text: None) for name in frameworks
@@ -182,13 +181,13 @@ def _run_one(report: Report, experiment: Experiment, framework: str, say: Callab
 
 
 def _shown(report: Report) -> str:
-    from manyhands.lab import output
+    from manyhands.lab.report import text
 
-    return output.text(report.results[-1])
+    return text(report.results[-1])
 
 
 def _interrupted(report: Report, framework: str, experiment: Experiment) -> Report:
-    from manyhands.lab.result import Result
+    from manyhands.lab.report import Result
 
     why = "stopped by Ctrl-C before it was finished"
     return report.with_result(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from manyhands.amounts import counted
 from manyhands.device import Device
 from manyhands.errors import NotHere, ResultsDiffer
 from manyhands.lab.finding import Times, Trial
+from manyhands.lab.operations import Operations, operations_of
 from manyhands.schedule import timing
 
 _LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
@@ -24,7 +25,7 @@ _BUDGET = {True: 1.5, False: 8.0}  # seconds for one call of `trials`, beyond th
 class Bench:
     """The tools of one experiment in one framework.
 
-    ``mh`` is the framework's door, ``quick`` asks for small sizes, ``operations`` has the few functions that
+    ``mh`` is the framework's module, ``quick`` asks for small sizes, ``operations`` has the few functions that
     experiments need from every framework; each computes on the device of its first argument.
     """
 
@@ -45,10 +46,10 @@ class Bench:
         self.recorded: list[Trial] = []
         self._most, self._apart, self._say, self._virtual_devices = most_devices, apart, say, list[Any]()
 
-    @property
-    def operations(self) -> Any:
+    @functools.cached_property
+    def operations(self) -> Operations:
         """The module of the few functions that experiments need from every framework."""
-        return importlib.import_module(f"manyhands.lab.{self.framework}.operations")
+        return operations_of(self.framework)
 
     # Devices and tensors
 
@@ -172,6 +173,7 @@ class Bench:
         del result  # after the clock has stopped: freeing it is not measured
         return spent / calls
 
-    def not_here(self, why: str) -> NoReturn:
+    @staticmethod
+    def not_here(why: str) -> NoReturn:
         """End the experiment without an error: it has nothing to show on this machine or in this framework."""
         raise NotHere(why)

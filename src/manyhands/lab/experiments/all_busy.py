@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import EFFICIENCY, Finding, Plot, Times
 from manyhands.schedule.pictures.timeline import Span
 
@@ -19,10 +19,10 @@ _IN_TURN, _AT_ONCE = "one after the other", "at once"
 _THEN, _HIDDEN = "products, then copies", "copies behind products"
 
 
-@experiment(
+@Experiment(
     "all-busy",
-    question="Can the CPU, a device and the bus be busy at once?",
-    exercise="Automatic parallelism: computation on CPU and GPU and communication between them, in parallel.",
+    "Can the CPU, a device and the bus be busy at once?",
+    "Automatic parallelism: computation on CPU and GPU and communication between them, in parallel.",
     apart=True,
 )
 def run(bench: Bench) -> Finding:

@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Sweep, Times
 
 _TIMES = 64  # 64 products of a quarter of the size are as much work as one
 _CPU, _GPU, _COPIED = "CPU", "GPU", "GPU, with copies there and back"
 
 
-@experiment(
+@Experiment(
     "cpu-or-gpu",
-    question="From which size does a GPU pay, and do many small jobs?",
-    exercise="GPUs: a large task and a small one, on the CPU and on the GPU.",
+    "From which size does a GPU pay, and do many small jobs?",
+    "GPUs: a large task and a small one, on the CPU and on the GPU.",
 )
 def run(bench: Bench) -> Finding:
     sizes = (16, 64, 128, 256, 512) if bench.quick else (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Sweep, Times
 from manyhands.machine import usable_cores
 
@@ -17,10 +17,10 @@ _CHAINS, _LENGTH = 8, 10
 _ALONE, _PLAIN, _TASKS, _PLANNED = "one chain alone", "plain code", "tasks", "mh.parallel"
 
 
-@experiment(
+@Experiment(
     "eight-operations",
-    question="Do independent operations on one device overlap?",
-    exercise="Automatic parallelism: are eight independent operations executed in parallel, also small ones?",
+    "Do independent operations on one device overlap?",
+    "Automatic parallelism: are eight independent operations executed in parallel, also small ones?",
 )
 def run(bench: Bench) -> Finding:
     sizes = (32, 128, 256) if bench.quick else (32, 64, 128, 256, 512, 1024)

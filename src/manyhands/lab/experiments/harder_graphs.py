@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Plot, Series, Sweep
 
 _PLAIN, _PLANNED = "plain code", "mh.parallel"
@@ -82,10 +82,10 @@ def _diamond(bench: Bench, devices: Sequence[Any], move: Callable[[Any, Any], An
     return diamond, (bench.random((size, size), devices[0], 2), *weights)
 
 
-@experiment(
+@Experiment(
     "harder-graphs",
-    question="Does mh.parallel find what may run at once where dependencies are tangled?",
-    exercise="Automatic parallelism: more complex data dependencies, with correct results and better performance.",
+    "Does mh.parallel find what may run at once where dependencies are tangled?",
+    "Automatic parallelism: more complex data dependencies, with correct results and better performance.",
     devices=2,
 )
 def run(bench: Bench) -> Finding:

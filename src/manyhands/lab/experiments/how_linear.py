@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import EFFICIENCY, Comparison, Finding, Plot, Sweep
 from manyhands.schedule.pictures.timeline import Span
 
@@ -19,10 +19,10 @@ _ONE, _TWO = "two on one device", "two on two devices"
 _IN_TURN, _AT_ONCE = "one after the other", "at once"
 
 
-@experiment(
+@Experiment(
     "how-linear",
-    question="Are two devices twice as fast as one?",
-    exercise="GPUs: two matrix products at the same time on two GPUs, and in sequence on one.",
+    "Are two devices twice as fast as one?",
+    "GPUs: two matrix products at the same time on two GPUs, and in sequence on one.",
     devices=2,
 )
 def run(bench: Bench) -> Finding:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding
 
 _SIZE, _IN_A_CAPTURE = 100, 50
@@ -25,9 +25,10 @@ _READ, _KEPT, _CAPTURED = "read each norm", "keep the log on the device", "captu
 _PROGRAM = """
 import sys, {framework}
 from manyhands import {framework} as mh
-from manyhands.lab.{framework} import operations
+from manyhands.lab.operations import operations_of
 import numpy
 
+operations = operations_of("{framework}")
 start = numpy.random.default_rng(0).standard_normal((100, 100)).astype("float32")
 turn = x = mh.to(operations.tensor(numpy.linalg.qr(start)[0]), mh.try_gpu())
 log = []
@@ -40,10 +41,10 @@ for product in range(50):
 """
 
 
-@experiment(
+@Experiment(
     "logging-norms",
-    question="What does it cost to log a number at every step?",
-    exercise="GPUs: 1000 products of 100 x 100, each norm read as it comes, or kept in a log on the GPU. "
+    "What does it cost to log a number at every step?",
+    "GPUs: 1000 products of 100 x 100, each norm read as it comes, or kept in a log on the GPU. "
     "Asynchronous computation: what does a wait in every step cost?",
     one_core=True,
 )

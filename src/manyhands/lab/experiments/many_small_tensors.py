@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Sweep
 
 _PAGEABLE, _PINNED = "pageable, to the GPU", "pinned, to the GPU"
 
 
-@experiment(
+@Experiment(
     "many-small-tensors",
-    question="Many small tensors or one large one over the bus; pinned or pageable?",
-    exercise="Training on several GPUs: a more efficient allreduce. Why is it worth joining tensors?",
+    "Many small tensors or one large one over the bus; pinned or pageable?",
+    "Training on several GPUs: a more efficient allreduce. Why is it worth joining tensors?",
     one_core=True,
 )
 def run(bench: Bench) -> Finding:

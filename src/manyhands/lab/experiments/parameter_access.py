@@ -11,16 +11,16 @@ from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Plot, Series, Table, seconds
 
 _NUMBERS, _TENSORS, _AT_ONCE, _HERE = "number by number", "tensor by tensor", "all at once", "computed on the device"
 
 
-@experiment(
+@Experiment(
     "parameter-access",
-    question="What does it cost to read and write parameters on a device?",
-    exercise="GPUs: how should we read and write model parameters on the GPU?",
+    "What does it cost to read and write parameters on a device?",
+    "GPUs: how should we read and write model parameters on the GPU?",
     apart=True,
 )
 def run(bench: Bench) -> Finding:

@@ -14,16 +14,16 @@ import numpy
 
 from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import EFFICIENCY, Finding
 
 _WAIT, _TWO, _HOST = "wait for every step", "two steps in flight", "the host's work alone"
 
 
-@experiment(
+@Experiment(
     "steps-in-flight",
-    question="What does it gain to have two steps in flight?",
-    exercise="Training on several GPUs, concise: an overlap of up to two steps. Asynchronous computation: waitall.",
+    "What does it gain to have two steps in flight?",
+    "Training on several GPUs, concise: an overlap of up to two steps. Asynchronous computation: waitall.",
     apart=True,
 )
 def run(bench: Bench) -> Finding:

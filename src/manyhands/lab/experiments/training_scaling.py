@@ -12,7 +12,7 @@ from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
-from manyhands.lab.experiment import experiment
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Plot, Series, Sweep, Table, Times, Trial, seconds
 from manyhands.training.commands import recipes
 from manyhands.training.data import fashion_mnist
@@ -28,10 +28,10 @@ class Job:
         return f"{self.model}, batch size {self.batch_size}, lr {self.lr:g}"
 
 
-@experiment(
+@Experiment(
     "training-scaling",
-    question="What do two devices give in training, by net, batch size and learning rate?",
-    exercise="Training on several GPUs: k times the batch size; learning rates and accuracy; and, concise, ResNet-18 "
+    "What do two devices give in training, by net, batch size and learning rate?",
+    "Training on several GPUs: k times the batch size; learning rates and accuracy; and, concise, ResNet-18 "
     "with other epochs, batch sizes and rates.",
     devices=2,
 )

@@ -1,1 +1,0 @@
-"""What the lab needs of this framework."""
