@@ -88,7 +88,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     sites.name_callers_in_warnings()
     try:
         with framework_imports(imported), watch.everywhere(recorder):
-            code, ended = run_as_main(settings["module"], arguments)
+            code, ended = _run_as_main(settings["module"], arguments)
     finally:
         if os.getpid() == process:
             _write(recorder, settings, ended)
@@ -127,30 +127,16 @@ def _count_fork(recorder: Recorder, process: int) -> None:
 def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
     for framework in recorder.frameworks:
         listen.end(framework, recorder)
-    record: dict[str, Any] | None = {} if settings.get("record") else None
-    written = report.make(recorder, program=settings["program"], warmup=settings["warmup"], record=record)
+    written = report.make(recorder, program=settings["program"], warmup=settings["warmup"])
     written.ended = ended
-    result = json.dumps({"report": written.as_data(), "record": record})
-    atomic_files.replace(Path(settings["result"]), result.encode())
+    atomic_files.replace(Path(settings["result"]), json.dumps(written.as_data()).encode())
 
 
-def _compiled(source: bytes, file: str) -> types.CodeType:
-    return compile(source, file, "exec", dont_inherit=True)
-
-
-def run_as_main(
-    module: bool,
-    arguments: Sequence[str],
-    compiled: Callable[[bytes, str], types.CodeType] = _compiled,
-    failed: Callable[[BaseException], None] = lambda error: None,
-) -> tuple[int, str]:
-    """Do what ``python [-m] arguments`` does; returns its exit code, and how it ended.
-
-    ``compiled`` compiles a script's source; ``failed`` is called with an exception that ends the program.
-    """
+def _run_as_main(module: bool, arguments: Sequence[str]) -> tuple[int, str]:
+    """Do what ``python [-m] arguments`` does; returns its exit code, and how it ended."""
     loaded = False
     try:
-        main, code = _load_module(arguments) if module else _load_script(arguments, compiled)
+        main, code = _load_module(arguments) if module else _load_script(arguments)
         loaded = True
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
@@ -163,16 +149,13 @@ def run_as_main(
         print(f"manyhands audit: {error}", file=sys.stderr)
         return 1, "no-module"
     except BaseException as error:
-        failed(error)
         _show(error)
         ended = "syntax-error" if isinstance(error, SyntaxError) and not loaded else f"exception {type(error).__name__}"
         return 130 if isinstance(error, KeyboardInterrupt) else 1, ended
     return 0, "normally"
 
 
-def _load_script(
-    arguments: Sequence[str], compiled: Callable[[bytes, str], types.CodeType]
-) -> tuple[types.ModuleType, types.CodeType]:
+def _load_script(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
     script = arguments[0]
     path = os.path.abspath(script)
     sys.argv = list(arguments)
@@ -182,7 +165,7 @@ def _load_script(
     with open(script, "rb") as file:
         source = file.read()
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    return main, compiled(source, path)
+    return main, compile(source, path, "exec", dont_inherit=True)
 
 
 def _search_first(folder: str) -> None:
@@ -246,11 +229,7 @@ def _show(error: BaseException) -> None:
 
 
 def main() -> int:
-    settings = json.loads(sys.argv[1])
-    arguments = sys.argv[2:]
-    if "proof" in settings:
-        return int(importlib.import_module("manyhands.audit.prove.second_pass").run(settings, arguments))
-    return run(settings, arguments)
+    return run(json.loads(sys.argv[1]), sys.argv[2:])
 
 
 if __name__ == "__main__":

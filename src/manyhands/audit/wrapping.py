@@ -6,7 +6,6 @@ import functools
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ class Steps:
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[object, bool], None]] = []
-        self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that made a step
 
     def listen(self, listener: Callable[[object, bool], None]) -> None:
         """Tell a listener of every step, until :meth:`stop`."""
@@ -44,12 +42,8 @@ class Steps:
     def _of_loop(self) -> None:
         self.ended("the trainer's loop", loop=True)
 
-    def of(self, optimizer: Any) -> None:
-        """An optimizer has made its step."""
-        self.optimizers[id(optimizer)] = optimizer
-        self.ended(id(optimizer))
-
     def ended(self, who: object, *, loop: bool = False) -> None:
+        """An optimizer, or what else makes the steps, has made one."""
         for listener in self.listeners:
             listener(who, loop)
 

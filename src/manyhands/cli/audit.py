@@ -19,12 +19,11 @@ from manyhands.cli import flags
 from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
-    from manyhands.audit.reports.proof import Proof
     from manyhands.audit.reports.report import Report
 
 WAITS_TOO_LONG = 3
 _WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--profile")
-_OPTIONS = ("--as-if-gpu", "--prove", *_WITH_VALUE)
+_OPTIONS = ("--as-if-gpu", *_WITH_VALUE)
 
 
 def add(commands: Any) -> None:
@@ -50,12 +49,6 @@ def add(commands: Any) -> None:
         "--profile",
         **flags.FILE,
         help="output of `manyhands devices --measure --json` on the GPU that --as-if-gpu predicts; default: an H200's",
-    )
-    option(
-        "--prove",
-        action="store_true",
-        help="run at most 50 steps again, unchanged and with the findings cured, compare the results and measure "
-        "the gain; default: estimate the gain",
     )
     option("--json", **flags.FILE, help="write the report as JSON (docs/audit.md); default: no file")
     option("--sarif", **flags.FILE, help="write the findings as SARIF, for code scanning; default: no file")
@@ -107,10 +100,7 @@ def run(options: argparse.Namespace) -> int:
         result = Path(folder) / "result.json"
         settings = _settings(options, program[0], is_module, result)
         code = _run_program(settings, program)
-        data = json.loads(result.read_text()) if result.is_file() else {}
-        report = reports.Report.from_data(data["report"]) if data else None
-        if report is not None and options.prove:
-            report.proof = _prove(report, data["record"], settings, program, Path(folder))
+        report = reports.Report.from_data(json.loads(result.read_text())) if result.is_file() else None
     if report is None:
         print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: no report", file=sys.stderr)
         return _same_end(code)
@@ -174,38 +164,16 @@ def _settings(options: argparse.Namespace, name: str, is_module: bool, result: P
         "warmup": options.warmup,
         "steps": options.steps,
         "profile": target,
-        "record": options.prove,
         "result": str(result),
     }
 
 
-def _prove(
-    report: Report, record: dict[str, Any] | None, settings: dict[str, Any], program: Sequence[str], folder: Path
-) -> Proof:
-    """Run the program again with the cures applied; its output is not shown."""
-    from manyhands.audit.prove import compare
-    from manyhands.audit.reports.proof import Proof
-
-    if report.ended not in ("normally", "enough"):
-        return Proof(failed=f"the program ended with {report.ended}; it was not run again")
-
-    def start(changed: dict[str, Any]) -> str:
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
-            _run_program(
-                {**settings, **changed}, program, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
-            )
-            said.seek(0)
-            return next((line.strip() for line in reversed(said.readlines()) if line.strip()), "")
-
-    return compare.prove(report, record, settings["warmup"], folder, start)
-
-
-def _run_program(settings: dict[str, Any], program: Sequence[str], **streams: Any) -> int:
-    """Run the program in a separate process, by default with our stdin, stdout and stderr; returns its exit status."""
+def _run_program(settings: dict[str, Any], program: Sequence[str]) -> int:
+    """Run the program in a separate process, with our stdin, stdout and stderr; returns its exit status."""
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     command = [*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program]
     with _signals_go_on() as children:
-        child = subprocess.Popen(command, **streams)
+        child = subprocess.Popen(command)
         children.append(child)
         return child.wait()
 

@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 code = program.run({**settings, "result": str(result)}, [str(path)])
             sys.modules["__main__"], sys.argv, sys.path[0] = kept
-            found[name] = {"code": code, **json.loads(result.read_text())["report"]}
+            found[name] = {"code": code, **json.loads(result.read_text())}
     print(json.dumps(found))
 
 

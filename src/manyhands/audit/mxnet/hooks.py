@@ -53,7 +53,7 @@ def _wrap_steps() -> None:
         @functools.wraps(original)
         def stepped(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             result = _original(self, *args, **kwargs)
-            steps.of(self)
+            steps.ended(id(self))
             return result
 
         setattr(trainer, name, stepped)

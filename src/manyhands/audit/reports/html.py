@@ -6,7 +6,6 @@ import linecache
 from html import escape
 
 from manyhands.amounts import seconds
-from manyhands.audit.reports.proof import Proof, words
 from manyhands.audit.reports.report import Finding, Report, Span
 
 _STYLE = """
@@ -38,7 +37,6 @@ def page(report: Report) -> str:
         f'<h1>{escape(title)}</h1><p id="verdict">{escape(report.verdict)}</p>',
         *(f'<p class="small">{escape(note)}</p>' for note in report.notes + report.remarks()),
         _table(report) if report.findings else "",
-        _proof(report.proof) if report.proof is not None else "",
         _timeline(report.timeline) if report.timeline else "",
         _sources(report.findings) if report.findings else "",
     ]
@@ -69,11 +67,6 @@ def _table(report: Report) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     head = f"<thead><tr>{heads}<th>where</th><th>what</th><th>cure</th></tr></thead>"
     return f"<h2>Findings</h2><table>{head}<tbody>{''.join(rows)}</tbody></table>"
-
-
-def _proof(proof: Proof) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in words(proof))
-    return f'<h2>Proof</h2><ul id="proof">{items}</ul>'
 
 
 def _timeline(spans: list[Span]) -> str:

@@ -12,7 +12,6 @@ from manyhands.amounts import counted, seconds
 from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Recorder
-from manyhands.audit.reports.proof import Proof
 from manyhands.audit.sites import shown_path
 from manyhands.audit.stall import Stall
 
@@ -84,7 +83,6 @@ class Report:
     timeline: list[Span] = field(default_factory=list)  # of the first counted steps, simulated
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
-    proof: Proof | None = None  # of --prove
 
     def remarks(self) -> list[str]:
         """What was left out of the findings."""
@@ -102,14 +100,15 @@ class Report:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Report:
+        """A report from its JSON; keys that another version wrote are ignored."""
+        known = {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
         findings = [Finding(**finding) for finding in data["findings"]]
         timeline = [Span(**span) for span in data.get("timeline", [])]
-        proof = Proof.from_data(data["proof"]) if data.get("proof") is not None else None
-        return cls(**{**data, "findings": findings, "timeline": timeline, "proof": proof})
+        return cls(**{**known, "findings": findings, "timeline": timeline})
 
 
-def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any] | None = None) -> Report:
-    """Turn what was recorded into a report; ``record`` is filled with what an estimate of some findings needs."""
+def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
+    """Turn what was recorded into a report."""
     report = Report(
         program=program,
         frameworks=sorted(recorder.frameworks),
@@ -154,23 +153,12 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
     if total:
         report.cost = min(1.0, sum(finding.waited for finding in report.findings if finding.gained is not None) / total)
     _summarise(report, recorder)
-    if record is not None:
-        record.update(_record(report, timeline, keys))
     return report
 
 
 def _is_loop(count: int, recorder: Recorder) -> bool:
     """Whether a line waited so often that it counts: in a program without steps, a few waits are not a loop."""
     return recorder.steps > 0 or count >= _FEWEST
-
-
-def _record(report: Report, timeline: list[Work | Wait], keys: dict[Stall, int]) -> dict[str, Any]:
-    names = [(number, _finding(key, 0, 0.0, None, report)) for key, number in keys.items()]
-    return {
-        "timeline": [dataclasses.astuple(item) for item in timeline],
-        "keys": [[number, f.kind, f.call, f.file, f.line, f.library] for number, f in names],
-        "total": report.step_seconds * report.counted_steps if report.step_seconds else None,
-    }
 
 
 def _drawn(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Span]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from manyhands.audit.reports.proof import words
 from manyhands.audit.reports.report import Finding, Report
 
 
@@ -15,8 +14,6 @@ def text(report: Report) -> str:
             lines += _rows(finding, report)
         lines.append("")
     lines += report.remarks() + report.notes
-    if report.proof is not None:
-        lines += words(report.proof)
     return "\n".join(lines)
 
 

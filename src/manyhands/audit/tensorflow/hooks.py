@@ -95,9 +95,8 @@ def wrap_steps() -> None:
         stack = getattr(_calls, "stack", [])
         if tf.inside_function():
             _step_functions.update(stack[:1])
-            steps.optimizers[id(self)] = self
         else:
-            steps.of(self)
+            steps.ended(id(self))
         return result
 
     @functools.wraps(call)

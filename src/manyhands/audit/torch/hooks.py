@@ -48,7 +48,7 @@ class _OptimizerSteps(Steps):
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _is_compiling():
-            self.of(optimizer)
+            self.ended(id(optimizer))
 
 
 steps = _OptimizerSteps()
