@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench, StopAt, Stopped, counting, same, with_counter
+from training_bench import Bench, StopAt, Stopped, counting, same
 
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.commands.parity import Trial, compare, largest_difference
@@ -113,33 +113,6 @@ def test_no_pass_is_made_before_the_first_step(bench: Bench) -> None:
         calls.clear()
         with pytest.raises(Stopped, match=r"^0$"):
             bench.mh.Trainer(1, schedule=first_step, **how, **options).fit(model, bench.data(samples=16))
-
-
-def test_a_counter_on_the_model_is_the_same_on_any_number_of_devices(bench: Bench) -> None:
-    """It counts steps and batches of tests; or, where a step is compiled, it stays as it was, which is noted."""
-
-    def counted(devices: int, epochs: int, **options: Any) -> tuple[int, str]:
-        how = {"quiet": True, "precision": "fp32", "loss": bench.own_loss(), **bench.on(devices), **options}
-        model = with_counter(bench.framework, built())
-        result = bench.mh.Trainer(epochs, **how).fit(model, bench.data(samples=40, tested=9))
-        return model.calls, "\n".join(result.notes)
-
-    def built() -> Any:
-        model = bench.recipes.model("mlp", 0)
-        if bench.framework == "tensorflow":
-            model.build((None, 28, 28, 1))
-        return model
-
-    run = bench.new_run()
-    once, notes = counted(1, 1, run=run)
-    several, _ = counted(3, 1)
-    resumed, _ = counted(1, 2, run=run, resume="auto")
-    if bench.framework in ("jax", "tensorflow"):
-        assert (once, several, resumed) == (0, 0, 0)
-        assert "Python code changes Counting.calls, which stays as it was" in notes
-    else:
-        assert (once, several, resumed) == (4, 4, 8)  # three steps and a test
-        assert "calls" not in notes
 
 
 # Stop and go on

@@ -133,19 +133,6 @@ class Bench:
 CALL = {"torch": "forward", "jax": "__call__", "tensorflow": "call", "mxnet": "forward"}
 
 
-def with_counter(framework: str, model: Any) -> Any:
-    """The model, with an attribute ``calls`` that its own Python code counts up."""
-    plain, name = type(model), CALL[framework]
-
-    def counted(self: Any, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return getattr(plain, name)(self, *args, **options)
-
-    model.calls = 0
-    object.__setattr__(model, "__class__", type("Counting", (plain,), {name: counted}))
-    return model
-
-
 def counting(framework: str, model: Any) -> tuple[Any, list[str]]:
     """The model, with a list that grows by one whenever its Python code is called."""
     calls: list[str] = []

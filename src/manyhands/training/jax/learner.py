@@ -16,7 +16,6 @@ import optax
 from flax import nnx
 
 from manyhands.amounts import counted
-from manyhands.training import python_attributes
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import ClassLabels
@@ -34,8 +33,6 @@ from manyhands.training.jax.world import World
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
-
-_IN_A_VARIABLE = "Keep it in a variable: self.count = nnx.Variable(jnp.zeros(())), then self.count[...] += 1"
 
 
 @dataclass(frozen=True)
@@ -292,7 +289,6 @@ class JaxLearner:
 
     def close(self) -> None:
         """Put the values back into the caller's model, each on its device and in its dtype."""
-        self.notes += python_attributes.notes(self.steps.changed, "JAX", _IN_A_VARIABLE)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
         self.state.update(self._average_as_weights())

@@ -27,7 +27,6 @@ def model_preserved(model: Any) -> Iterator[None]:
     parameters = [(parameter, dict(vars(parameter))) for parameter in replicas.distinct(model)]
     blocks = [(block, dict(vars(block))) for block in replicas.layers(model)]
     arrays = [(array, array.copy()) for array in replicas.plain_arrays(model).values()]
-    attributes = replicas.attributes(model)
     with modes.numpy_like(modes.of_model(model)), loader_randomness.preserved():
         try:
             for parameter, _ in parameters:
@@ -38,7 +37,6 @@ def model_preserved(model: Any) -> Iterator[None]:
         finally:
             with contextlib.suppress(mx.MXNetError):
                 mx.nd.waitall()
-            attributes.put()
             for owner, values in (*parameters, *blocks):
                 vars(owner).clear()
                 vars(owner).update(values)

@@ -122,15 +122,15 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
 def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:
     """Refuse a loss that is not a mean over samples; a note if that could not be checked.
 
-    The model does not change: it is in evaluation mode, gradients are not written to the parameters, and Python
-    attributes are put back. MXNet's random numbers are not put back: every step of such a job seeds them.
+    The model is in evaluation mode, and gradients are not written to its parameters. MXNet's random numbers are not put
+    back: every step of such a job seeds them.
     """
     if parts == 1:
         return None
     if data.is_read_once:
         return loss_trial.note(loss_trial.READ_ONCE)
     arrays = loss_trial.arrays_of(data)
-    chosen, attributes = loss_trial.choose(arrays), replicas.attributes(model)
+    chosen = loss_trial.choose(arrays)
     seen = loss_trial.seen_of(data, chosen)
     if objective.is_gluons:
         chosen, seen = dataclasses.replace(chosen, batches=chosen.batches[:1]), None  # how labels weigh is known
@@ -141,10 +141,7 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
         return _pass(objective, laid_for(model, arrays.prepare(tuple(map(modes.native, picked)))), trained)
 
     precisions = {np.dtype(array.dtype).name for array in trained}
-    try:
-        return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=objective.loss is None)
-    finally:
-        attributes.put()
+    return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=objective.loss is None)
 
 
 def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:

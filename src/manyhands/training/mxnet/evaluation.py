@@ -18,7 +18,6 @@ from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_output
 from manyhands.training.mxnet.step.running_sums import RunningSums
 from manyhands.training.mxnet.step.step import evaluate
-from manyhands.training.python_attributes import Attributes
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
@@ -51,7 +50,6 @@ def _pieces(model: Any, shards: Sequence[Batch], computed: Sequence[Any]) -> Pie
 def figures(
     objective: Objective,
     feed: Feed,
-    attributes: Attributes,
     settings: Settings,
     alive: Callable[[], None],
     take: Take | None = None,
@@ -59,7 +57,7 @@ def figures(
     """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
     sums, outputs = RunningSums(feed.devices[0], over_all=True), _outputs(take)
     for shards in _batches(feed, settings, whole=not objective.is_gluons):
-        computed = evaluate(objective, shards, sums, attributes)
+        computed = evaluate(objective, shards, sums)
         if take is not None:
             present = [objective.without_weights(shard) for shard in shards if shard is not None]
             outputs.add(_pieces(objective.model, present, computed))

@@ -77,12 +77,6 @@ class GluonLearner:
             self.notes.append(f"batch normalisation: each device takes the statistics of {over}")
 
     def close(self) -> None:
-        if self.plain_step.together is not None:
-            self._note(
-                f"{path}.{name} has changed: with batch_stats='global' the devices are at work at once, and each of "
-                "them counts"
-                for path, name in self.plain_step.attributes.changed()
-            )
         self._note(
             f"{name} is an array that the model writes to in place: it is not in checkpoints, and every device writes "
             f"to it. {_IN_A_PARAMETER}"
@@ -150,18 +144,14 @@ class GluonLearner:
         self._share_statistics()
         if self.test_feed is None:
             return None
-        attributes = self.plain_step.attributes
-        return evaluation.figures(self.objective, self.test_feed, attributes, self.settings, alive, take)
+        return evaluation.figures(self.objective, self.test_feed, self.settings, alive, take)
 
     # Checkpoints
 
     def save(self) -> Saved | None:
         self._share_statistics()
-        attributes, unsaved = self.plain_step.attributes.saved()
-        self._note(f"{name} has changed, and is not in checkpoints: it is more than plain numbers" for name in unsaved)
         return Saved(
             state={
-                "attributes": attributes,
                 "world": 1,
                 "devices": Placement(backend).names(self.devices),
                 "optimizer": state.optimizer_numbers(self.trainer),
@@ -175,7 +165,6 @@ class GluonLearner:
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
         state.restore_model(self.model, blobs["model"])
-        self.plain_step.attributes.restore(saved.get("attributes", ()))
         if "optimizer" in blobs:  # weights from another framework come alone
             state.restore_optimizer(
                 self.trainer,

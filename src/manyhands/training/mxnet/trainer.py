@@ -107,11 +107,9 @@ class Trainer(BaseTrainer):
         objective, metrics = objective_for(model, self._option("loss")), self._metrics()
         checks.check_parts(objective, source)
         with self._feeding(model, source, settings, objective) as feed:
-            attributes = replicas.attributes(model)
             metrics.reset()
-            figures = evaluation.figures(
-                objective, feed, attributes, settings, evaluate.nothing, metrics.update if metrics else None
-            )
+            take = metrics.update if metrics else None
+            figures = evaluation.figures(objective, feed, settings, evaluate.nothing, take)
             return evaluate.as_dict(figures, metrics.figures())
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.placement.moves import Placement
-from manyhands.training import python_attributes
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.order import Cursor, Window
@@ -91,7 +90,7 @@ class KerasLearner:
 
     def _last_notes(self) -> list[str]:
         """Notes about state of the model that is not kept with its weights."""
-        notes = python_attributes.notes(self.step_of.function.changed, "TensorFlow", _IN_A_WEIGHT)
+        notes: list[str] = []
         for (name, variable), before in zip(self.step_of.function.unknown, self._unknown, strict=True):
             if not np.array_equal(variable.numpy(), before):
                 each = ", and each device has written to it" if self.world.replicas > 1 else ""

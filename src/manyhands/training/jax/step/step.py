@@ -11,16 +11,14 @@ into the same memory. There is a program for each size of batch: the usual one a
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from manyhands.training.jax import batches, linen
 from manyhands.training.jax import skeleton as models
@@ -33,7 +31,6 @@ from manyhands.training.jax.step.division import Division
 from manyhands.training.jax.step.masking import counting_only
 from manyhands.training.jax.step.running_sums import Sums
 from manyhands.training.jax.world import World
-from manyhands.training.python_attributes import Attributes
 from manyhands.training.settings import Settings
 
 # A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", AVERAGES of the parameters and of the
@@ -69,8 +66,6 @@ class Steps:
     tests_count_correct: bool = False  # the same of evaluations
 
     decay: float | None = None  # of the moving average of the weights; None: there is none
-
-    changed: set[str] = field(default_factory=set)  # Python attributes that the model's code changes when it is traced
 
     def __post_init__(self) -> None:
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -129,8 +124,7 @@ class Steps:
     ) -> tuple[Sums, Any]:
         model = self._evaluating(numbers)
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
-        with self._watched(model):
-            value = self.objective(model, batch, None, training=False)
+        value = self.objective(model, batch, None, training=False)
         self.tests_count_correct = value.correct is not None
         so_far = running_sums.add(so_far, value.loss, value.correct, division.size, divisor=value.count)
         if not with_outputs:
@@ -142,8 +136,7 @@ class Steps:
     def _predict(self, numbers: Any, rows: Batch, *, division: Division, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         model = self._evaluating(numbers)
-        with self._watched(model):
-            return predicted(model, batch) if batches.is_dict(batch) else output_of(model, batch)
+        return predicted(model, batch) if batches.is_dict(batch) else output_of(model, batch)
 
     def _real(self, rows: StepInput, division: Division) -> Batch:
         """The rows of a batch, without those at the end that only fill up the last device's part."""
@@ -222,22 +215,11 @@ class Steps:
         model = counting_only(models.training(model, self.skeleton), samples)
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=True)
-        with self._watched(model):
-            value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
-            value = value.plus(linen.sown_losses(model, in_parts=self.settings.step.accumulate > 1))
+        value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
+        value = value.plus(linen.sown_losses(model, in_parts=self.settings.step.accumulate > 1))
         self.counts_correct = value.correct is not None
         numbers = self.skeleton.numbers(model)
         return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value)
-
-    @contextlib.contextmanager
-    def _watched(self, model: Any) -> Iterator[None]:
-        attributes = Attributes(
-            (".".join(map(str, (type(model).__name__, *path))), layer)
-            for path, layer in nnx.iter_modules(model)
-            if not isinstance(layer, nnx.bridge.ToNNX)  # a Linen module has none; these are its variables
-        )
-        yield
-        self.changed |= set(attributes.rewritten())
 
     def _evaluating(self, numbers: Any) -> Any:
         model = models.evaluating(self.skeleton.model(numbers))

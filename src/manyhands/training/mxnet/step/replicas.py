@@ -15,9 +15,6 @@ import mxnet as mx
 from mxnet import gluon
 
 from manyhands.training.mxnet import modes
-from manyhands.training.python_attributes import Attributes
-
-_OF_EVERY_BLOCK = frozenset(vars(gluon.HybridBlock()))
 
 
 def parameters(model: Any) -> dict[str, gluon.Parameter]:
@@ -36,12 +33,6 @@ def layers(block: Any) -> Iterator[Any]:
     yield block
     for child in block._children.values():
         yield from layers(child)
-
-
-def attributes(model: Any) -> Attributes:
-    """Python attributes of the user's own blocks."""
-    blocks = _own_blocks(model, type(model).__name__)
-    return Attributes(blocks, ignored=_OF_EVERY_BLOCK, kinds=(mx.nd.NDArray,))
 
 
 def _own_blocks(block: Any, path: str) -> Iterator[tuple[str, Any]]:

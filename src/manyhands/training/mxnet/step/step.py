@@ -10,9 +10,6 @@ Where the loss is a sum with a count of its own (:class:`~manyhands.training.los
 whole batch is known only after all forward passes: each device minimises its total, and the summed gradients are
 divided.
 
-Python attributes that the model's code changes keep the values of the first device's pass, so that a counter counts
-steps on any number of devices.
-
 A device without samples has zeros for gradients. Every device then makes the same update of its own replica. Nothing
 here waits: each call hands work to MXNet's engine, which runs the devices side by side.
 """
@@ -31,12 +28,10 @@ from manyhands.errors import BadBatch
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
-from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
 from manyhands.training.mxnet.step.batch_norm import GlobalBatchNorm
 from manyhands.training.mxnet.step.running_sums import RunningSums
 from manyhands.training.mxnet.step.skip_nan import StepUndo
-from manyhands.training.python_attributes import Attributes
 from manyhands.training.settings import Settings
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
@@ -60,7 +55,6 @@ class Step:
         self.undo = StepUndo(objective.model, trainer) if settings.step.on_nan == "continue" else None
         self.average: Average | None = None
         self.parameters: list[gluon.Parameter] = list(trainer._params)
-        self.attributes = replicas.attributes(objective.model)
         self._written = [
             parameter for parameter in self.parameters if parameter.grad_req == "write" and self.accumulate > 1
         ]
@@ -88,8 +82,7 @@ class Step:
         if self.together is not None:
             losses = self._work_together(self.together, present, whole)
         else:
-            works = [partial(self._work, shard, whole) for shard in present]
-            losses = [loss for of_shard in self.attributes.of_first(works) for loss in of_shard]
+            losses = [loss for shard in present for loss in self._work(shard, whole)]
         counts = [loss.count for loss in losses] if check_same_kind(losses) else None
         for loss in losses:
             self.metrics.add(loss)
@@ -196,13 +189,12 @@ def _backward(losses: list[Any]) -> None:
         ) from error
 
 
-def evaluate(objective: Objective, shards: Shards, metrics: RunningSums, attributes: Attributes) -> list[Any]:
+def evaluate(objective: Objective, shards: Shards, metrics: RunningSums) -> list[Any]:
     """Add a batch to the metrics, with layers in evaluation mode; returns the model's output for each shard.
 
     An output is None where the objective does not return it.
     """
-    works = [partial(objective, shard, training=False) for shard in shards if shard is not None]
-    losses = attributes.of_first(works)
+    losses = [objective(shard, training=False) for shard in shards if shard is not None]
     check_same_kind(losses)
     for loss in losses:
         metrics.add(replace(loss, output=None))

@@ -26,7 +26,6 @@ from tensorflow.python.distribute import distribute_lib
 
 from manyhands.training.data.sources import Batch
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.python_attributes import Attributes
 from manyhands.training.tensorflow.loss import batch_parts
 from manyhands.training.tensorflow.loss.keras_losses import Losses
 from manyhands.training.tensorflow.objective import Objective, widened
@@ -40,8 +39,6 @@ class Function:
     def __init__(self, model: Any, objective: Objective, seed: int) -> None:
         self.model, self.objective = model, objective
         self.inputs: Inputs | None = None  # for predictions, of data that may have no targets
-        self.changed: set[str] = set()  # Python attributes that the model's code has changed while it was traced
-        self._attributes = Attributes(_own_layers(model), ignored=_OF_EVERY_MODEL)
         self.unknown = list(_unknown_variables(model))
         self.trained: list[Any] = list(model.trainable_variables)
         trained = {id(variable) for variable in self.trained}
@@ -82,7 +79,7 @@ class Function:
         mapping = [*zip(self.trained, weights, strict=True), *zip(self.statistics, statistics, strict=True)]
         mapping += zip(self._generators, self._seeds(numbers), strict=True)
         scope = _Scope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
-        with self._own_generator(), self._as_it_was(), _as_one_replica(), scope:
+        with self._own_generator(), _as_one_replica(), scope:
             yield scope
 
     def _seeds(self, numbers: Sequence[Any]) -> Iterator[Any]:
@@ -91,15 +88,6 @@ class Function:
             for number in numbers:
                 state = tf.random.experimental.stateless_fold_in(state, tf.cast(number, tf.int32))
             yield tf.cast(tf.bitcast(state, tf.uint32), generator.dtype)
-
-    @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Puts Python attributes back: code is traced once for each device, and by the trial of a loss."""
-        try:
-            yield
-        finally:
-            self.changed |= set(self._attributes.rewritten())
-            self._attributes.put(keep_new=True)
 
     @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
