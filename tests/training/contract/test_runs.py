@@ -52,8 +52,9 @@ def test_a_refused_job_makes_no_folder(bench: Bench) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from manyhands.training.checkpoints.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from manyhands.training.checkpoints.run_folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+run.lock()
 print("locked", flush=True)
 time.sleep(600)
 """

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from manyhands.errors import BadRunFolder, ManyhandsError, NotJson, RunInUse
 from manyhands.training.checkpoints import atomic_files
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.checkpoints.run_lock import RunLock
 
 ROWS = [{"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "val_acc": None} for step in (1, 2, 3)]
 
@@ -247,8 +246,9 @@ def test_a_folder_is_locked_once_and_free_again(tmp_path: Path) -> None:
 FORKED = """
 import os, signal, sys, time
 from pathlib import Path
-from manyhands.training.checkpoints.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from manyhands.training.checkpoints.run_folder import RunFolder
+run = RunFolder(Path(sys.argv[1]))
+run.lock()
 child = os.fork()
 if child == 0:
     os.close(1)
@@ -264,7 +264,7 @@ def test_the_lock_of_a_killed_process_does_not_stay_with_its_children(tmp_path: 
     killed = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], stdout=subprocess.PIPE, check=False)
     child = int(killed.stdout)
     try:
-        RunLock(tmp_path).release()
+        RunFolder(tmp_path).lock()
     finally:
         os.kill(child, signal.SIGKILL)
 

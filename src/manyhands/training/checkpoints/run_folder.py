@@ -8,23 +8,30 @@
         checkpoints/     see folder.py
         curves.png
         step.txt         the parts of a step, if it was a fast one
-        job.lock         while a job trains here (see run_lock.py)
+        job.lock         while a job trains here
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import math
+import os
+import platform
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadRunFolder, type_in_words
-from manyhands.training.checkpoints import atomic_files, run_lock, store
-from manyhands.training.checkpoints.run_lock import RunLock
+import filelock
+
+from manyhands.errors import BadRunFolder, RunInUse, type_in_words
+from manyhands.training.checkpoints import atomic_files, store
+
+_LOCK = "job.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ class RunFolder:
         self.path = path
         self._may_be_torn = True
         self.unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
-        self._lock: RunLock | None = None
+        self._lock: filelock.FileLock | None = None
+        self._lock_note: str | None = None
         self._is_new = False  # whether this job began the run
         self._config_before: bytes | None = None  # of the run that this job resumes
         self._next_config: dict[str, Any] | None = None  # what `commit` will write
@@ -107,7 +115,7 @@ class RunFolder:
             return
         if not self.path.is_dir():
             raise BadRunFolder(f"{self.path} is a file: a run needs a folder. Name another path.")
-        if any(entry.name != run_lock.NAME for entry in self.path.iterdir()):
+        if any(entry.name != _LOCK for entry in self.path.iterdir()):
             raise BadRunFolder(
                 f"{self.path} holds other things than a run (no {self.config_path.name}): name another folder."
             )
@@ -117,14 +125,40 @@ class RunFolder:
         return store.latest(self.checkpoints) is not None or bool(self.metrics())
 
     def lock(self) -> str | None:
-        """Keep other jobs out until `release`; a note where this file system has no locks."""
-        if self._lock is None:
-            with named_refusals(self.path):
-                self._lock = RunLock(self.path)
-        return self._lock.note
+        """Keep other jobs out until `release`, or until this process ends; a note where this file system has no locks.
+
+        Two jobs that write to one run would write every epoch twice. Readers need no lock.
+        """
+        if self._lock is not None or self._lock_note is not None:
+            return self._lock_note
+        path, lock = self.path / _LOCK, filelock.FileLock(self.path / _LOCK, timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            holder = ""
+            with contextlib.suppress(OSError):
+                holder = path.read_text(errors="replace").strip()
+            raise RunInUse(
+                f"{self.path} is in use: {holder or 'another process'} trains in it. Wait until it has ended, stop it, "
+                "or give another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                with named_refusals(self.path):
+                    raise
+            path.unlink(missing_ok=True)
+            why = error.strerror or error
+            self._lock_note = f"{self.path} could not be locked ({why}): make sure that no other job trains in it"
+            return self._lock_note
+        self._lock = lock
+        with contextlib.suppress(OSError):  # a full disk: the run is locked, but the file does not name the holder
+            path.write_text(f"process {os.getpid()} on {platform.node() or 'this machine'}\n")
+        return None
 
     def release(self) -> None:
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.path / _LOCK).unlink()  # before the lock is released, so that no other job holds it yet
             self._lock.release()
             self._lock = None
 
