@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import copy
 import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +19,7 @@ import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import launcher, options, schedules
+from manyhands.training import batch_size_search, launcher, options, schedules
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.callbacks import monitor, plan
 from manyhands.training.callbacks.callback import Callback
@@ -32,7 +35,6 @@ from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.limits import stop_signals
 from manyhands.training.limits.ending import ENDLESS
-from manyhands.training.limits.find_batch_size import FindingBatchSize
 from manyhands.training.limits.first_batches import as_number, first_batches
 from manyhands.training.loss.nan_losses import NAN_HINT
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
@@ -43,7 +45,7 @@ from manyhands.training.settings import Precision, Settings
 DEFAULT_BATCH = 256
 
 
-class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
+class BaseTrainer(HyperParameters, Evaluating):
     """Trains a model on one or more devices; the update is the one that a single device would make.
 
     ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. The book's three arguments may be given by
@@ -104,6 +106,8 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
     default_batch_stats: ClassVar[BatchStats] = "per_device"
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
     losses_by_name: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    searches_batch_size: ClassVar[bool] = False
+    tries_devices_alone: ClassVar[bool] = False  # the search tries each device with its own shard, one after the other
 
     @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
@@ -311,6 +315,51 @@ class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
         if result.signal is not None:
             raise stop_signals.Stopped.by(result)
         return result
+
+    # The largest batch
+
+    @option_names.explained(too_many="find_batch_size takes a model and its training data; all others by name")
+    def find_batch_size(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        maximum: int | None = None,
+        memory: str | int | None = None,
+        of: Literal["batch", "micro_batch"] = "batch",
+    ) -> int:
+        """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
+
+        A few steps are made with larger and larger batches, on copies: the model and its optimizer stay as they are.
+        PyTorch and JAX only.
+
+        Args:
+            model: As for ``fit``.
+            data: As for ``fit``, but not a loader.
+            maximum: The largest batch to try. Default: None, all samples.
+            memory: The memory that steps may take on each device, as ``"8GB"``. Default: None, all of a GPU; on a CPU
+                half of what is free, divided over the devices: a host that is full takes other programs with it.
+            of: ``"micro_batch"`` finds the largest ``Step(micro_batch_size=...)`` for the trainer's ``batch_size``.
+        """
+        self.train_source, self.test_source = self._sources(data)
+        return batch_size_search.find(self, model, maximum, memory, of)
+
+    def _trial(self, devices: Sequence[Any], memory: int | None) -> AbstractContextManager[None]:
+        """Within it a trial is made on these devices, with this bound (in bytes) for the memory of each GPU."""
+        if memory is not None and any(self.backend.neutral(device).kind == "gpu" for device in devices):
+            raise BadSettings(
+                f"find_batch_size(memory=...): {self.backend.name} cannot be kept below a bound on a GPU; leave it "
+                "out, for all of the GPU's memory"
+            )
+        return contextlib.nullcontext()
+
+    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Copies to make steps with."""
+        return copy.deepcopy((model, optimizer))
+
+    def _is_out_of_memory(self, error: Exception) -> bool:
+        """Whether a framework's error says that a device has no memory left."""
+        return False
 
     def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
         first, path = launcher.is_first(), None if run is None else run.path

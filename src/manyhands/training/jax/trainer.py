@@ -85,6 +85,7 @@ class Trainer(BaseTrainer):
         "statistics; leave it out, or give 'global'",
     }
     default_batch_stats: ClassVar[BatchStats] = "global"
+    searches_batch_size: ClassVar[bool] = True
     # Of a Linen module, which holds no weights: the module after training, bound to its variables.
     model: Any = None
 

@@ -24,7 +24,7 @@ from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import batch_size_trial, checks, evaluation, modes, optimizers
+from manyhands.training.mxnet import checks, evaluation, modes, optimizers
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import Objective, objective_for
@@ -132,15 +132,6 @@ class Trainer(BaseTrainer):
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             look = None if objective is None else checks.check_labels(objective, source, None)
             yield Feed(source, devices, replicas.distinct(model)[0].dtype, look=look)
-
-    @contextlib.contextmanager
-    def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
-        checks.check_block(model)
-        with batch_size_trial.model_preserved(model):
-            yield model, optimizer
-
-    def _is_out_of_memory(self, error: Exception) -> bool:
-        return batch_size_trial.is_too_large(error)
 
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None

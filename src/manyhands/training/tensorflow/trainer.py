@@ -88,14 +88,6 @@ class Trainer(BaseTrainer):
     def _is_one_data_set(self, data: Any) -> bool:
         return is_dataset(data)
 
-    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        if isinstance(optimizer, keras.optimizers.Optimizer):
-            optimizer = type(optimizer).from_config(optimizer.get_config())
-        return super()._copied(model, None)[0], optimizer
-
-    def _is_out_of_memory(self, error: Exception) -> bool:
-        return isinstance(error, tf.errors.ResourceExhaustedError)
-
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:

@@ -10,9 +10,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,17 +35,19 @@ from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, evaluation_job, optimizers, schedulers
-from manyhands.training.torch.data.sources import Arrays, Samples, Source, source
+from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.preflight import checks, diagnose, gradient_hooks
-from manyhands.training.torch.preflight.batch_size_search import Search
 from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.modes import modes_preserved
 from manyhands.training.torch.workers import job_bytes, pool
 from manyhands.training.trainer import BaseTrainer
+
+_OF_NCCL = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
+_NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory")
 
 
 class Trainer(BaseTrainer):
@@ -229,11 +232,41 @@ class Trainer(BaseTrainer):
         finally:
             world.leave(here)
 
-    def _find_batch_size(self, model: torch.nn.Module, maximum: int | None, memory: int | None, *, micro: bool) -> int:
-        checks.check_trainable(model)
-        if not isinstance(self.train_source, Arrays | Samples):
-            raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) or a Dataset instead")
-        return Search(self, model, self.train_source, memory, micro).largest(maximum)
+    # The search for the largest batch
+
+    searches_batch_size: ClassVar[bool] = True
+    tries_devices_alone: ClassVar[bool] = True
+
+    @contextlib.contextmanager
+    def _trial(self, devices: Sequence[torch.device], memory: int | None) -> Iterator[None]:
+        """A GPU's memory up to the bound, without what several of them need to sum gradients."""
+        device = devices[0]
+        with randomness.preserved(device):
+            if device.type != "cuda" or virtual.stands_in():
+                yield
+                return
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.empty_cache()
+            if memory is not None:
+                bound = memory + torch.cuda.memory_reserved(device)  # what the caller has there is not the job's
+                torch.cuda.set_per_process_memory_fraction(min(1.0, bound / total), device)
+            reserve = torch.empty(_OF_NCCL if len(self.ranks) > 1 else 0, dtype=torch.uint8, device=device)
+            try:
+                yield
+            finally:
+                del reserve
+                gc.collect()
+                torch.cuda.empty_cache()
+                if memory is not None:
+                    torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+    def _copied(self, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
+        both = (model, optimizer)
+        return copy.deepcopy(both, checks.lazy_buffers(model))
+
+    def _is_out_of_memory(self, error: Exception) -> bool:
+        is_full = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+        return is_full or isinstance(error, torch.OutOfMemoryError)
 
     # Evaluation and prediction
 

@@ -10,7 +10,7 @@ import torch
 
 import manyhands.torch as mh
 from manyhands.errors import BadSettings
-from manyhands.training.limits import batch_size_bisection
+from manyhands.training import batch_size_search
 
 WIDE = 2**15  # numbers that a sample is on its way: 128 KB, and as much again for each operation on it
 
@@ -40,9 +40,9 @@ def test_the_search_ends_near_the_largest(limit: int) -> None:
         tried.clear()
         if limit < devices:
             with pytest.raises(BadSettings, match="not even a batch of"):
-                batch_size_bisection.largest(fits, 1000, devices)
+                batch_size_search.largest(fits, 1000, devices)
             continue
-        found = batch_size_bisection.largest(fits, 1000, devices)
+        found = batch_size_search.largest(fits, 1000, devices)
         assert min(limit, 1000) * 7 // 8 - devices < found <= limit
         assert len(tried) < 20
 
