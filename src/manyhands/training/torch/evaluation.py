@@ -39,7 +39,7 @@ from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.objective import Objective, mixes_samples, widened
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.state.modes import evaluating
+from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.eager import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums

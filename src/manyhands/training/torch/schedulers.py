@@ -20,7 +20,7 @@ from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch.configured import Configured
-from manyhands.training.torch.state import plain_json
+from manyhands.training.torch.state import module_state
 
 _NOT_COPIED = ("params", "capturable", "fused", "foreach", "differentiable")
 _NOT_PLAIN = object()
@@ -143,7 +143,7 @@ class Scheduler:
     def state(self) -> dict[str, Any]:
         groups = [_plain(group) for group in self.stand_in.param_groups]
         saved = {"scheduler": _plain(self.scheduler.state_dict()), "groups": groups, "base": self.base_rates}
-        encoded = {key: plain_json.encode(value, {}) for key, value in saved.items()}
+        encoded = {key: module_state.encode(value, {}) for key, value in saved.items()}
         return {"name": type(self.scheduler).__name__, **encoded}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -151,7 +151,9 @@ class Scheduler:
         name = type(self.scheduler).__name__
         if saved["name"] != name:
             raise BadSettings(f"the run was started with the scheduler {saved['name']}, this job has {name}: keep it")
-        state = {key: plain_json.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")}
+        state = {
+            key: module_state.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")
+        }
         self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), state["scheduler"]))
         for number, (group, before) in enumerate(zip(self.stand_in.param_groups, state["groups"], strict=True)):
             rate, saved_rate = self.base_rates[number], state["base"][number]

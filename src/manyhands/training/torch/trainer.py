@@ -42,7 +42,7 @@ from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.preflight import checks, diagnose, gradient_hooks
 from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
-from manyhands.training.torch.state.modes import modes_preserved
+from manyhands.training.torch.state.module_state import modes_preserved
 from manyhands.training.torch.workers import job_bytes, pool
 from manyhands.training.trainer import BaseTrainer
 
@@ -371,7 +371,7 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
 def _restore_final_state(job: Job, final_state: dict[str, Any]) -> None:
     """Put what a worker sent into the caller's model and optimizer."""
     job_state.restore_model(job.model, final_state["weights"])
-    module_state.restore_final_state(job.model, final_state["module_state"])
+    module_state.restore(job.model, *final_state["module_state"])
     if isinstance(job.optimizer, torch.optim.Optimizer):
         job_state.restore_optimizer(
             job.optimizer, final_state["optimizer"], final_state["optimizer_numbers"], final_state["optimizer_groups"]

@@ -1,11 +1,9 @@
-"""What a model holds beside its weights: it comes back from worker processes, and is in checkpoints."""
+"""What a model holds beside its tensors: it comes back from worker processes, and is in checkpoints."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import threading
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,162 +17,96 @@ from training_cases import Rows, fit, mlp, vectors
 
 from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints, Step
-from manyhands.training.torch.state import plain_json
-from manyhands.training.torch.state.module_state import ModuleState, restore_final_state
-
-calls = {"seen": 0}  # outside the model
-
-
-class Average:
-    """An average of weights, as people write it: a plain object."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
-        self.updates = 0
-
-    def update(self, model: nn.Module) -> None:
-        self.updates += 1
-        for name, value in model.named_parameters():
-            self.values[name] = 0.5 * self.values[name] + 0.5 * value.detach()
+from manyhands.training.torch.state import module_state
 
 
 class Layer(nn.Linear):
+    """Keeps state by PyTorch's own means."""
+
     def __init__(self) -> None:
         super().__init__(6, 3, dtype=torch.float64)
-        self.first = [self.weight]  # the parameter itself, not a copy
+        self.scale: Any = {"passes": 0, "mean": torch.zeros(3)}
 
     def get_extra_state(self) -> Any:
-        return {"scale": getattr(self, "scale", 0)}
+        return self.scale
 
     def set_extra_state(self, state: Any) -> None:
-        self.scale = state["scale"]
+        self.scale = state
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
-        self.scale = getattr(self, "scale", 0) + 1
-        return super().forward(X)
+        scores = super().forward(X)
+        if self.training:
+            self.scale["passes"] += 1
+            self.scale["mean"] = self.scale["mean"] + scores.detach().mean(0).float()
+        return scores
 
 
-class Counting(nn.Module):
+class Annealed(nn.Module):
+    """Has a weight of its loss that grows with every step, a flag, and a phase."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = Layer()
-        self.steps = 0
-        self.losses: list[float] = []
-        self.recent: deque[int] = deque(maxlen=2)
-        self.mean = torch.zeros(3, dtype=torch.float64)
-        self.average = Average(self.layer)
+        self.steps, self.is_warm, self.phase = 0, False, "first"
+        self.best = float("inf")
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         return self.layer(X)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        scores = self(batch[0])
-        loss = functional.cross_entropy(scores, batch[1])
         self.steps += 1
-        self.losses.append(float(loss))
-        self.recent.append(self.steps)
-        self.mean.mul_(0.9).add_(scores.detach().mean(0), alpha=0.1)
-        self.average.update(self.layer)
-        self.newest = {"loss": loss.detach()}
-        return loss
+        self.is_warm, self.phase = self.steps > 2, f"after {self.steps}"
+        self.weight = np.float64(0.1) * self.steps
+        return self.weight * functional.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch: Any) -> torch.Tensor:
         return functional.cross_entropy(self.layer(batch[0]), batch[1])
 
 
-def held(model: Counting) -> tuple[Any, ...]:
-    return model.steps, model.losses, list(model.recent), model.mean.tolist(), model.average.updates, model.layer.scale
-
-
-def test_it_comes_home_into_the_objects_that_are_there() -> None:
-    model = Counting()
-    losses, mean, average = model.losses, model.mean, model.average
-    fit(model, vectors(48), 2)
-    # Six steps of the first rank; one pass more, through a copy, has looked at the loss.
-    assert (model.steps, len(losses), list(model.recent), average.updates) == (6, 6, [5, 6], 6)
-    assert (model.layer.scale, model.newest.keys()) == (6, {"loss"})
-    assert model.losses is losses
-    assert model.mean is mean
-    assert float(mean.abs().sum()) > 0
-    assert model.average is average
-    assert model.layer.first[0] is model.layer.weight
+def held(model: Annealed) -> tuple[Any, ...]:
+    scale = model.layer.scale
+    return model.steps, model.is_warm, model.phase, model.weight, scale["passes"], scale["mean"].tolist()
 
 
 def test_as_on_one_device() -> None:
-    alone, several = Counting(), Counting()
+    alone, several = Annealed(), Annealed()
     fit(alone, vectors(48), step=Step(accumulate=2))
     fit(several, vectors(48), 2, step=Step(shares=[1, 0], accumulate=2))
     assert held(alone) == held(several)
+    assert several.best == float("inf")
 
 
-def test_a_resumed_job_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_resumed_job_is_the_same_job(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoints": Checkpoints(every=1, keep=20)}
-    whole, resumed = Counting(), Counting()
+    whole, resumed = Annealed(), Annealed()
     fit(whole, vectors(48), run=tmp_path / "whole", **options)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     store.drop_after(tmp_path / "killed" / "checkpoints", 4)
-    _, result = fit(resumed, vectors(48), run=tmp_path / "killed", resume="auto", **options)
-    named = "Counting.average (of type Average) has changed and stays with the job and is not in checkpoints"
-    assert any(note.startswith(named) for note in result.notes)
-    resumed.average.updates = whole.average.updates
+    fit(resumed, vectors(48), run=tmp_path / "killed", resume="auto", **options)
     assert held(whole) == held(resumed)
-    assert torch.equal(whole.newest["loss"], resumed.newest["loss"])
+    assert torch.equal(whole.layer.weight, resumed.layer.weight)
 
 
 def test_values_as_json() -> None:
-    array, tensors = np.arange(3.0), dict[str, torch.Tensor]()
+    tensors = dict[str, torch.Tensor]()
     values: list[Any] = [
-        None, True, 3, -0.5, float("inf"), "text", [1, (2, [])], {"a": {1: 2.0}}, {3, 4}, deque([1, 2]), deque([1], 5),
-        [0.1] * 200, list(range(200)), array, torch.ones(2, 2),
+        None, True, 3, -0.5, float("inf"), "text", [1, (2, [])], {"a": {1: 2.0}}, {3, 4}, np.arange(3.0), torch.ones(2)
     ]  # fmt: skip
-    written = json.loads(json.dumps(plain_json.encode(values, tensors)))
-    again = plain_json.decode(written, tensors, torch.device("cpu"))
+    written = json.loads(json.dumps(module_state.encode(values, tensors), allow_nan=False))
+    again = module_state.decode(written, tensors, torch.device("cpu"))
     assert again[:-2] == values[:-2]
-    assert (again[10].maxlen, again[-2].tolist(), again[-1].tolist()) == (5, [0.0, 1.0, 2.0], [[1.0, 1.0]] * 2)
-    with pytest.raises(TypeError, match="an Average has no form in JSON"):
-        plain_json.encode([Average(nn.Linear(1, 1))], tensors)
+    assert (again[-2].tolist(), again[-1].tolist()) == ([0.0, 1.0, 2.0], [1.0, 1.0])
+    with pytest.raises(TypeError, match="no form in JSON"):
+        module_state.encode([object()], tensors)
 
 
-class Locked(nn.Module):
-    """Holds something that cannot be sent, from its first step on; and counts outside of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        self.lock = threading.Lock()
-        calls["seen"] += 1
-        return functional.cross_entropy(self.net(batch[0]), batch[1])
-
-
-def test_what_stays_is_noted() -> None:
-    closed_over: list[int] = []
-
-    def loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        closed_over.append(1)
-        return functional.cross_entropy(scores, y)
-
-    _, result = fit(Locked(), vectors(48), 2, max_epochs=1)
-    assert any(
-        "Locked.lock (of type lock) has changed and stays with its worker process" in note for note in result.notes
-    )
-    assert any(note.startswith("calls is a variable outside the model") for note in result.notes)
-    _, result = fit(mlp(), vectors(48), 2, max_epochs=1, loss=loss)
-    assert any(note.startswith("closed_over is a variable outside the model") for note in result.notes)
-    _, result = fit(mlp(), vectors(48), 2, max_epochs=1)
-    assert not any("outside" in note or "stays" in note for note in result.notes)
-
-
-def test_layers_of_pytorch_have_not_changed() -> None:
-    model = nn.Sequential(
-        nn.LSTM(6, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.MultiheadAttention(4, 2)
-    )
-    state = ModuleState(model)
-    model.double()
-    assert state.changed() == {}
-    restore_final_state(model, state.final_state()[0])
+def test_extra_state_that_json_cannot_hold_is_noted() -> None:
+    model = Annealed()
+    model.layer.scale["mean"] = torch.zeros(3)
+    model.layer.scale["other"] = object
+    _, result = fit(model, vectors(48), 2, max_epochs=1)
+    assert any("get_extra_state of layer" in note for note in result.notes)
 
 
 # User code runs once per step.

@@ -12,7 +12,7 @@ from torch import nn
 
 from manyhands.backends.torch import devices as _backend
 from manyhands.training.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.training.torch.state.modes import evaluating
+from manyhands.training.torch.state.module_state import evaluating
 
 
 class _Accuracy(Accuracy[torch.device]):

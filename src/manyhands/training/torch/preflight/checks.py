@@ -28,7 +28,7 @@ from manyhands.training.torch.objective import Objective, OwnStep, Supervised, m
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.ranks.whole_batch import Rows
-from manyhands.training.torch.state.modes import evaluating
+from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 from manyhands.training.torch.step.several_optimizers import Several
 

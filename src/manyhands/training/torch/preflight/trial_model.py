@@ -29,7 +29,7 @@ from manyhands.training.torch.data.batches import Batch, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, placed
 from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.whole_batch import Rows
-from manyhands.training.torch.state.modes import modes_preserved
+from manyhands.training.torch.state.module_state import modes_preserved
 from manyhands.training.torch.workers import job_bytes
 
 _COMPARED = 4_000_000  # numbers of a gradient; a larger one is sampled evenly

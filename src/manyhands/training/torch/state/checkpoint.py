@@ -15,7 +15,7 @@ from manyhands.training.learner import NO_AVERAGE, Saved
 from manyhands.training.running_sums import Figures
 from manyhands.training.torch.ranks import sharding
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.state import job_state, randomness
+from manyhands.training.torch.state import job_state, module_state, randomness
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
@@ -38,7 +38,7 @@ def save(rank: Rank) -> Saved | None:
         for number, blob in enumerate(generators)
         for name, state in job_state.unpack(blob).items()
     }
-    attributes, attribute_tensors, notes = rank.module_state.save()
+    attributes, module_tensors, notes = rank.module_state.save()
     rank.notes += [note for note in notes if note not in rank.notes]
     return Saved(
         state={
@@ -57,7 +57,7 @@ def save(rank: Rank) -> Saved | None:
             "model": job_state.pack(weights),
             "optimizer": job_state.pack(tensors),
             "random": job_state.pack(random),
-            "module_state": job_state.pack(attribute_tensors),
+            "module_state": module_tensors,
             **({} if rank.average is None else {"average": rank.average.saved()}),
         },
     )
@@ -69,7 +69,7 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], fi
         rank.become_double()
     job_state.restore_model(rank.model, blobs["model"])
     if "module_state" in saved:
-        rank.module_state.restore(saved["module_state"], job_state.unpack(blobs["module_state"]))
+        module_state.restore(rank.model, saved["module_state"], blobs["module_state"])
     if rank.scheduler is not None and saved.get("scheduler") is not None:
         rank.scheduler.restore(saved["scheduler"])
     if "optimizer" in blobs:  # weights from another framework come alone

@@ -27,7 +27,7 @@ from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
-from manyhands.training.torch.state.modes import statistics_kept
+from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.running_sums import RunningSums

@@ -27,7 +27,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import checked
-from manyhands.training.torch.state.modes import statistics_kept
+from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.several_optimizers import Key, Several, SeveralSteps

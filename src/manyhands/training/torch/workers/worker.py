@@ -31,7 +31,6 @@ from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.state.outer_variables import Outside
 from manyhands.training.torch.workers import job_bytes
 from manyhands.training.torch.workers.job_bytes import ANSWER, STOP, STOP_JOB, WISH
 
@@ -123,7 +122,6 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
             return real_steps.in_worker(job, here, say)
         if job.purpose != "fit":
             return evaluation_job.in_worker(job, here, say)
-        outside = Outside(job) if here.first else None
         loop, worker = loop_of(job, here, say)
         try:
             result = loop.fit()
@@ -133,16 +131,17 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
                 raise
             return {"kind": "stopped", "step": loop.cursor.step, **_final_state(job, worker)}
         final_state = _final_state(job, worker) if here.first else {}
-        result.notes = [*worker.notes, *(outside.notes() if outside is not None else ())]
+        result.notes = worker.notes
         return {"kind": "done", "step": loop.cursor.step, "result": result, **final_state}
     finally:
         world.leave(here)
 
 
 def _final_state(job: Job, worker: Rank) -> dict[str, Any]:
-    """A rank's final state: the weights, changed attributes of the model, and the state of the caller's optimizer."""
+    """A rank's final state: the weights, what else the model holds, and the state of the caller's optimizer."""
     final_state: dict[str, Any] = {"weights": job_state.pack(job_state.model_tensors(worker.model))}
-    final_state["module_state"], notes = worker.module_state.final_state()
+    attributes, tensors_beside, notes = worker.module_state.save()
+    final_state["module_state"] = attributes, tensors_beside
     worker.notes += notes
     final_state["scheduler"] = None if worker.scheduler is None else worker.scheduler.state()
     if isinstance(job.optimizer, torch.optim.Optimizer):
