@@ -68,9 +68,6 @@ ROWS: dict[str, Callable[[Problem], Outcome]] = {
     "manyhands-plain": lambda problem: manyhands(problem, step=Step(fast=False)),
     "manyhands-one-lane": lambda problem: manyhands(problem, step=Step(compile=False, side_lanes=False)),
     "manyhands-pytorch-kernels": lambda problem: manyhands(problem, step=Step(compile=False, fused_norms=False)),
-    "manyhands-pytorch-convolutions": lambda problem: manyhands(
-        problem, step=Step(compile=False, tuned_convolutions=False)
-    ),
     "manyhands": lambda problem: manyhands(problem, step=Step(compile=False)),
     "manyhands-compiled-one-lane": lambda problem: manyhands(problem, step=Step(compile=True, side_lanes=False)),
     "manyhands-compiled": lambda problem: manyhands(problem, step=Step(compile=True)),

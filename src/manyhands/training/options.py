@@ -75,9 +75,6 @@ class Step(_Topic):
             metrics. Default: True.
         fused_norms: Fuse BatchNorm with the addition and ReLU that follow it, GroupNorm with its activation and the
             casts of autocast. Default: True.
-        tuned_convolutions: Time several ways to compute each convolution (other plans of cuDNN, where
-            ``nvidia-cudnn-frontend`` is installed, and matrix products), keep the fastest and remember it on disk. No
-            more time is spent on it than the job wins. Default: True.
     """
 
     shares: Sequence[float] | Literal["measured"] | None = None
@@ -92,7 +89,6 @@ class Step(_Topic):
     compile: bool = False
     side_lanes: bool = True
     fused_norms: bool = True
-    tuned_convolutions: bool = True
 
     def __post_init__(self) -> None:
         make_plain(self, ("accumulate", "micro_batch_size"), Integral, int)
@@ -101,7 +97,7 @@ class Step(_Topic):
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
-        for name in ("shard", "fast", "compile", "side_lanes", "fused_norms", "tuned_convolutions"):
+        for name in ("shard", "fast", "compile", "side_lanes", "fused_norms"):
             check_choice(self, name, (True, False))
         if self.compile and not self.fast:
             raise BadSettings("compile=True is a faster way to run a step, fast=False allows none: choose one")

@@ -59,7 +59,6 @@ def cases(bench: Bench) -> dict[str, Case]:
         "compile": Case((True,)),
         "side_lanes": Case((False,)),
         "fused_norms": Case((False,)),
-        "tuned_convolutions": Case((False,)),
         "every": Case((1,)),
         "keep": Case((1,)),
         "per_device": Case((2,)),

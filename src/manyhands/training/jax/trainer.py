@@ -78,7 +78,6 @@ class Trainer(BaseTrainer):
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
         "side_lanes": "XLA orders a step's work itself",
         "fused_norms": "XLA fuses normalisation with what is around it",
-        "tuned_convolutions": "XLA times its convolutions itself",
         "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
         "compile": "a step in JAX is always compiled, by XLA; leave it out",
         "batch_stats='per_device'": "a step in JAX is one program over the whole batch, and so are BatchNorm's "

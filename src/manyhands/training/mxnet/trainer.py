@@ -55,7 +55,6 @@ class Trainer(BaseTrainer):
         "hang_seconds": "MXNet drives all devices from one process, there are no workers to watch",
         "side_lanes": "MXNet's engine already runs gradients in parallel; there are no lanes to choose",
         "fused_norms": "MXNet chooses the kernels of a step itself",
-        "tuned_convolutions": "MXNet chooses the kernels of a step itself",
         "fast": "MXNet's engine runs the operations of a step one by one, as they are written; leave it out",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
         "wrt": "set it in the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",

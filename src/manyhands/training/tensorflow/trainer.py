@@ -59,7 +59,6 @@ class Trainer(BaseTrainer):
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
-        "tuned_convolutions": "TensorFlow chooses the kernels of a step itself",
         "wrt": "set it in the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }

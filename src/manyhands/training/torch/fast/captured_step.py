@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from manyhands.backends.torch import compat
-from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
@@ -90,16 +88,14 @@ class GraphStep:
         eager: EagerStep,
         data: Arrays,
         batch_size: int,
-        steps: int = 0,
         *,
         compiled: bool,
         changing_rate: bool,
         side_lanes: bool = False,
         fused_norms: bool = False,
-        tuned_convolutions: bool = False,
         checkpointed: ActivationCheckpoints | None = None,
     ) -> None:
-        self._eager, self._data, self._size, self._steps = eager, data, batch_size, steps
+        self._eager, self._data, self._size = eager, data, batch_size
         self.compiled = compiled
         self._position = Position(data.count, eager.device)
         self._stream = stream_of(eager.device)
@@ -107,10 +103,9 @@ class GraphStep:
         # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
         held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=held) if side_lanes else None
-        # By feature ("norms", "convolutions", "lanes", "compiler"): why it is not used although it was wanted.
+        # By feature ("norms", "lanes", "compiler"): why it is not used although it was wanted.
         self.reasons: dict[str, str] = {}
         self._norms = self._fused_norms() if fused_norms else None
-        self._convolutions = self._tuned() if tuned_convolutions else None
         # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
         self._casts = BatchedCasts() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
@@ -157,8 +152,7 @@ class GraphStep:
     def _turn_feature_off(self, sized: _SizedStep, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written: the search for redundant biases. Later: our own kernels, tuned convolutions, the lanes,
-        the compiler.
+        In a step as written: the search for redundant biases. Later: our own kernels, the lanes, the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:
@@ -168,9 +162,6 @@ class GraphStep:
         if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
             self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
             self._note_reason("norms", f"normalisation not fused ({why})")
-        elif self._convolutions is not None:
-            self._convolutions = None
-            self._note_reason("convolutions", f"convolutions: PyTorch's choice ({why})")
         elif self._lanes is not None:
             self._lanes = None
             self._note_reason("lanes", f"no side lanes ({why})")
@@ -202,12 +193,9 @@ class GraphStep:
         return functools.partial(forward_counting_later, self._eager, self._data)
 
     def _compiled_forward(self) -> _Forward:
-        # Imported here, because it imports the compiler, which takes time.
-        from manyhands.training.torch.fast.inductor_passes import StepPasses, UseChosenConvolutions
-
-        convolutions = [] if self._convolutions is None else [UseChosenConvolutions()]
-        lanes = [] if self._lanes is None else [self._lanes.inductor_pass()]
-        options: dict[str, Any] = {"post_grad_custom_post_pass": StepPasses(*convolutions, *lanes)}
+        options: dict[str, Any] = {}
+        if self._lanes is not None:
+            options["post_grad_custom_post_pass"] = self._lanes.inductor_pass()
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
         def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountCorrect]:
@@ -222,17 +210,6 @@ class GraphStep:
         except CannotCompile as error:
             self._note_reason("norms", f"normalisation not fused ({error})")
             return None
-
-    def _tuned(self) -> ChosenConvolutions | None:
-        """The search for the fastest convolutions."""
-        model = self._eager.model
-        if is_compiled(model) or not any(isinstance(layer, compat.Convolution) for layer in model.modules()):
-            return None
-        if not may_choose():
-            why = "deterministic algorithms are asked for, or cuDNN is off"
-            self._note_reason("convolutions", f"convolutions: PyTorch's choice ({why})")
-            return None
-        return ChosenConvolutions(self._steps)
 
     def _is_compiled(self, size: int) -> bool:
         """Whether this size is compiled: only the usual size is worth the half minute that compiling takes."""
@@ -249,9 +226,7 @@ class GraphStep:
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "not compiled"
             lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
-            features = ["norms", "convolutions"]
-            if size == self._size:
-                features = ["compiler", *features]
+            features = ["compiler", "norms"] if size == self._size else ["norms"]
             reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
             redundant = [] if sized.redundant is None else [sized.redundant.explain()]
             lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
@@ -284,12 +259,6 @@ class GraphStep:
 
     def _captured(self, sized: _SizedStep) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
-        if self._convolutions is not None and len(sized.window) == self._size:
-            try:
-                self._convolutions.choose()
-            except Exception as error:  # nothing has changed yet: the step continues with PyTorch's convolutions
-                self._convolutions = None
-                self._note_reason("convolutions", f"convolutions: PyTorch's choice ({type(error).__name__}: {error})")
         reserve_workspaces([self._stream], self._eager.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
@@ -321,40 +290,28 @@ class GraphStep:
     def _passes(self, sized: _SizedStep) -> _PassResults:
         """Forward and backward."""
         size, lanes = len(sized.window), self._lanes
-        compiled, is_usual = self._is_compiled(size), size == self._size
+        compiled = self._is_compiled(size)
         norms, casts = (None, None) if compiled else (self._norms, self._casts)
-        convolutions = self._convolutions
         if casts is not None:
             casts.forked = None if lanes is None else lanes.forked
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
-        if convolutions is not None:  # chosen for the usual size; other sizes use the same choice
-            convolutions.recording = sized.warm == _WARM_UP - 1 and is_usual
-            if convolutions.recording:
-                convolutions.problems.clear()  # of a warm-up that failed
         with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
-            with self._tuned_convolutions(compiled), casts or nullcontext(), norms or nullcontext():
+            with casts or nullcontext(), norms or nullcontext():
                 loss, count_correct = sized.forward(*self._places(sized))
             # No mark with a loss scale: then the update writes to the metrics, too.
             mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
             side_lanes = nullcontext() if lanes is None else lanes.during_backward(size, compiled=compiled)
-            with self._tuned_convolutions(compiled), side_lanes, norms or nullcontext():
+            with side_lanes, norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.redundant is not None:
             sized.redundant.settle()
         sized.notes = [mode.explain() for mode in (casts, norms) if mode is not None and mode.counts]
         if mark is not None:
             sized.notes.append("metrics: on a lane of their own, in parallel with the backward pass and the update")
-        if convolutions is not None and convolutions.report is not None and is_usual:
-            sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:
             self._check_for_poison(loss)
         return _PassResults(loss, count_correct, mark)
-
-    def _tuned_convolutions(self, compiled: bool) -> AbstractContextManager[Any]:
-        if self._convolutions is None:
-            return nullcontext()
-        return self._convolutions.in_compiled_code() if compiled else self._convolutions
 
     def _check_for_poison(self, loss: torch.Tensor) -> None:
         gradients = [parameter.grad for parameter in self._eager.parameters if parameter.grad is not None]

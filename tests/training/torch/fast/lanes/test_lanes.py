@@ -16,10 +16,6 @@ from lanes_cases import MODELS, NoLanes, assert_equal, gradients, loss_of, pair
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from manyhands.backends.torch.convolutions import choice, products
-from manyhands.backends.torch.convolutions.choice import Chosen
-from manyhands.backends.torch.convolutions.operations import ChosenConvolutions
-from manyhands.backends.torch.convolutions.problems import Form
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.training.torch.book import models
@@ -114,31 +110,6 @@ def test_what_follows_goes_to_the_gradients_lane() -> None:
     assert made is not None
     casts = [i for i, task in enumerate(made.graph.tasks) if task.name == "_to_copy"]
     assert [made.lane_of[task] for task in casts].count(0) < len(casts) / 2
-
-
-def test_convolutions_by_products_share_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its stream needs a workspace of cuBLAS then."""
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(8, 8, size, padding=size // 2, bias=False) for size in (3, 1, 3, 3, 1, 3, 1)]
-    net, x = nn.Sequential(*layers), torch.randn(2, 8, 8, 8)
-    noted = ChosenConvolutions(steps=1)
-    noted.recording = True
-    with noted:
-        net(x).square().sum().backward()
-    by_product = {}
-    for problem in noted.problems:
-        result = Form(problem.shape, (1,))
-        for way in products.candidates(problem, result):
-            by_product[problem] = Chosen(way, result, 1.0, 2.0)
-    monkeypatch.setattr(choice, "_table", by_product)
-    loss = net(x).square().sum()
-    with SideLanes(NoLanes(), 2) as side:
-        loss.backward()
-    assert side.schedule is not None
-    tasks = zip(side.schedule.graph.tasks, side.schedule.lane_of, strict=True)
-    lanes = [lane for task, lane in tasks if task.name == "convolution_backward" and lane]
-    # From the last layer to the first: the three 1x1 convolutions on the first lane, the others in turns.
-    assert lanes == [1, 1, 1, 2, 1, 1, 2]
 
 
 def test_gradients_are_taken_over_and_not_copied() -> None:

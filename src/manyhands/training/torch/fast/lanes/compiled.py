@@ -30,7 +30,6 @@ import torch
 
 from manyhands.amounts import counted
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.convolutions.operations import convolution_backward
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import Lane, Schedule
@@ -147,7 +146,7 @@ _library = torch.library.Library("manyhands", "FRAGMENT")
 _library.define(
     "convolution_on_lane(int lane, ScalarType? dtype, Tensor gradient, Tensor input, Tensor weight, SymInt[]? bias, "
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
-    "bool for_bias, bool chosen) -> Tensor[]",
+    "bool for_bias) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
@@ -161,9 +160,8 @@ _library.define(
 
 
 def _weight_gradient(dtype: torch.dtype | None, *arguments: Any) -> list[torch.Tensor]:
-    *convolution, for_bias, chosen = arguments
-    backward = convolution_backward if chosen else _aten.convolution_backward.default
-    gradients = backward(*convolution, [False, True, for_bias])[1 : 3 if for_bias else 2]
+    *convolution, for_bias = arguments
+    gradients = _aten.convolution_backward.default(*convolution, [False, True, for_bias])[1 : 3 if for_bias else 2]
     return [gradient if dtype is None else gradient.to(dtype) for gradient in gradients]
 
 
@@ -175,7 +173,7 @@ def _product(dtype: torch.dtype | None, tensor: torch.Tensor, other: torch.Tenso
 def _convolution_on_lane(lane: int, dtype: torch.dtype | None, *arguments: Any) -> list[torch.Tensor]:
     if _current is None:
         return _weight_gradient(dtype, *arguments)
-    name = "convolution, weight and bias" if arguments[-2] else "convolution, weight"
+    name = "convolution, weight and bias" if arguments[-1] else "convolution, weight"
     return _current.call(lane, name, lambda: _weight_gradient(dtype, *arguments), arguments[:3])
 
 

@@ -109,7 +109,6 @@ class SideLanes(TorchDispatchMode):
 
     def _begin(self) -> None:
         self.moved: list[str] = []  # the kinds of gradients on side lanes
-        self._turns = -1  # how many gradients were assigned to the side lanes in turns, minus one
         self._journal = Journal(self._described)
         self._journal.task(_MAIN, Task("all before"))
         self._main_count = 1  # tasks on the main lane so far
@@ -141,7 +140,7 @@ class SideLanes(TorchDispatchMode):
         kind = weight_gradients.side_lane_kind(func, args)
         if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._min_product):
             return self._on_its_lane(func, args, kwargs)
-        lane = self._lane_for(func, args)
+        lane = len(self.moved) % self._count + 1  # each side lane in turn
         self.moved.append(kind)
         # The lane forks off here, so that it does not wait for the gradient of a convolution's input.
         self._behind_main(lane)
@@ -151,15 +150,6 @@ class SideLanes(TorchDispatchMode):
         first = self._on_its_lane(func, (*arguments, [True, False, False]), kwargs)[0] if for_input else None
         rest = self._issue(lane, func, (*arguments, [False, True, for_bias]), kwargs)
         return (first, *rest[1:])
-
-    def _lane_for(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Each side lane in turn. Convolutions computed as products all go to the first lane, because cuBLAS needs a
-        workspace on every stream that it runs on.
-        """
-        if weight_gradients.is_convolution_by_product(func, args):
-            return 1
-        self._turns += 1
-        return self._turns % self._count + 1
 
     def _on_its_lane(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue to the main lane, after the side lanes it depends on, or to the lane of the gradient it follows."""

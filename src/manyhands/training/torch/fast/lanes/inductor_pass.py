@@ -19,12 +19,10 @@ import torch
 from torch.fx import Graph, Node
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.convolutions.operations import convolution_backward as chosen_convolution_backward
 from manyhands.training.torch.fast.lanes import compiled, weight_gradients
 
 _CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
-_CONVOLUTIONS = (_aten.convolution_backward.default, chosen_convolution_backward)
 # Operations that are allowed between a gradient and the results of the backward pass.
 _ALLOWED_AFTER = {
     operator.getitem,
@@ -64,7 +62,7 @@ def _move_to_side_lanes(graph: Graph, max_held: int | None, min_product: int) ->
     results: list[Node] = []
     groups: list[_Group] = [_Group()]
     for node in list(graph.nodes):
-        if node.target in _CONVOLUTIONS and node.args[-1][1]:
+        if node.target is _aten.convolution_backward.default and node.args[-1][1]:
             gradients, last = _convolution(graph, node, len(results) + 1)
         elif node.target is _aten.mm.default and _multiplications(node) >= min_product:
             gradients, last = _product(graph, node, len(results) + 1)
@@ -124,8 +122,8 @@ def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]
         return [], node
     dtype = _common_cast(wanted)
     with graph.inserting_before(node):
-        how = (for_bias and 2 in parts, node.target is chosen_convolution_backward)
-        last = on_lane = graph.call_function(_ops.convolution_on_lane.default, (lane, dtype, *arguments_before, *how))
+        arguments_on_lane = (lane, dtype, *arguments_before, for_bias and 2 in parts)
+        last = on_lane = graph.call_function(_ops.convolution_on_lane.default, arguments_on_lane)
         if for_input and 0 in parts:
             last = graph.call_function(node.target, (*arguments_before, [True, False, False]))  # type: ignore[arg-type]
             last.meta["val"] = (node.meta["val"][0], None, None)

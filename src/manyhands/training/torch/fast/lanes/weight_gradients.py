@@ -14,10 +14,6 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import memory_id
-from manyhands.backends.torch.convolutions.choice import way_of
-from manyhands.backends.torch.convolutions.operations import problems_of
-from manyhands.backends.torch.convolutions.problems import Kind
-from manyhands.backends.torch.convolutions.products import Product
 
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -45,14 +41,6 @@ def side_lane_kind(func: Any, args: tuple[Any, ...]) -> str | None:
 def multiplications(tensor: torch.Tensor, other: torch.Tensor) -> int:
     """The number of multiplications in a product of two matrices."""
     return tensor.shape[0] * tensor.shape[1] * other.shape[1]
-
-
-def is_convolution_by_product(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the weight gradient of this convolution is computed as a matrix product, by cuBLAS."""
-    if func is not _aten.convolution_backward.default:
-        return False
-    problems = (problem for problem in problems_of(func, args) if problem.kind is Kind.WEIGHT_GRADIENT)
-    return any(isinstance(way_of(problem), Product) for problem in problems)
 
 
 def is_cast_of_weight_gradient() -> bool:
