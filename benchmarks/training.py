@@ -36,6 +36,7 @@ from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import fashion_mnist
 from manyhands.training.options import Step, Workers
 from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast import build
 from manyhands.training.torch.trainer import Trainer
 
 FRAMEWORKS = ("book", "lightning", "lightning-bf16", "accelerate", "accelerate-bf16")
@@ -56,21 +57,23 @@ def arrays(problem: Problem) -> Arrays:
     return Arrays((problem.images, problem.labels), lambda batch: (problem.inputs(batch[0]), batch[1].long()))
 
 
-def manyhands(problem: Problem, **options: Any) -> Outcome:
+def manyhands(problem: Problem, *, without: str = "", **options: Any) -> Outcome:
+    """``without``: an extension of the captured step."""
     net = problem.net()
-    result = trainer_for(problem, **options).fit(net, arrays(problem))
+    with build.without(without):
+        result = trainer_for(problem, **options).fit(net, arrays(problem))
     seconds = [row["seconds"] for row in result.rows]
     return Outcome(net, seconds, [row["train_loss"] for row in result.rows], result.notes)
 
 
 ROWS: dict[str, Callable[[Problem], Outcome]] = {
     **peers.PEERS,
-    "manyhands-plain": lambda problem: manyhands(problem, step=Step(fast=False)),
-    "manyhands-one-lane": lambda problem: manyhands(problem, step=Step(compile=False, side_lanes=False)),
-    "manyhands-pytorch-kernels": lambda problem: manyhands(problem, step=Step(compile=False, fused_norms=False)),
-    "manyhands": lambda problem: manyhands(problem, step=Step(compile=False)),
-    "manyhands-compiled-one-lane": lambda problem: manyhands(problem, step=Step(compile=True, side_lanes=False)),
-    "manyhands-compiled": lambda problem: manyhands(problem, step=Step(compile=True)),
+    "manyhands-plain": lambda problem: manyhands(problem, step=Step(optimize="off")),
+    "manyhands-one-lane": lambda problem: manyhands(problem, without="side lanes"),
+    "manyhands-pytorch-kernels": lambda problem: manyhands(problem, without="fused norms"),
+    "manyhands": lambda problem: manyhands(problem),
+    "manyhands-compiled-one-lane": lambda problem: manyhands(problem, without="side lanes", step=Step(optimize="max")),
+    "manyhands-compiled": lambda problem: manyhands(problem, step=Step(optimize="max")),
 }
 
 

@@ -45,7 +45,7 @@ def test_the_options_of_train_are_grouped_by_topic() -> None:
     fields = [field.name for field in dataclasses.fields(Step)]
     flags_of_step = [action.dest for action in groups["step"]]
     assert flags_of_step == [name for name in fields if name in flags_of_step]
-    assert {"accumulate", "batch_stats", "on_nan", "fast", "compile"} <= set(flags_of_step)
+    assert {"accumulate", "batch_stats", "on_nan", "optimize"} <= set(flags_of_step)
     assert [action.dest for action in groups["run and checkpoints"]] == [
         "run", "resume", "checkpoint_every", "keep_checkpoints"
     ]  # fmt: skip

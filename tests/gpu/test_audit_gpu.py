@@ -139,13 +139,13 @@ def test_after_a_guard_a_step_is_captured_as_before(tmp_path: Path) -> None:
     assert not [note for note in result.notes if note.startswith("plain steps")]
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_the_trainer_waits_for_nothing_in_a_step(tmp_path: Path, fast: bool) -> None:
+@pytest.mark.parametrize("optimize", ["auto", "off"])
+def test_the_trainer_waits_for_nothing_in_a_step(tmp_path: Path, optimize: str) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(
         "import torch\nfrom manyhands import torch as mh\n"
         "data = (torch.randn(4096, 1, 28, 28), torch.randint(10, (4096,)))\n"
-        f"trainer = mh.Trainer(max_epochs=2, batch_size=64, quiet=True, step=mh.Step(fast={fast}))\n"
+        f"trainer = mh.Trainer(max_epochs=2, batch_size=64, quiet=True, step=mh.Step(optimize={optimize!r}))\n"
         "trainer.fit(mh.lenet(), data)\n"
     )
     done = run_command("audit", "--warmup", "30", "--json", str(report), str(script))

@@ -48,7 +48,7 @@ def captured(result: Any) -> bool:
 
 def test_blocks_are_computed_again_in_a_captured_step() -> None:
     plain, checkpointed = net(), net()
-    trained(plain, step=Step(fast=False))
+    trained(plain, step=Step(optimize="off"))
     result = trained(checkpointed, step=Step(activation_checkpointing=True))
     assert captured(result)
     assert not any(note.startswith("plain steps") for note in result.notes)
@@ -60,36 +60,36 @@ def test_blocks_with_dropout_are_not_captured() -> None:
     how: dict[str, Any] = {"step": Step(activation_checkpointing=lambda module: isinstance(module, Block))}
     result = trained(model, **how)
     assert any("draw random numbers" in note for note in result.notes)
-    trained(again, step=Step(fast=False))
+    trained(again, step=Step(optimize="off"))
     assert difference(model, again) < 1e-5
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_half_precision_in_the_captured_step_and_in_plain_ones(fast: bool) -> None:
+@pytest.mark.parametrize("optimize", ["auto", "off"])
+def test_half_precision_in_the_captured_step_and_in_plain_ones(optimize: Any) -> None:
     exact, half = net(), net()
     trained(exact)
-    result = trained(half, precision="fp16", step=Step(fast=fast))
-    assert captured(result) is fast
+    result = trained(half, precision="fp16", step=Step(optimize=optimize))
+    assert captured(result) is (optimize == "auto")
     assert difference(half, exact) < 0.05
     assert any(note.startswith("fp16: the loss scale is") for note in result.notes)
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_scale_that_collapses_ends_the_job(fast: bool) -> None:
+@pytest.mark.parametrize("optimize", ["auto", "off"])
+def test_a_scale_that_collapses_ends_the_job(optimize: Any) -> None:
     def huge(scores: Any, y: Any) -> Any:
         return torch.nn.functional.cross_entropy(scores, y) * 1e15
 
     with pytest.raises(LossIsNotANumber, match="steps were all skipped"):
-        trained(net(), precision="fp16", loss=huge, epochs=20, step=Step(fast=fast))
+        trained(net(), precision="fp16", loss=huge, epochs=20, step=Step(optimize=optimize))
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_updates_with_infinite_gradients_are_taken_back(fast: bool) -> None:
+@pytest.mark.parametrize("optimize", ["auto", "off"])
+def test_updates_with_infinite_gradients_are_taken_back(optimize: Any) -> None:
     def large(scores: Any, y: Any) -> Any:
         return torch.nn.functional.cross_entropy(scores, y) * 1000
 
     model = net()
-    result = trained(model, precision="fp16", loss=large, lr=5e-5, step=Step(fast=fast))
+    result = trained(model, precision="fp16", loss=large, lr=5e-5, step=Step(optimize=optimize))
     assert all(bool(one.isfinite().all()) for one in model.state_dict().values())
     (note,) = [note for note in result.notes if note.startswith("fp16")]
     assert " 0 steps" not in note

@@ -41,11 +41,11 @@ def dense() -> torch.nn.Module:
 
 
 def trained(
-    epochs: int = 3, *, fast: bool, make: Callable[[], torch.nn.Module] = net, **options: Any
+    epochs: int = 3, *, optimize: Any, make: Callable[[], torch.nn.Module] = net, **options: Any
 ) -> tuple[torch.nn.Module, mh.Result, Diary]:
     model, diary = make(), Diary()
     how: Any = {"devices": ["gpu:0"], "batch_size": 32, "quiet": True, "precision": "fp64", "lr": 0.05, **options}
-    trainer = mh.Trainer(epochs, callbacks=[diary, mh.EMA(0.9)], step=mh.Step(fast=fast), **how)
+    trainer = mh.Trainer(epochs, callbacks=[diary, mh.EMA(0.9)], step=mh.Step(optimize=optimize), **how)
     return model, trainer.fit(model, (IMAGES, LABELS), (IMAGES[:77], LABELS[:77])), diary
 
 
@@ -55,7 +55,7 @@ def difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
 
 
 def test_a_captured_step_keeps_the_same_average() -> None:
-    (fast, result, diary), (plain, expected, by_plain_steps) = trained(fast=True), trained(fast=False)
+    (fast, result, diary), (plain, expected, by_plain_steps) = trained(optimize="auto"), trained(optimize="off")
     assert any("one CUDA graph" in note for note in result.notes), result.notes
     assert difference(fast, plain) < 1e-10
     for row, other in zip(result.rows, expected.rows, strict=True):
@@ -66,16 +66,16 @@ def test_a_captured_step_keeps_the_same_average() -> None:
 
 
 def test_a_resumed_captured_job_ends_bit_equal(tmp_path: Path) -> None:
-    whole, result, _ = trained(2, fast=True, make=dense, run=tmp_path / "whole")
-    trained(1, fast=True, make=dense, run=tmp_path / "parts")
-    parts, again, _ = trained(2, fast=True, make=dense, run=tmp_path / "parts", resume="auto")
+    whole, result, _ = trained(2, optimize="auto", make=dense, run=tmp_path / "whole")
+    trained(1, optimize="auto", make=dense, run=tmp_path / "parts")
+    parts, again, _ = trained(2, optimize="auto", make=dense, run=tmp_path / "parts", resume="auto")
     assert difference(whole, parts) == 0
     assert again.rows[1]["val_loss"] == result.rows[1]["val_loss"]
 
 
 def test_weights_are_those_of_a_job_without_an_average(tmp_path: Path) -> None:
     """Evaluations put the average into the memory that the graph reads: the weights must be back for the next step."""
-    trained(fast=True, run=tmp_path / "run")
+    trained(optimize="auto", run=tmp_path / "run")
     with_average, without = net(), net()
     state = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", lr=0.05)
     state.fit(without, (IMAGES, LABELS), (IMAGES[:77], LABELS[:77]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.kernels import batch_norm  # noqa: E402
-from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -93,10 +94,11 @@ def test_a_result_that_a_stream_of_the_model_reads_first() -> None:
     torch.testing.assert_close(there, expected * 2)
 
 
-def trained(run: Path | None = None, **options: Any) -> tuple[dict[str, Any], Any]:
+def trained(run: Path | None = None, fused: bool = True) -> tuple[dict[str, Any], Any]:
     net = models.initialise(models.small_resnet(), seed=0)
-    trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, lr=0.05, precision="bf16", quiet=True, run=run, **options)
-    result = trainer.fit(net, (IMAGES, LABELS))
+    trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, lr=0.05, precision="bf16", quiet=True, run=run)
+    with nullcontext() if fused else build.without("fused norms"):
+        result = trainer.fit(net, (IMAGES, LABELS))
     assert "one CUDA graph" in result.notes[0], result.notes
     assert len(result.notes) == 1, result.notes
     return net.state_dict(), result
@@ -105,7 +107,7 @@ def trained(run: Path | None = None, **options: Any) -> tuple[dict[str, Any], An
 def test_training_with_and_without(tmp_path: Path) -> None:
     ours, told = trained(tmp_path / "run")
     again, _ = trained()
-    theirs, told_too = trained(tmp_path / "other", step=Step(fused_norms=False))
+    theirs, told_too = trained(tmp_path / "other", fused=False)
     assert all(torch.equal(ours[key], again[key]) for key in ours), "not the same every time"
     assert told.rows[-1]["train_loss"] == pytest.approx(told_too.rows[-1]["train_loss"], rel=0.1)
     assert int(ours["1.num_batches_tracked"]) == int(theirs["1.num_batches_tracked"]) == 30
@@ -132,8 +134,9 @@ def test_a_kernel_that_reads_past_pytorch_is_found() -> None:
     for own in (True, False):
         torch.manual_seed(0)
         net = Partly()
-        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, step=Step(fused_norms=own))
-        results.append(trainer.fit(net, (IMAGES, LABELS)).rows[-1]["train_loss"])
+        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True)
+        with nullcontext() if own else build.without("fused norms"):
+            results.append(trainer.fit(net, (IMAGES, LABELS)).rows[-1]["train_loss"])
     assert results[0] == pytest.approx(results[1], rel=0.05)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy, group_norm, silu  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.kernels import group_norm as kernels  # noqa: E402
-from manyhands.training.options import Step  # noqa: E402
+from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -114,8 +115,9 @@ def test_the_trainer_uses_them() -> None:
     losses, explained = [], []
     for fused in (True, False):
         model = net()
-        trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=64, lr=0.05, quiet=True, step=Step(fused_norms=fused))
-        result = trainer.fit(model, (images, labels))
+        trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=64, lr=0.05, quiet=True)
+        with nullcontext() if fused else build.without("fused norms"):
+            result = trainer.fit(model, (images, labels))
         losses.append([row["train_loss"] for row in result.rows])
         explained.append(result.notes)
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=5e-3, atol=5e-3)

@@ -36,7 +36,7 @@ def test_a_scheduler_reaches_the_captured_step() -> None:
     limits = mh.Limits(max_steps=25, evaluate_every="7 steps")
     fast, result = trained(schedule=schedule, limits=limits)
     assert any("one CUDA graph" in note for note in result.notes)
-    plain, _ = trained(schedule=schedule, limits=limits, step=mh.Step(fast=False))
+    plain, _ = trained(schedule=schedule, limits=limits, step=mh.Step(optimize="off"))
     for name, value in plain.items():
         assert torch.allclose(fast[name], value, rtol=1e-5, atol=1e-7)
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -16,7 +16,7 @@ from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
 from manyhands.training.torch.predict import measure  # noqa: E402
 
-PLAIN = Settings(precision="fp32", step=Step(fast=False))
+PLAIN = Settings(precision="fp32", step=Step(optimize="off"))
 
 
 class Text(nn.Module):

@@ -21,6 +21,7 @@ from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch import compat  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
 from manyhands.training.torch.fast.lanes.lanes import StepLanes  # noqa: E402
@@ -42,12 +43,13 @@ def _the_same_kernels() -> Any:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-def trained(name: str, *, epochs: int = 2, **options: Any) -> tuple[dict[str, Any], Any]:
+def trained(name: str, *, epochs: int = 2, lanes: bool = True, **options: Any) -> tuple[dict[str, Any], Any]:
     torch.manual_seed(0)
     net = models.initialise(NETS[name](), seed=0)
     settings = {"devices": ["gpu:0"], "lr": 0.05, "quiet": True, "batch_size": 32, **options}
     trainer = mh.Trainer(epochs, **{name: value for name, value in settings.items() if value is not None})
-    result = trainer.fit(net, (IMAGES, LABELS))
+    with nullcontext() if lanes else build.without("side lanes"):
+        result = trainer.fit(net, (IMAGES, LABELS))
     return net.state_dict(), result
 
 
@@ -59,8 +61,9 @@ def unequal(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", NETS)
 def test_twenty_steps_end_in_the_same_weights(name: str, compiled: bool) -> None:
     """To the bit; of a compiled step only that it trains: its gradients are looked at below."""
-    plain, told = trained(name, step=Step(compile=compiled, side_lanes=False))
-    lanes, told_too = trained(name, step=Step(compile=compiled, side_lanes=True))
+    step = Step(optimize="max" if compiled else "auto")
+    plain, told = trained(name, lanes=False, step=step)
+    lanes, told_too = trained(name, step=step)
     assert any("one CUDA graph" in note for note in told.notes), told.notes
     assert told.notes == told_too.notes
     if compiled:
@@ -109,8 +112,8 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.1}, {"precision": "fp32"}, {"schedule": mh.one_cycle}])
 def test_other_settings_too(options: dict[str, Any]) -> None:
     assert not unequal(
-        trained("small resnet", step=Step(side_lanes=False), **options)[0],
-        trained("small resnet", step=Step(side_lanes=True), **options)[0],
+        trained("small resnet", lanes=False, **options)[0],
+        trained("small resnet", **options)[0],
     )
 
 
@@ -130,7 +133,7 @@ def test_casts_begin_on_a_side_lane(name: str, monkeypatch: pytest.MonkeyPatch, 
     for side_lanes in (False, True):
         del streams[:]
         run = tmp_path / str(side_lanes)
-        results.append(trained(name, epochs=4, precision="bf16", step=Step(side_lanes=side_lanes), run=run))
+        results.append(trained(name, epochs=4, precision="bf16", lanes=side_lanes, run=run))
         assert any(captured for captured, _ in streams)
         assert all((stream != main) == (side_lanes and captured) for captured, stream in streams)
         assert ("casts on a side lane" in (run / "step.txt").read_text()) == side_lanes
@@ -163,8 +166,8 @@ def _reusing(scores: Any, y: Any) -> Any:
 def test_figures_are_the_same_beside_the_backward_pass(loss: Any) -> None:
     """Also those of a short last batch, and of a loss that writes to the answers in the backward pass."""
     options: dict[str, Any] = {"epochs": 5, "batch_size": 48, "precision": "fp32", "loss": loss}
-    plain, told = trained("lenet", step=Step(side_lanes=False), **options)
-    lanes, told_too = trained("lenet", step=Step(side_lanes=True), **options)
+    plain, told = trained("lenet", lanes=False, **options)
+    lanes, told_too = trained("lenet", **options)
     assert any("one CUDA graph" in note for note in told_too.notes), told_too.notes
     assert not unequal(plain, lanes)
     for name in ("train_loss", "train_acc"):
@@ -217,7 +220,7 @@ def test_every_gradient_is_the_same(name: str, captured: bool, max_held: int | N
 
 @pytest.mark.parametrize("side_lanes", [False, True])
 def test_the_run_folder_tells_the_step(tmp_path: Path, side_lanes: bool) -> None:
-    trained("lenet", step=Step(side_lanes=side_lanes), run=tmp_path / "run")
+    trained("lenet", lanes=side_lanes, run=tmp_path / "run")
     words = (tmp_path / "run" / "step.txt").read_text()
     assert "a batch of 32: in one CUDA graph, kernels not compiled" in words
     assert ("x convolution, weight" in words) == side_lanes

@@ -65,7 +65,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     ids=["sgd", "clip", "schedule", "adamw", "momentum and schedule"],
 )
 def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limit: float) -> None:
-    plain, plain_result = trained(step=Step(fast=False), **extra)
+    plain, plain_result = trained(step=Step(optimize="off"), **extra)
     graph, graph_result = trained(**extra)
     assert any("one CUDA graph" in note for note in graph_result.notes), graph_result.notes
     assert difference(graph, plain) < limit
@@ -76,14 +76,12 @@ def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limi
         assert one["samples"] == 330
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"step": Step(compile=True)}, {"step": Step(side_lanes=True)}, {"gradient_clip_val": 0.1}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"step": Step(optimize="max")}, {"gradient_clip_val": 0.1}], ids=str)
 def test_biases_before_a_batch_norm_are_left_out(options: dict[str, Any], tmp_path: Path) -> None:
     """Those of seven convolutions of a small ResNet; those around its blocks and the last layer keep theirs."""
     found = []
     clip = {name: value for name, value in options.items() if name == "gradient_clip_val"}
-    for extra in ({"step": Step(fast=False), **clip}, {"run": tmp_path / "run", **options}):
+    for extra in ({"step": Step(optimize="off"), **clip}, {"run": tmp_path / "run", **options}):
         model = models.initialise(models.small_resnet(), seed=0).double()
         settings: Any = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.01, "precision": "fp64", "quiet": True}
         result = mh.Trainer(2, **settings, **extra).fit(model, (IMAGES[:320], LABELS[:320]))
@@ -160,13 +158,13 @@ def _loop(callbacks: CallbackPlan = NO_CALLBACKS, **settings: Any) -> tuple[Loop
 
 
 @pytest.mark.parametrize("callbacks", [NO_CALLBACKS, CallbackPlan(every=(2,), rates=True, average=Averaging(0.9))])
-@pytest.mark.parametrize("fast", [True, False])
-def test_no_step_makes_the_host_wait(fast: bool, callbacks: CallbackPlan) -> None:
+@pytest.mark.parametrize("optimize", ["auto", "off"])
+def test_no_step_makes_the_host_wait(optimize: Any, callbacks: CallbackPlan) -> None:
     """The strictest check that torch has: an error for every synchronising operation it knows.
 
     Neither do figures of steps and an average of the weights, which callbacks ask for.
     """
-    loop, rank = _loop(callbacks, step=Step(fast=fast), max_epochs=6, gradient_clip_val=1.0)
+    loop, rank = _loop(callbacks, step=Step(optimize=optimize), max_epochs=6, gradient_clip_val=1.0)
     for _ in range(5):  # warm up: kernels, redundant biases, graphs of both sizes
         loop._make_steps()
         loop.cursor = loop.cursor.next_epoch()
@@ -184,7 +182,7 @@ def test_no_step_makes_the_host_wait(fast: bool, callbacks: CallbackPlan) -> Non
 def test_a_loader_is_prefetched_without_waits() -> None:
     dataset = torch.utils.data.TensorDataset(IMAGES, LABELS)
     samples = source(torch.utils.data.Subset(dataset, range(330)))
-    loop, rank = _loop(train=samples, step=Step(fast=False))
+    loop, rank = _loop(train=samples, step=Step(optimize="off"))
     loop._make_steps()
     assert rank.metrics.read().count == 330
     assert any("plain steps" in note for note in rank.notes)
@@ -342,12 +340,14 @@ class Counting(torch.nn.Module):
 
 def test_python_that_a_graph_would_freeze() -> None:
     weights = []
-    for fast in (True, False):
+    for optimize in ("auto", "off"):
         model = Counting().double()
-        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", step=Step(fast=fast))
+        trainer = mh.Trainer(
+            2, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", step=Step(optimize=optimize)
+        )
         result = trainer.fit(model, (IMAGES, LABELS))
         weights.append(model.state_dict())
-    assert any("fast=False" in note for note in result.notes)
+    assert any("optimize='off'" in note for note in result.notes)
     assert difference(*weights) < 1e-10
     model = Counting().double()
     result = mh.Trainer(1, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64").fit(model, (IMAGES, LABELS))
@@ -359,9 +359,9 @@ def test_a_batch_that_is_left_out_in_a_graph(kind: Any) -> None:
     spoilt = IMAGES.clone()
     spoilt[100] = torch.nan
     weights = []
-    for fast in (True, False):
+    for optimize in ("auto", "off"):
         model = net().double()
-        options: Any = {"optimizer": lambda p: kind(p, lr=0.01), "step": Step(on_nan="continue", fast=fast)}
+        options: Any = {"optimizer": lambda p: kind(p, lr=0.01), "step": Step(on_nan="continue", optimize=optimize)}
         trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", **options)
         with pytest.warns(UserWarning, match="continuing"):
             trainer.fit(model, (spoilt, LABELS))

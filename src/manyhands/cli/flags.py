@@ -19,7 +19,7 @@ _FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--ke
 LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
 _NAMES = ("max_epochs", "micro_batch_size", "batch_size", "batch_stats", "on_nan", *LIMITS)
 # These are also plain words: they count as flags only if a value follows.
-_OF_STEP = ("shares", "accumulate", "fast", "compile")
+_OF_STEP = ("shares", "accumulate", "optimize")
 _WORDS = ("lr", "seed", "precision", "devices", "run", "resume", "framework", "every", "keep", *_OF_STEP)
 _TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
 _GIVEN = re.compile(rf"(?<![-\w/])({'|'.join((*_NAMES, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")
@@ -38,22 +38,17 @@ def of(name: str) -> str:
 def changed(name: str, value: Any, before: Any) -> str:
     """Describe an option of a resumed run: its value now, and the value the run was started with.
 
-    >>> changed("lr", 0.2, 0.05), changed("fast", False, True)
-    ('--lr 0.2: the run was started with 0.05', '--no-fast: the run was started with --fast')
+    >>> changed("lr", 0.2, 0.05), changed("optimize", "off", "auto")
+    ('--lr 0.2: the run was started with 0.05', '--optimize off: the run was started with auto')
     >>> changed("data", "b", None), changed("shares", None, "0.7,0.3")
     ('--data b: the run was started without it', 'no --shares: the run was started with 0.7,0.3')
     """
-    if isinstance(before, bool):
-        begun = f"with {_with_value(name, before)}"
-    else:
-        begun = "without it" if before is None else f"with {before}"
+    begun = "without it" if before is None else f"with {before}"
     return f"{_with_value(name, value)}: the run was started {begun}"
 
 
 def _with_value(name: str, value: Any) -> str:
-    if value is None:
-        return f"no {of(name)}"
-    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"{of(name)} {value}"
+    return f"no {of(name)}" if value is None else f"{of(name)} {value}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,18 +100,16 @@ def in_command_words(text: str) -> str:
 
     >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or resume='auto'")
     '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
-    >>> in_command_words("compile=False and shares=[0.7, 0.3], each with max_epochs")
-    '--no-compile and --shares 0.7,0.3, each with --epochs'
-    >>> in_command_words("Step(fast=False): give step=mh.Step(on_nan='continue')")
-    '--no-fast: give --on-nan continue'
+    >>> in_command_words("seed=3 and shares=[0.7, 0.3], each with max_epochs")
+    '--seed 3 and --shares 0.7,0.3, each with --epochs'
+    >>> in_command_words("Step(optimize='off'): give step=mh.Step(on_nan='continue')")
+    '--optimize off: give --on-nan continue'
     >>> in_command_words("runs/lr=0.1 and runs/batch_size are folders")
     'runs/lr=0.1 and runs/batch_size are folders'
     """
 
     def flag(match: re.Match[str]) -> str:
         name, value = match[1], match[2].strip("[]'").replace(", ", ",")
-        if value in ("True", "False"):
-            return f"--{'no-' if value == 'False' else ''}{name}"
         return f"{of(name)} {'RUN' if value == 'auto' and name == 'resume' else value}"
 
     return _NAMED.sub(lambda match: of(match[1]), _GIVEN.sub(flag, _TOPIC.sub(r"\1", text)))

@@ -37,8 +37,7 @@ _ALWAYS: dict[str, Any] = {
     "micro_batch_size": None,
     "batch_stats": None,
     "on_nan": "stop",
-    "fast": True,
-    "compile": False,
+    "optimize": "auto",
     "checkpoint_every": None,
     "keep_checkpoints": 3,
     "max_steps": None,
@@ -49,7 +48,7 @@ _ALWAYS: dict[str, Any] = {
     "overfit_batches": None,
 }
 # Options of a step that have the same meaning in the library.
-_STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "fast", "compile")
+_STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "optimize")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
 _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
@@ -116,7 +115,7 @@ def _add_how(group: Any) -> None:
 
 def _add_step(group: Any) -> None:
     """The options of :class:`manyhands.training.options.Step`."""
-    option, yes_or_no = group.add_argument, argparse.BooleanOptionalAction
+    option = group.add_argument
     option("--shares", help="each device's part of a batch: 0.7,0.3 or measured; default: equal parts")
     option(
         "--accumulate", **flags.COUNT, help="gradient accumulation: micro-batches per step on each device; default: 1"
@@ -136,8 +135,11 @@ def _add_step(group: Any) -> None:
         choices=["stop", "continue"],
         help="when the loss is NaN, stop, or continue without that batch; default: stop",
     )
-    option("--fast", action=yes_or_no, help="allow CUDA graphs and compiling; --no-fast: plain steps; default: --fast")
-    option("--compile", action=yes_or_no, help="compile the step; default: no")
+    option(
+        "--optimize",
+        choices=["auto", "off", "max"],
+        help="how the step is run: off, plain steps; max, compiled, too; default: auto",
+    )
 
 
 def _add_limits(group: Any) -> None:

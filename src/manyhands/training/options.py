@@ -22,6 +22,7 @@ from manyhands.training.choices import option_names
 from manyhands.training.limits import units
 
 BatchStats = Literal["per_device", "global"]
+Optimize = Literal["auto", "off", "max"]
 
 
 class _Topic:
@@ -40,8 +41,8 @@ class _Topic:
 class Step(_Topic):
     """How a training step is run: ``Trainer(step=mh.Step(accumulate=4))``.
 
-    The first three options say how the batch is divided, ``on_nan`` what happens to a bad one. The others choose how
-    fast the same step is run, for PyTorch on a GPU (``fast`` also in JAX).
+    The first options say how the batch is divided, ``on_nan`` what happens to a bad one. ``optimize`` chooses how fast
+    the same step is run.
 
     Args:
         shares: How large a part of each batch every device gets: parts of one (``[0.7, 0.3]``) or whole numbers
@@ -66,15 +67,12 @@ class Step(_Topic):
         shard: Divide parameters, gradients and optimizer state over the devices (PyTorch's FSDP2), for models that one
             device cannot hold. The same update; checkpoints are the same. PyTorch only. Default: False, every device
             holds all of them.
-        fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
-            choose. False runs plain steps, as you would write them; ``precision="auto"`` is the weights' own then.
-            Default: True.
-        compile: Compile the step with PyTorch's compiler. It pays in long jobs of nets whose time goes into many small
-            kernels. Default: False.
-        side_lanes: Run work beside the chain of kernels, on separate lanes: weight gradients, casts of weights,
-            metrics. Default: True.
-        fused_norms: Fuse BatchNorm with the addition and ReLU that follow it, GroupNorm with its activation and the
-            casts of autocast. Default: True.
+        optimize: How the same step is run. ``"auto"``: data stay on the device, and what the device and the model allow
+            is done; on one GPU the step is captured in a CUDA graph, with weight gradients on lanes of their own and
+            fused normalisation (PyTorch). ``"max"``: compiled by PyTorch's compiler as well, which takes half a minute
+            and pays in long jobs of nets whose time goes into many small kernels. ``"off"``: plain steps, as you would
+            write them; ``precision="auto"`` is that of the weights then. PyTorch, and all but ``"max"`` in JAX.
+            Default: ``"auto"``.
     """
 
     shares: Sequence[float] | Literal["measured"] | None = None
@@ -85,10 +83,7 @@ class Step(_Topic):
     activation_checkpointing: bool | Callable[[Any], bool] = False
     shard: bool = False
     wrt: Any = None
-    fast: bool = True
-    compile: bool = False
-    side_lanes: bool = True
-    fused_norms: bool = True
+    optimize: Optimize = "auto"
 
     def __post_init__(self) -> None:
         make_plain(self, ("accumulate", "micro_batch_size"), Integral, int)
@@ -97,15 +92,13 @@ class Step(_Topic):
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
-        for name in ("shard", "fast", "compile", "side_lanes", "fused_norms"):
-            check_choice(self, name, (True, False))
-        if self.compile and not self.fast:
-            raise BadSettings("compile=True is a faster way to run a step, fast=False allows none: choose one")
+        check_choice(self, "shard", (True, False))
+        check_choice(self, "optimize", ("auto", "off", "max"))
         if not callable(self.activation_checkpointing):
             check_choice(self, "activation_checkpointing", (True, False), ", or a function that picks modules")
-        if self.activation_checkpointing and self.compile:
+        if self.activation_checkpointing and self.optimize == "max":
             raise BadSettings(
-                "activation_checkpointing and compile=True: a step that is compiled decides itself what to keep. "
+                "activation_checkpointing and optimize='max': a step that is compiled decides itself what to keep. "
                 "Choose one"
             )
         for name, default in (("accumulate", 1), ("micro_batch_size", None)):

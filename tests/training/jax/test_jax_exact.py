@@ -30,7 +30,7 @@ def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
     data = vectors(50), vectors(41)
     how = {"precision": "fp64", "optimizer": momentum, "schedule": one_cycle, "gradient_clip_val": 0.3}
     alone, result = fit(Net(norm=True), data, 1, max_epochs=13, **how)
-    for count, options in ((3, {"step": Step(shares=[3, 2, 1])}), (2, {"step": Step(fast=False)})):
+    for count, options in ((3, {"step": Step(shares=[3, 2, 1])}), (2, {"step": Step(optimize="off")})):
         several, other = fit(Net(norm=True), data, count, max_epochs=13, **how, **options)
         assert difference(several, alone) <= 1e-10  # normalising two samples magnifies differences
         for one, two in zip(rows(result), rows(other), strict=True):
@@ -39,7 +39,7 @@ def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
 
 def test_the_batches_are_the_same_wherever_they_are_gathered() -> None:
     here, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1]), max_epochs=1)
-    there, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1], fast=False), max_epochs=1)
+    there, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1], optimize="off"), max_epochs=1)
     assert difference(there, here) == 0
 
 
@@ -162,7 +162,7 @@ class SumsUp(nnx.Module):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.long), {"step": Step(shares=[3, 1, 2])}, {"step": Step(fast=False)}],
+    [pytest.param({}, marks=pytest.mark.long), {"step": Step(shares=[3, 1, 2])}, {"step": Step(optimize="off")}],
 )
 def test_every_sample_once(options: dict[str, Any]) -> None:
     """With SGD of rate 1 each step adds the rows of its samples by their number: 16, 16 and 5 of 37."""

@@ -212,7 +212,7 @@ def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_sent_without_being_said() -> None:
     """What goes to the devices in a step is sent on purpose: JAX's guard against hidden copies has nothing to say."""
-    for options in ({}, {"step": Step(fast=False)}, {"step": Step(shares=[2, 1])}):
+    for options in ({}, {"step": Step(optimize="off")}, {"step": Step(shares=[2, 1])}):
         net = Net(norm=True)
         with jax.transfer_guard_host_to_device("disallow"):
             fit(net, (vectors(48), vectors(41)), 2, schedule=lambda done: 1 - done, **options)

@@ -22,10 +22,8 @@ from manyhands.training.settings import Settings
         (Step, {"accumulate": True}, r"Step\(accumulate=True\): give a whole number"),
         (Step, {"batch_stats": "none"}, r"Step\(batch_stats='none'\): choose one of per_device, global"),
         (Step, {"on_nan": "ignore"}, r"Step\(on_nan='ignore'\): choose one of stop, continue"),
-        (Step, {"fast": "no"}, r"Step\(fast='no'\): choose one of True, False"),
-        (Step, {"compile": "max"}, r"Step\(compile='max'\): choose one of True, False"),
+        (Step, {"optimize": False}, r"Step\(optimize=False\): choose one of auto, off, max"),
         (Step, {"accumulate": 2, "batch_stats": "global"}, "batch_stats='global' .* accumulate=2 .* choose one"),
-        (Step, {"compile": True, "fast": False}, "compile=True is a faster way .* fast=False allows none"),
         (Step, {"shares": "evenly"}, "shares='evenly': give one number per device, 'measured', or None"),
         (Checkpoints, {"every": 0}, r"Checkpoints\(every=0\): give a whole number of at least 1"),
         (Checkpoints, {"every": 1.5}, r"Checkpoints\(every=1\.5\): give a whole number"),
@@ -51,6 +49,7 @@ def test_shares_that_are_none(shares: Any) -> None:
     [
         (lambda: Step(acumulate=2), r"Step has no option acumulate: did you mean accumulate\?"),  # type: ignore[call-arg]
         (lambda: Step(sync_bn=True), "Step has no option sync_bn: it is called batch_stats here"),  # type: ignore[call-arg]
+        (lambda: Step(fast=False), "Step has no option fast: it is called optimize here"),  # type: ignore[call-arg]
         (lambda: Step(batch_size=8), r"Step has no option batch_size: write Trainer\(batch_size=8\)"),  # type: ignore[call-arg]
         (lambda: Step(every=8), r"Step has no option every: write Trainer\(checkpoints=mh\.Checkpoints\(every=8\)\)"),  # type: ignore[call-arg]
         (lambda: Workers(4), r"Workers takes its options by name: Workers\(per_device=\.\.\.\)"),  # type: ignore[misc]
@@ -63,11 +62,11 @@ def test_options_that_are_not_there(call: Any, said: str) -> None:
 
 def test_an_object_shows_what_is_not_the_default() -> None:
     assert (repr(Step()), repr(Checkpoints(keep=5))) == ("Step()", "Checkpoints(keep=5)")
-    assert repr(Step(shares=[2, 1], fast=False)) == "Step(shares=(2, 1), fast=False)"
+    assert repr(Step(shares=[2, 1], optimize="off")) == "Step(shares=(2, 1), optimize='off')"
 
 
 def test_an_object_is_a_value() -> None:
-    step = Step(shares=np.array([0.75, 0.25]), accumulate=np.int64(2), fast=np.True_)  # type: ignore[arg-type]
+    step = Step(shares=np.array([0.75, 0.25]), accumulate=np.int64(2))  # type: ignore[arg-type]
     assert step == Step(shares=(0.75, 0.25), accumulate=2)
     assert hash(step) == hash(pickle.loads(pickle.dumps(step)))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -50,9 +50,7 @@ _CALLED = {
     "quiet": "disable_tqdm silent",
     "callbacks": "callback cbs",
     "loggers": "logger report_to",
-    "compile": "jit jit_compile torch_compile",
-    "fast": "run_eagerly eager",
-    "fused_norms": "own_kernels",
+    "optimize": "run_eagerly eager jit jit_compile torch_compile compile fast",
 }
 _MEANT = {name: option for option, names in _CALLED.items() for name in names.split()}
 

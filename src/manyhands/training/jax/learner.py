@@ -72,8 +72,8 @@ class JaxLearner:
         self._shown: Figures | None = None
         self._looked_at: Sums | None = None
         self._sent: collections.deque[tuple[int, Sums]] = collections.deque()
-        self.arrays = feed.resident(job.train, world) if job.settings.step.fast else None
-        self.test_arrays = feed.resident(job.test, world) if job.settings.step.fast else None
+        self.arrays = feed.resident(job.train, world) if job.settings.step.optimize != "off" else None
+        self.test_arrays = feed.resident(job.test, world) if job.settings.step.optimize != "off" else None
         self._rate: tuple[float, jax.Array] | None = None
         self._divisions: dict[int, Division] = {}
         self._say_how()

@@ -76,10 +76,8 @@ class Trainer(BaseTrainer):
         "activation_checkpointing": "set it in the model: wrap its blocks in jax.checkpoint (nnx.remat)",
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
-        "side_lanes": "XLA orders a step's work itself",
-        "fused_norms": "XLA fuses normalisation with what is around it",
         "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
-        "compile": "a step in JAX is always compiled, by XLA; leave it out",
+        "optimize='max'": "a step in JAX is always compiled, by XLA; leave it out",
         "batch_stats='per_device'": "a step in JAX is one program over the whole batch, and so are BatchNorm's "
         "statistics; leave it out, or give 'global'",
     }
@@ -217,7 +215,7 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
     """The dtype that layers compute in; None: that of their parameters."""
     if settings.precision == "bf16":
         return jnp.bfloat16
-    if settings.precision != "auto" or not settings.step.fast or device.platform == "cpu":
+    if settings.precision != "auto" or settings.step.optimize == "off" or device.platform == "cpu":
         return None
     return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
 
@@ -225,5 +223,5 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
 def _chosen(dtype: Any) -> tuple[str, str]:
     """What ``precision="auto"`` was, and why, for the run's folder."""
     if dtype is None:
-        return "the model's own", "no GPU with bfloat16, or fast=False"
+        return "the model's own", "no GPU with bfloat16, or optimize='off'"
     return "bf16", "the GPU has bfloat16"

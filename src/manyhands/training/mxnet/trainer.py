@@ -53,10 +53,8 @@ class Trainer(BaseTrainer):
         "activation_checkpointing": "MXNet decides itself: set MXNET_BACKWARD_DO_MIRROR=1 before it starts",
         "per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
         "hang_seconds": "MXNet drives all devices from one process, there are no workers to watch",
-        "side_lanes": "MXNet's engine already runs gradients in parallel; there are no lanes to choose",
-        "fused_norms": "MXNet chooses the kernels of a step itself",
-        "fast": "MXNet's engine runs the operations of a step one by one, as they are written; leave it out",
-        "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
+        "optimize": "MXNet's engine runs the operations of a step as they are written, in parallel where it can, and "
+        "compiles a model where you ask it to: write net.hybridize() before",
         "wrt": "set it in the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
         "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",
     }

@@ -55,10 +55,8 @@ class Trainer(BaseTrainer):
         "activation_checkpointing": "set it in the layers: build the model in a keras.RematScope",
         "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",
-        "fast": "a step in TensorFlow is always one graph; to see its values, write tf.print",
-        "compile": "the step is one graph of TensorFlow's already; XLA is not used",
-        "side_lanes": "TensorFlow's executor orders a step's work itself",
-        "fused_norms": "TensorFlow chooses the kernels of a step itself",
+        "optimize": "a step in TensorFlow is always one graph, whose work TensorFlow orders itself; to see its values, "
+        "write tf.print",
         "wrt": "set it in the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }

@@ -110,7 +110,7 @@ def number_format_for(job: Job, device: torch.device) -> NumberFormat:
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
     autocast = HALVES.get(precision)
-    channels_last = images and job.settings.step.fast and (on_gpu or autocast is not None)
+    channels_last = images and job.settings.step.optimize != "off" and (on_gpu or autocast is not None)
     return NumberFormat(autocast, channels_last=channels_last, dtype=torch.float64 if precision == "fp64" else None)
 
 

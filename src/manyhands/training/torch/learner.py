@@ -180,7 +180,7 @@ class Rank:
         reason = capturable.why_not(self.data, self.optimizer, device, size, settings.step.accumulate)
         reason = reason or self.objective.why_not_captured(self.model)
         reason = reason or (self.scheduler.why_not_captured if self.scheduler is not None else None)
-        reason = reason if settings.step.fast else "fast=False"
+        reason = "optimize='off'" if settings.step.optimize == "off" else reason
         # Trials run on the stream of the capture: cuBLAS keeps memory for every stream that it has seen.
         with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
             self._choose_precision()

@@ -11,7 +11,7 @@ in its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
-It does not cover globals, closures and attributes of objects that are not modules: set ``fast=False`` with those.
+It does not cover globals, closures and attributes of objects that are not modules: set ``optimize="off"`` with those.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def agreed(choices: Sequence[Choice]) -> Choice:
 
 
 def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> Choice:
-    if not job.settings.step.fast:
-        return Choice(_of_weights(model), "fast=False")
+    if job.settings.step.optimize == "off":
+        return Choice(_of_weights(model), "optimize='off'")
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported():
             return Choice("bf16", "the GPU has bfloat16")

@@ -28,7 +28,9 @@ watching = [remember, mh.EMA(0.9), mh.EarlyStopping("val_loss", patience=5), mh.
 with tempfile.TemporaryDirectory() as folder:
     loggers = [mh.CSVLogger(folder, every=4)]
     options = {"callbacks": watching, "loggers": loggers, "metrics": {"large": large}}
-    trainer = mh.Trainer(max_epochs=2, batch_size=8, precision="fp32", quiet=True, step=mh.Step(fast=False), **options)
+    trainer = mh.Trainer(
+        max_epochs=2, batch_size=8, precision="fp32", quiet=True, step=mh.Step(optimize="off"), **options
+    )
     if not torch.backends.cuda.is_built():
         trainer.ranks = [torch.device("cuda", 0)]  # in this process, on the device that is stood in for
     trainer.fit(net, (data, data))

@@ -19,7 +19,7 @@ class Reading(torch.nn.Module):
 
 
 data = (torch.randn(96, 8), torch.randint(3, (96,)))
-trainer = mh.Trainer(max_epochs=1, batch_size=8, precision="fp32", quiet=True, step=mh.Step(fast=False))
+trainer = mh.Trainer(max_epochs=1, batch_size=8, precision="fp32", quiet=True, step=mh.Step(optimize="off"))
 if not torch.backends.cuda.is_built():
     trainer.ranks = [torch.device("cuda", 0)]
 trainer.fit(Reading(), data)
