@@ -353,5 +353,5 @@ def test_run_without_torch_says_what_other_frameworks_do(
     monkeypatch.setitem(sys.modules, "torch", None)
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError")
-    assert main(["run", str(script)]) != 0
+    assert main(["simulate", str(script)]) != 0
     assert "In JAX, TensorFlow and MXNet write MANYHANDS_VIRTUAL_DEVICES=2 python" in capsys.readouterr().err

@@ -150,8 +150,8 @@ FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> str | None:
     """A hint if options of a command come after the script's name, so that the script receives them.
 
-    >>> misplaced("run", "train.py", ["--devices=4"], ["--devices"])
-    'manyhands run: --devices went to train.py: options of manyhands run go before the script'
+    >>> misplaced("simulate", "train.py", ["--devices=4"], ["--devices"])
+    'manyhands simulate: --devices went to train.py: options of manyhands simulate go before the script'
     """
     names = [name for text in arguments if (name := text.partition("=")[0]) in options]
     if not names:

@@ -214,9 +214,9 @@ def test_the_command_runs_a_script_as_it_is(tmp_path: Path, capsys: Any, monkeyp
         "    print(torch.ones(1).cuda(helper.last()), sys.argv[1:])\n"
         "    sys.exit(3)\n"
     )
-    assert cli.main(["run", "--devices", "3", str(script), "--epochs", "2"]) == 3
+    assert cli.main(["simulate", "--devices", "3", str(script), "--epochs", "2"]) == 3
     assert capsys.readouterr().out == "tensor([1.], device='cuda:2') ['--epochs', '2']\n"
-    assert cli.main(["run", str(tmp_path / "no.py")]) == 1
+    assert cli.main(["simulate", str(tmp_path / "no.py")]) == 1
     script.write_text("import argparse; argparse.ArgumentParser().parse_args()\n")
-    assert cli.main(["run", str(script), "--devices", "3"]) == 2
-    assert "--devices went to train.py: options of manyhands run go before the script" in capsys.readouterr().err
+    assert cli.main(["simulate", str(script), "--devices", "3"]) == 2
+    assert "--devices went to train.py: options of manyhands simulate go before the script" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``manyhands run``: a script written for several GPUs, unchanged, on virtual devices."""
+"""``manyhands simulate``: a script written for several GPUs, unchanged, on virtual devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.placement.moves import VIRTUAL_DEVICES, installed
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "run",
+        "simulate",
         help="run a PyTorch script written for several GPUs on virtual CPU devices",
         description="Runs a script as 'python script.py' would, on virtual devices instead of GPUs: x.cuda(1), "
         "device='cuda:1', torch.cuda and nn.DataParallel use them (docs/virtual-devices.md).",
@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
         os.environ[VIRTUAL_DEVICES] = str(options.devices)
     if not installed("torch"):
         raise FrameworkMissing(
-            "manyhands run puts virtual devices in the place of PyTorch's GPUs, and torch is not installed. In JAX, "
-            f"TensorFlow and MXNet write {VIRTUAL_DEVICES}=2 python {options.script}, and let the script take its "
+            "manyhands simulate puts virtual devices in the place of PyTorch's GPUs, and torch is not installed. In "
+            f"JAX, TensorFlow and MXNet write {VIRTUAL_DEVICES}=2 python {options.script}, and let the script take its "
             "devices from manyhands: mh.try_all_gpus()",
             name="torch",
         )
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            hint = flags.misplaced("run", options.script.name, options.arguments, ("--devices",))
+            hint = flags.misplaced("simulate", options.script.name, options.arguments, ("--devices",))
             if end.code == 2 and hint is not None:  # as argparse ends
                 print(hint, file=sys.stderr)
             return end.code if isinstance(end.code, int) else int(end.code is not None)
