@@ -383,6 +383,10 @@ PEERS: dict[str, Callable[[Problem], Outcome]] = {
 }
 
 
+# Rows that add something to another one, which should make them faster.
+WEAKER = {"compiled": "eager", "graph": "eager", "graph-compiled": "graph"}
+
+
 def why_not(row: str, problem: Problem) -> str | None:
     """The reason why a row cannot be measured here; None if it can."""
     package = row.split("-")[0]

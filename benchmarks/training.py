@@ -9,24 +9,30 @@
 A first epoch warms up and counts apart; then the median of ``--epochs`` epochs, each ended by a synchronisation of the
 device. Same initial weights, learning rate and number of samples in every row. The training loss (mean over the
 last epoch) and the test accuracy (float32, the same code for all rows) show whether what was fast was also right.
+
+Every row has a process of its own and an empty cache for compilers: what one row compiles, or uses up of Dynamo, is no
+other row's gain or loss. A row that is not faster than the weaker form of itself is named, because it may be broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import gc
+import io
 import json
+import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import peers
 import torch
 from peers import Outcome, Problem
@@ -109,24 +115,45 @@ def measure(row: str, problem: Problem) -> dict[str, Any]:
     }
 
 
+def measure_apart(row: str, problem: Problem) -> dict[str, Any]:
+    """Measure a row in a process of its own, which begins with an empty cache for compilers."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        command = [sys.executable, __file__, "--measure-one"]
+        child = subprocess.run(
+            command, input=cloudpickle.dumps((row, problem)), stdout=subprocess.PIPE, env=environment, check=False
+        )
+    if child.returncode:
+        raise RuntimeError(f"its process ended with {child.returncode}")
+    measured: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return measured
+
+
+def measure_one() -> int:
+    """The child's half of :func:`measure_apart`."""
+    peers.hush()
+    row, problem = cloudpickle.load(io.BytesIO(sys.stdin.buffer.read()))
+    print(json.dumps(measure(row, problem)))
+    return 0
+
+
 def compare(rows: list[str], problem: Problem) -> tuple[list[dict[str, Any]], list[str]]:
-    """All rows, one after the other; those that were left out or broke, in words."""
+    """All rows, one after the other; those that were left out, broke or look broken, in words."""
     measured, left_out = [], []
     for row in rows:
         if reason := peers.why_not(row, problem):
             left_out.append(f"{row}: skipped, {reason}")
             continue
         try:
-            measured.append(measure(row, problem))
-        except Exception as error:
-            traceback.print_exc()
-            left_out.append(f"{row}: FAILED, {type(error).__name__}: {error}"[:200])
+            measured.append(measure_apart(row, problem))
+        except RuntimeError as error:
+            left_out.append(f"{row}: FAILED, {error}"[:200])
             continue
         print(f"  {row}: {measured[-1]['seconds']:.3f} s {'; '.join(measured[-1]['notes'])}", flush=True)
-        gc.collect()
-        if problem.device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # or the next row's memory would be counted with this one's
-            torch.cuda.empty_cache()
+    seconds = {row["row"]: row["seconds"] for row in measured}
+    for row, weaker in peers.WEAKER.items():
+        if row in seconds and weaker in seconds and seconds[row] > 1.02 * seconds[weaker]:
+            left_out.append(f"{row}: slower than {weaker}, its own weaker form: look at it before you quote it")
     return measured, left_out
 
 
@@ -317,4 +344,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_one() if sys.argv[1:] == ["--measure-one"] else main())

@@ -211,7 +211,6 @@ def main() -> int:
     print(f"{hardware}; {versions}{'; tiny: no figures to quote' if flags.tiny else ''}", flush=True)
     good, steps = [], TINY_STEPS if flags.tiny else flags.steps
     for name in chosen:
-        torch._dynamo.reset()
         good.append(compare(problem_of(name, known[name], device, steps, 1 + flags.epochs), rows))
     return 0 if all(good) else 1
 
