@@ -87,9 +87,9 @@ def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[
 
 
 def _near(wrong: str, known: Sequence[str]) -> str | None:
-    from manyhands.training.choices import option_names
+    from manyhands.training import refusals
 
-    option = option_names.option_called(wrong.lstrip("-").replace("-", "_"))
+    option = refusals.option_called(wrong.lstrip("-").replace("-", "_"))
     if option is not None and of(option) in known:
         return of(option)
     return next(iter(difflib.get_close_matches(wrong, known, 1)), None)

@@ -49,9 +49,7 @@ def find(
 ) -> int:
     """The largest batch of a trainer, or the largest micro-batch of its batch."""
     if not trainer.searches_batch_size:
-        raise BadSettings(
-            "find_batch_size is there in PyTorch and in JAX: here try some sizes, as batch_size=64"
-        )
+        raise BadSettings("find_batch_size is there in PyTorch and in JAX: here try some sizes, as batch_size=64")
     if of not in ("batch", "micro_batch"):
         raise BadSettings(f"find_batch_size(of={of!r}): choose one of batch, micro_batch")
     bound = None if memory is None else units.memory(memory)

@@ -18,7 +18,7 @@ import numpy as np
 
 from manyhands import shares as _shares
 from manyhands.errors import BadSettings
-from manyhands.training.choices import option_names
+from manyhands.training import refusals
 from manyhands.training.limits import units
 
 BatchStats = Literal["per_device", "global"]
@@ -36,7 +36,7 @@ class _Topic:
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
-@option_names.topic("step")
+@refusals.topic("step")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Step(_Topic):
     """How a training step is run: ``Trainer(step=mh.Step(accumulate=4))``.
@@ -138,7 +138,7 @@ class Step(_Topic):
         object.__setattr__(self, "shares", tuple(self.shares))
 
 
-@option_names.topic("checkpoints")
+@refusals.topic("checkpoints")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Checkpoints(_Topic):
     """When a run writes checkpoints: ``Trainer(run="runs/mine", checkpoints=mh.Checkpoints(every=100))``.
@@ -158,7 +158,7 @@ class Checkpoints(_Topic):
         check_positive(self, "keep")
 
 
-@option_names.topic("workers")
+@refusals.topic("workers")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Workers(_Topic):
     """The worker processes of a job, in PyTorch: ``Trainer(devices=["cpu"], workers=mh.Workers(per_device=2))``.
@@ -183,7 +183,7 @@ class Workers(_Topic):
             raise BadSettings(f"{as_written(self, 'hang_seconds')}: give a number of seconds above zero")
 
 
-@option_names.topic("limits")
+@refusals.topic("limits")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Limits(_Topic):
     """Where training ends, how much of the data an epoch takes, and when to evaluate.

@@ -1,13 +1,159 @@
-"""Errors of the trainers, in the same words in every framework."""
+"""What went wrong, and what to write instead: the trainers' errors, in the same words in every framework.
+
+Other trainers call options by other names, and some options belong to a topic: ``Trainer(accumulate=4)`` is an error
+that says ``Trainer(step=mh.Step(accumulate=4))``. What PyTorch refuses: :mod:`.torch.preflight.diagnose`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from manyhands.errors import BadBatch, BadSettings, NotATensor, type_in_words
+from manyhands.errors import BadBatch, BadSettings, NotATensor, UnknownOption, type_in_words
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Class = TypeVar("_Class")
+
+# An option of the trainer, and what Keras, Lightning, Hugging Face, fastai and others call it.
+_CALLED = {
+    "max_epochs": "epochs num_epochs n_epochs nb_epochs epoch num_train_epochs max_epoch",
+    "batch_size": "bs batch train_batch_size per_device_train_batch_size mini_batch_size",
+    "lr": "learning_rate lr_max base_lr init_lr rate step_size",
+    "metrics": "metric compute_metrics eval_metrics eval_metric val_metrics",
+    "optimizer": "optim opt optimizers opt_func",
+    "loss": "criterion loss_fn loss_func loss_function objective",
+    "schedule": "scheduler lr_scheduler lr_schedule schedulers lr_scheduler_type",
+    "num_gpus": "gpus n_gpus ngpus gpu num_devices",
+    "devices": "device accelerator strategy ctx context device_ids distribute_strategy",
+    "accumulate": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
+    "micro_batch_size": "microbatch_size micro_batch microbatch device_microbatch_size",
+    "gradient_clip_val": "clip clipnorm global_clipnorm grad_clip max_grad_norm clip_grad_norm gradient_clip clip_norm",
+    "precision": "amp fp16 bf16 mixed_precision dtype half",
+    "batch_stats": "sync_batchnorm sync_bn",
+    "seed": "random_state random_seed manual_seed",
+    "run": "default_root_dir output_dir save_dir log_dir logdir run_dir checkpoint_dir ckpt_dir dirpath",
+    "resume": "ckpt_path resume_from_checkpoint checkpoint resume_from",
+    "every": "checkpoint_every save_every save_steps save_freq checkpoint_interval every_n_train_steps",
+    "keep": "keep_checkpoints save_total_limit save_top_k max_to_keep",
+    "max_steps": "num_steps steps max_iter max_iters total_steps num_training_steps",
+    "max_time": "time_limit max_duration",
+    "limit_batches": "steps_per_epoch limit_train_batches max_batches",
+    "limit_val_batches": "validation_steps limit_eval_batches val_steps",
+    "evaluate_every": "val_check_interval eval_steps validation_freq check_val_every_n_epoch eval_every",
+    "per_device": "ranks_per_device num_processes nproc nprocs num_proc world_size n_procs",
+    "quiet": "disable_tqdm silent",
+    "callbacks": "callback cbs",
+    "loggers": "logger report_to",
+    "optimize": "fast compile fused_norms jit jit_compile torch_compile run_eagerly eager",
+}
+_MEANT = {name: option for option, names in _CALLED.items() for name in names.split()}
+
+_ADVICE = {
+    "it belongs to the optimizer: give optimizer= a finished one, or a function that makes it": (
+        "weight_decay momentum betas nesterov eps"
+    ),
+    "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader": (
+        "data train_data validation_data val_data train_dataset eval_dataset dls train_dataloaders val_dataloaders "
+        "datamodule test_data x y"
+    ),
+    "loggers have it: Trainer(loggers=[mh.CSVLogger(every=50)])": "log_every_n_steps",
+    "the model is given to fit: trainer.fit(model, data)": "model",
+    "workers belong to the loader: DataLoader(dataset, num_workers=...)": "num_workers",
+    "(X, y) arrays are shuffled; for another order give a loader": "shuffle",
+    "start the script with torchrun, which gives every process its place": "num_nodes",
+    "progress is shown; quiet=True shows none": "verbose progress_bar enable_progress_bar",
+    "give weights of classes to the loss (torch.nn.CrossEntropyLoss(weight=...)), or weights of samples, in Keras and "
+    "Gluon fit(model, (X, y, weights[y]))": "class_weight",
+    "weights of samples are a part of the data, in Keras and Gluon fit(model, (X, y, sample_weight))": "sample_weight",
+    "it is a callback: Trainer(callbacks=[mh.EarlyStopping('val_loss', patience=3)])": "early_stopping patience",
+}
+_EXPLAINED = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
+# The arguments of fit, and what others call them.
+_OF_METHOD = {
+    "validation": "validation_data val_data valid_data eval_data val val_dataloaders val_dataloader eval_dataset "
+    "val_dataset validation_dataset test_data",
+    "data": "train_data train train_dataloaders train_dataloader train_dataset dataloaders datamodule dls x X",
+}
+_ARGUMENTS = {name: argument for argument, names in _OF_METHOD.items() for name in names.split()}
+# An option that belongs to a topic: the trainer's argument, and the class of its value.
+_PLACES: dict[str, tuple[str, str]] = {}
+
+
+def option_called(name: str) -> str | None:
+    """The option that others call so, if there is one."""
+    return _MEANT.get(name.lower())
+
+
+def topic(argument: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Decorates a dataclass of options that is given to the trainer as this argument."""
+
+    def decorate(options: type[_Class]) -> type[_Class]:
+        names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
+        _PLACES.update(dict.fromkeys(names, (argument, options.__name__)))
+        by_name = f"{options.__name__} takes its options by name: {options.__name__}({names[0]}=...)"
+        options.__init__ = explained(too_many=by_name)(options.__init__)  # type: ignore[method-assign]
+        return options
+
+    return decorate
+
+
+def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorates a method: a keyword that it does not have is an error that names the one that is meant.
+
+    ``too_many`` is the message where there are too many arguments without a name.
+    """
+
+    def decorate(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        parameters = inspect.signature(method).parameters
+        positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
+
+        @functools.wraps(method)
+        def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            for name in [name for name in kwargs if name not in parameters]:
+                call = type(args[0]).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
+                cure = _cure(name, kwargs[name], list(parameters)[1:])
+                raise UnknownOption(f"{call} has no option {name}: {cure}")
+            if len(args) > positional:
+                raise UnknownOption(too_many)
+            return method(*args, **kwargs)
+
+        return called
+
+    return decorate
+
+
+def _cure(name: str, value: object, known: Collection[str]) -> str:
+    """What to write instead of an option that does not exist; ``known`` are those that do."""
+    option = _ARGUMENTS.get(name)
+    if option not in known:
+        option = option_called(name) or (name if name in _CALLED or name in _PLACES else None)
+    if option in known:
+        return f"it is called {option} here"
+    if option is not None:
+        is_shown = option == name or (isinstance(value, Real) and not isinstance(value, bool))
+        text = repr(value) if is_shown and len(repr(value)) < 60 else "..."
+        return f"{'write' if option == name else f'it is called {option} here. Write'} {_written(option, text)}"
+    if (advice := _EXPLAINED.get(name.lower())) is not None:
+        return advice
+    close = difflib.get_close_matches(name, [*known, *_PLACES, *_CALLED], 1)
+    if not close:
+        return f"there are {', '.join(known)}"
+    return f"did you mean {close[0] if close[0] in known else _written(close[0], '...')}?"
+
+
+def _written(option: str, value: str) -> str:
+    """How the option is given to the trainer."""
+    argument, kind = _PLACES.get(option, (None, None))
+    return f"Trainer({option}={value})" if argument is None else f"Trainer({argument}=mh.{kind}({option}={value}))"
+
+
+# Models, data and losses
 
 
 def not_a_model(model: Any, kind: str) -> BadSettings:

@@ -19,7 +19,7 @@ import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import batch_size_search, launcher, options, schedules
+from manyhands.training import batch_size_search, launcher, options, refusals, schedules
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.callbacks import monitor, plan
 from manyhands.training.callbacks.callback import Callback
@@ -28,7 +28,6 @@ from manyhands.training.callbacks.loggers.logger import Logger
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.choices import devices as device_choice
-from manyhands.training.choices import option_names
 from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
@@ -109,7 +108,7 @@ class BaseTrainer(HyperParameters, Evaluating):
     searches_batch_size: ClassVar[bool] = False
     tries_devices_alone: ClassVar[bool] = False  # the search tries each device with its own shard, one after the other
 
-    @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
+    @refusals.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
         self,
         max_epochs: int | None = None,
@@ -275,7 +274,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     # Training
 
-    @option_names.explained(too_many="fit takes a model, its training data and its validation data, each (X, y)")
+    @refusals.explained(too_many="fit takes a model, its training data and its validation data, each (X, y)")
     def fit(self, model: Any, data: Any, validation: Any = None) -> Result:
         """Train the model in place and return a :class:`Result` (also ``trainer.result``).
 
@@ -318,7 +317,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     # The largest batch
 
-    @option_names.explained(too_many="find_batch_size takes a model and its training data; all others by name")
+    @refusals.explained(too_many="find_batch_size takes a model and its training data; all others by name")
     def find_batch_size(
         self,
         model: Any,

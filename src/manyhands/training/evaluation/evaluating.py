@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training import options
-from manyhands.training.choices import option_names
+from manyhands.training import options, refusals
 from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.sources import as_numpy
 from manyhands.training.evaluation.inputs import Inputs
@@ -22,7 +21,7 @@ from manyhands.training.settings import Settings
 class Evaluating(abc.ABC):
     """The part of a trainer that computes with a model and does not change it."""
 
-    @option_names.explained(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
+    @refusals.explained(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
     def evaluate(self, model: Any, data: Any, *, limit_batches: int | float | None = None) -> dict[str, Any]:
         """The figures of a model over data with targets: ``{"loss": 0.31, "acc": 0.89, "f1": 0.88}``.
 
@@ -42,7 +41,7 @@ class Evaluating(abc.ABC):
         source, settings = self._in_order(data, "evaluate", limit_batches)
         return self._evaluate(model, source, settings)
 
-    @option_names.explained(too_many="predict takes a model and data, with or without targets: predict(model, X)")
+    @refusals.explained(too_many="predict takes a model and data, with or without targets: predict(model, X)")
     def predict(
         self, model: Any, data: Any, *, targets: bool | None = None, limit_batches: int | float | None = None
     ) -> Any:

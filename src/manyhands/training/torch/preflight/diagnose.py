@@ -1,13 +1,13 @@
 """Why a job failed: found by experiment, and reported only where it is proved.
 
 PyTorch says what an operation refused, not what was wrong with the user's data. When a job has failed, its first
-samples go through the model and the loss again. If that fails too, the usual mistakes are corrected, one at a time and
-then several; the first correction that works is reported. For example samples of float64 (NumPy's default) and labels
-of int32 for a model of float32::
+samples go through a copy of the model and the loss again. If that fails too, the usual mistakes are corrected, one at a
+time and then several; the first correction that works is reported. For example samples of float64 (NumPy's default) and
+labels of int32 for a model of float32::
 
-    as they are                       fails
-    samples as float32                fails
-    labels as int64                   fails
+    as they are                           fails
+    samples as float32                    fails
+    labels as int64                       fails
     samples as float32, labels as int64   works: both are reported
 """
 
@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,83 +42,67 @@ from manyhands.training.torch.step.eager import NumberFormat
 
 _FEW = 4
 _CHANNELS = 4  # of an image, at most
-_AT_ONCE = 3  # changes that are tried together
-_Lesson = Callable[[Job], str | None]
-_Change = Callable[[Batch], Batch]
-_Call = Callable[[torch.nn.Module, Any], Any]
+_AT_ONCE = 3  # corrections that are tried together
 
 
 def of(job: Job, error: Exception) -> str | None:
     """What to change so that the model can be trained with these data; None if no change is known to help."""
-    if not can_be_read(job.train):
-        return None
-    if (words := _of_training(job, error)) is not None:
-        return words
-    if job.test is None or not can_be_read(job.test) or not _works(job, few_samples(job.train, _FEW)):
-        return None
-    words = _of_training(dataclasses.replace(job, train=job.test, test=None), error)
-    return None if words is None else f"the test data are the cause: {words}"
-
-
-def of_prediction(job: Job) -> str | None:
-    """What to change for a prediction: samples of a dtype or a shape that the model does not take."""
-    if not can_be_read(job.train):
-        return None
-    with contextlib.suppress(Exception):
-        samples = few_samples(job.train, _FEW)
-        if isinstance(samples, Mapping):
-            return _of_prediction_by_name(job, samples)
-        batch = tuple(samples) if isinstance(samples, (tuple, list)) else (samples,)
-        inputs = batch if job.inputs is None else job.inputs.of(batch)
-        reason = _refusal(job, inputs)
-        if reason is not None:
-            for words, change in _changes(job, (*inputs, None)):
-                if _refusal(job, change((*inputs, None))[:-1]) is None:
-                    return words
-        return reason
+    for data, words in ((job.train, "{}"), (job.test, "the test data are the cause: {}")):
+        if data is None or not can_be_read(data):
+            return None
+        case = _Case(dataclasses.replace(job, train=data))
+        for lesson in (*(_OF_SUPERVISED if isinstance(job.objective, Supervised) else ()), _layer, _gradient):
+            with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
+                if (lesson_learnt := lesson(case, error)) is not None:
+                    return words.format(lesson_learnt)
+        if not case.works(case.samples()):
+            return None
     return None
 
 
-def _of_prediction_by_name(job: Job, batch: Mapping[str, Any]) -> str | None:
-    """A model that takes its inputs by name; an encoder-decoder may make the decoder's inputs of the labels."""
-    reason = _refusal(job, batch, lambda model, batch: predicted(model, batch, job.inputs))
-    labels = next((name for name in LABELS if name in batch), None)
-    if reason is None or labels is None or _refusal(job, batch, dict_batches.output_of) is not None:
-        return reason
-    return (
-        f"{type(job.model).__name__} needs {labels!r}, which predict(model, data) leaves out: write predict(model, "
-        "data, targets=False) to give them to the model, too"
-    )
+@dataclasses.dataclass
+class _Case:
+    """A job, whose samples are tried on copies of its model."""
+
+    job: Job
+
+    def samples(self, count: int = _FEW) -> Batch:
+        return few_samples(self.job.train, count)
+
+    def copies(self, batch: Batch) -> tuple[Any, Batch]:
+        """A copy of the model, and the batch on its device; both in float64 if the job is."""
+        model = checks.copied(self.job.model)
+        number_format = NumberFormat(dtype=torch.float64 if self.job.settings.precision == "fp64" else None)
+        model = model.to(number_format.dtype) if number_format.dtype is not None else model
+        device = next(model.parameters()).device
+        return model, number_format.cast(map_tensors(lambda tensor: tensor.to(device), batch))
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        first = next(model.parameters())
+        dtype = first.dtype if self.job.settings.precision == "fp64" else None
+        with randomness.preserved(first.device):
+            return placed(self.job.objective, first.device, dtype)(model, batch)[0]
+
+    def works(self, batch: Batch) -> bool:
+        """Whether a forward and a backward pass can be made with these samples."""
+        try:
+            self.loss(*self.copies(batch)).backward()
+        except Exception:
+            return False
+        return True
+
+    def answer(self) -> tuple[Any, Any]:
+        """The model's output for the samples, and their target."""
+        model, batch = self.copies(self.samples())
+        inputs, target = inputs_and_target(batch)
+        return model(*inputs), target
 
 
-def _refusal(job: Job, inputs: Any, call: _Call = lambda model, inputs: model(*inputs)) -> str | None:
-    """Why a copy of the model does not take these inputs, from its own error; None if it does."""
-    model, inputs = _copy(job, inputs)
-    try:
-        with torch.no_grad(), randomness.preserved(next(model.parameters()).device):
-            call(model.eval(), inputs)
-    except Exception as error:
-        shapes = [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()]
-        return str(refusals.not_taken(model, shapes, error))
-    return None
-
-
-def _of_training(job: Job, error: Exception) -> str | None:
-    of_data: list[_Lesson] = [_of_batches, _of_parts, _of_text, _of_pairs, _of_kinds, _of_output]
-    of_model: list[_Lesson] = [functools.partial(_of_layer, error=error), _of_gradient]
-    for lesson in (of_data if isinstance(job.objective, Supervised) else []) + of_model:
-        with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
-            if (words := lesson(job)) is not None:
-                return words
-    return None
-
-
-def _of_batches(job: Job) -> str | None:
-    """A list is a dataset: each of its entries is one sample. That of a loader's batches is not."""
-    entries: Any = job.train.dataset if isinstance(job.train, Samples) else None
+def _list_of_batches(case: _Case, _: Exception) -> str | None:
+    entries: Any = case.job.train.dataset if isinstance(case.job.train, Samples) else None
     if not isinstance(entries, (list, tuple)) or not isinstance(entries[0], (list, tuple)):
         return None
-    if not _works(job, tuple(entries[0])) or _works(job, few_samples(job.train, 1)):
+    if not case.works(tuple(entries[0])) or case.works(case.samples(1)):
         return None
     return (
         f"the data are a list of {counted(len(entries), 'batch', 'batches')}, and each entry of a list is taken for "
@@ -126,19 +110,14 @@ def _of_batches(job: Job) -> str | None:
     )
 
 
-def _of_parts(job: Job) -> str | None:
-    """More inputs than the model takes: a weight for each sample, say."""
-    inputs, _ = inputs_and_target(few_samples(job.train, _FEW))
-    forward = inspect.signature(job.model.forward)
-    try:
+def _too_many_parts(case: _Case, _: Exception) -> str | None:
+    inputs, _target = inputs_and_target(case.samples())
+    forward = inspect.signature(case.job.model.forward)
+    with contextlib.suppress(TypeError):
         forward.bind(*inputs)
-    except TypeError:
-        takes = sum(
-            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            for parameter in forward.parameters.values()
-        )
-    else:
         return None
+    needed = [each for each in forward.parameters.values() if each.default is each.empty]
+    takes = sum(each.kind is not each.VAR_KEYWORD for each in needed)
     return (
         f"a batch has {len(inputs) + 1} parts, and the model's forward takes "
         f"{counted(takes, 'input')}: the last part is the target, all others are inputs. To weigh samples, give "
@@ -146,36 +125,8 @@ def _of_parts(job: Job) -> str | None:
     )
 
 
-_BINARY = {
-    torch.nn.BCELoss: "BCELoss",
-    torch.nn.BCEWithLogitsLoss: "BCEWithLogitsLoss",
-    torch.nn.functional.binary_cross_entropy: "binary_cross_entropy",
-    torch.nn.functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
-}
-
-
-def _of_pairs(job: Job) -> str | None:
-    """Labels of classes for a loss that wants a target for each number of the output."""
-    loss: Any = job.objective.loss  # type: ignore[attr-defined]
-    name = _BINARY.get(loss if inspect.isfunction(loss) else type(loss))
-    model, batch = _copy(job, few_samples(job.train, _FEW))
-    inputs, target = inputs_and_target(batch)
-    output = model(*inputs) if name is not None else None
-    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor) or output.shape == target.shape:
-        return None
-    unlike = str(refusals.unlike_target(output.shape, target.shape))
-    if output.numel() == target.numel():
-        return unlike if target.is_floating_point() else f"{unlike}, as floating-point numbers (.float())"
-    if target.is_floating_point() or target.dim() != 1:
-        return unlike
-    return (
-        f"{unlike}. If the targets are numbers of classes, give loss='cross_entropy', and a model without sigmoid at "
-        "its end"
-    )
-
-
-def _of_text(job: Job) -> str | None:
-    labels = few_samples(job.train, _FEW)[-1]
+def _text(case: _Case, _: Exception) -> str | None:
+    labels = case.samples()[-1]
     if not isinstance(labels, (list, tuple)) or not labels or not isinstance(labels[0], (str, bytes)):
         return None
     return (
@@ -184,174 +135,145 @@ def _of_text(job: Job) -> str | None:
     )
 
 
-def _of_kinds(job: Job) -> str | None:
-    """Samples or labels of a dtype or a shape that the model or the loss does not take."""
-    batch = few_samples(job.train, _FEW)
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2 or _works(job, batch):
+def _pairs(case: _Case, _: Exception) -> str | None:
+    """Labels of classes for binary cross-entropy, which wants a target for each number of the output."""
+    if not _name_of(case.job.objective).startswith(("BCE", "binary_cross_entropy")):
         return None
-    changes = list(_changes(job, tuple(batch)))
-    for count in range(1, min(len(changes), _AT_ONCE) + 1):
-        for chosen in itertools.combinations(changes, count):
-            changed = tuple(batch)
-            for _, change in chosen:
-                changed = change(changed)
-            if _works(job, changed):
+    output, target = case.answer()
+    if output.shape == target.shape:
+        return None
+    unlike = str(refusals.unlike_target(output.shape, target.shape))
+    if target.is_floating_point():
+        return unlike
+    if output.numel() == target.numel():
+        return f"{unlike}, as floating-point numbers (.float())"
+    return (
+        f"{unlike}. If the targets are numbers of classes, give loss='cross_entropy', and a model without sigmoid at "
+        "its end"
+    )
+
+
+def _kinds(case: _Case, _: Exception) -> str | None:
+    """Samples or labels of a dtype or a shape that the model or the loss does not take."""
+    batch = tuple(case.samples())
+    if len(batch) < 2 or case.works(batch):
+        return None
+    corrections = list(_corrections(case.job.model, batch))
+    for count in range(1, _AT_ONCE + 1):
+        for chosen in itertools.combinations(corrections, count):
+            if case.works(functools.reduce(lambda batch, correction: correction[1](*batch), chosen, batch)):
                 return "; ".join(words for words, _ in chosen)
     return None
 
 
-def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
-    """Corrections of these samples to try, each with its description."""
-    kind = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
-    others = {tensor.dtype for tensor in tensors_in(batch[:-1])} - {kind}
-    if others:
-        shown = ", ".join(sorted(map(_named, others)))
-        yield (
-            f"the samples are {shown}, the model's weights {_named(kind)}: give X.to(torch.{_named(kind)})",
-            lambda batch: (*map_tensors(lambda tensor: tensor.to(kind), batch[:-1]), batch[-1]),
-        )
-    yield from _changes_of_axes(batch[0])
-    labels = batch[-1]
-    if not isinstance(labels, torch.Tensor):
-        return
-    if labels.dtype != torch.int64:
-        yield (
-            f"the labels are {_named(labels.dtype)}, and numbers of classes must be int64: give y.long()",
-            lambda batch: (*batch[:-1], batch[-1].long()),
-        )
-    if labels.dtype != kind:
-        yield (
-            f"the targets are {_named(labels.dtype)}, what the model answers is {_named(kind)}: give "
-            f"y.to(torch.{_named(kind)})",
-            lambda batch: (*batch[:-1], batch[-1].to(kind)),
-        )
-    if labels.dim() == 2 and labels.shape[1] == 1:
-        yield (
-            "the labels have a second axis of length 1: give y.squeeze(1)",
-            lambda batch: (*batch[:-1], batch[-1].squeeze(1)),
-        )
-
-
-def _changes_of_axes(X: Any) -> Iterator[tuple[str, _Change]]:
-    if not isinstance(X, torch.Tensor):
-        return
-    if X.dim() == 3:
-        yield (
-            f"the samples have the shape {tuple(X.shape[1:])}, without the axis of channels that a convolution takes: "
-            "give X.unsqueeze(1)",
-            lambda batch: (batch[0].unsqueeze(1), *batch[1:]),
-        )
-    if X.dim() == 4 and X.shape[-1] <= _CHANNELS < X.shape[1]:
-        yield (
-            f"the samples have the shape {tuple(X.shape[1:])}, with the channels last, and PyTorch takes them first: "
-            "give X.permute(0, 3, 1, 2)",
-            lambda batch: (batch[0].permute(0, 3, 1, 2), *batch[1:]),
-        )
-    if X.is_floating_point():
-        yield (
-            f"the samples are {_named(X.dtype)}, and an embedding takes whole numbers: give X.long()",
-            lambda batch: (batch[0].long(), *batch[1:]),
-        )
+def _corrections(model: torch.nn.Module, batch: Sequence[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What may be wrong with these samples, and what to write instead; with a function that does it."""
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    kind, y = _named(weights), batch[-1]
+    if found := ", ".join(sorted({_named(tensor.dtype) for tensor in tensors_in(batch[:-1])} - {kind})):
+        words = f"the samples are {found}, the model's weights {kind}: give X.to(torch.{kind})"
+        yield words, lambda *batch: (*map_tensors(lambda tensor: tensor.to(weights), batch[:-1]), batch[-1])
+    if isinstance(X := batch[0], torch.Tensor):
+        shape = tuple(X.shape[1:])
+        if len(shape) == 2:
+            words = f"the samples have the shape {shape}, without the axis of channels that a convolution takes"
+            yield f"{words}: give X.unsqueeze(1)", lambda X, *rest: (X.unsqueeze(1), *rest)
+        if len(shape) == 3 and shape[-1] <= _CHANNELS < shape[0]:
+            words = f"the samples have the shape {shape}, with the channels last, and PyTorch takes them first"
+            yield f"{words}: give X.permute(0, 3, 1, 2)", lambda X, *rest: (X.permute(0, 3, 1, 2), *rest)
+        if X.is_floating_point():
+            words = f"the samples are {_named(X.dtype)}, and an embedding takes whole numbers: give X.long()"
+            yield words, lambda X, *rest: (X.long(), *rest)
+    if isinstance(y, torch.Tensor):
+        if y.dtype != torch.int64:
+            words = f"the labels are {_named(y.dtype)}, and numbers of classes must be int64: give y.long()"
+            yield words, lambda *batch: (*batch[:-1], batch[-1].long())
+        if y.dtype != weights:
+            words = f"the targets are {_named(y.dtype)}, what the model answers is {kind}: give y.to(torch.{kind})"
+            yield words, lambda *batch: (*batch[:-1], batch[-1].to(weights))
+        if y.dim() == 2 and y.shape[1] == 1:
+            words = "the labels have a second axis of length 1: give y.squeeze(1)"
+            yield words, lambda *batch: (*batch[:-1], batch[-1].squeeze(1))
 
 
 def _named(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-# The model
-
-
-def _of_output(job: Job) -> str | None:
+def _output(case: _Case, _: Exception) -> str | None:
     """A model that returns several things, or a label for each token, and a loss that takes one tensor of classes."""
-    model, batch = _copy(job, few_samples(job.train, _FEW))
-    inputs, target = inputs_and_target(batch)
-    output = model(*inputs)
-    loss: Any = job.objective.loss  # type: ignore[attr-defined]
-    module = getattr(loss, "__module__", "") if callable(loss) else ""
-    if not str(module).startswith("torch."):
+    (output, target), loss = case.answer(), getattr(case.job.objective, "loss", None)
+    if not str(getattr(loss, "__module__", "")).startswith("torch."):
         return None
-    name = getattr(loss, "__name__", f"{type(loss).__name__}()")
-    call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
-    if isinstance(output, torch.Tensor):
-        if not _for_tokens(output, target):
-            return None
-        loss(output.flatten(0, -2), target.flatten())  # it has to work to be advised
-        shape, labels = tuple(output.shape[1:]), tuple(target.shape[1:])
-        return (
-            f"the model gives the shape {shape} for a sample with {labels} labels, and {name} takes classes first: "
-            f"give loss=lambda output, y: {call}(output.flatten(0, -2), y.flatten())"
-        )
-    kind, part, scores = _part(output)
-    arguments = f"output{part}.flatten(0, -2), y.flatten()" if _for_tokens(scores, target) else f"output{part}, y"
-    return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda output, y: {call}({arguments})"
-
-
-def _part(output: Any) -> tuple[str, str, Any]:
-    """What a model gives that is no tensor, in words; the code that takes the part for a loss, and this part."""
+    scores, part, gives = output, "output", type_in_words(output)
     if isinstance(output, Mapping):
         key = next(iter(output))
-        return f"{type_in_words(output)} with {', '.join(map(repr, output))}", f"[{key!r}]", output[key]
-    if isinstance(output, (tuple, list)):
-        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in output)
-        return f"{type_in_words(output)} of {counted(len(output), 'part')} ({shapes})", "[0]", output[0]
-    return type_in_words(output), ".logits", getattr(output, "logits", None)
+        scores, part, gives = output[key], f"output[{key!r}]", f"{gives} with {', '.join(map(repr, output))}"
+    elif isinstance(output, (tuple, list)):
+        shapes = ", ".join(str(tuple(each.shape)) if isinstance(each, torch.Tensor) else "?" for each in output)
+        scores, part, gives = output[0], "output[0]", f"{gives} of {counted(len(output), 'part')} ({shapes})"
+    elif not isinstance(output, torch.Tensor):
+        scores, part = getattr(output, "logits", None), "output.logits"
+    # In language models each sample has several labels, and the scores of their classes are last.
+    for_tokens = not target.is_floating_point() and target.dim() > 1
+    for_tokens = for_tokens and isinstance(scores, torch.Tensor) and scores.shape[:-1] == target.shape
+    name = _name_of(case.job.objective)
+    call = f"torch.nn.{name}()" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
+    arguments = f"{part}.flatten(0, -2), y.flatten()" if for_tokens else f"{part}, y"
+    cure = f"give loss=lambda output, y: {call}({arguments})"
+    if scores is not output:
+        return f"the model gives {gives}, and {name} takes one tensor: {cure}"
+    if not for_tokens:
+        return None
+    loss(output.flatten(0, -2), target.flatten())  # type: ignore[misc]  # it has to work to be advised
+    labels = f"the shape {tuple(output.shape[1:])} for a sample with {tuple(target.shape[1:])} labels"
+    return f"the model gives {labels}, and {name} takes classes first: {cure}"
 
 
-def _for_tokens(scores: Any, target: Any) -> bool:
-    """Whether each sample has several labels, and the scores of their classes are last, as in language models."""
-    if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or target.is_floating_point():
-        return False
-    return target.dim() > 1 and scores.shape[:-1] == target.shape
+def _name_of(objective: Any) -> str:
+    return str(getattr(objective.loss, "__name__", type(objective.loss).__name__))
 
 
-def _of_layer(job: Job, error: Exception) -> str | None:
+_OF_SUPERVISED = (_list_of_batches, _too_many_parts, _text, _pairs, _kinds, _output)
+
+
+def _layer(case: _Case, error: Exception) -> str | None:
     """Which layer fails as the job did, what it takes, and what it gets."""
-    model, batch = _copy(job, few_samples(job.train, _FEW))
-    running: list[tuple[str, torch.nn.Module, Any]] = []
+    model, batch = case.copies(case.samples())
+    running: list[tuple[str, Any, Any]] = []
     for name, layer in model.named_modules():
         if not any(True for _ in layer.children()):
-            layer.register_forward_pre_hook(lambda layer, input_, name=name: running.append((name, layer, input_)))
+            layer.register_forward_pre_hook(lambda layer, inputs, name=name: running.append((name, layer, inputs)))
             layer.register_forward_hook(lambda *_: running.pop() and None)
     try:
-        _loss(job, model, batch)
+        case.loss(model, batch)
     except Exception as again:
-        if not running or not running[-1][2] or not isinstance(running[-1][2][0], torch.Tensor):
-            return None
-        if _without_numbers(str(again).splitlines()[0]) not in _without_numbers(str(error)):
-            return None
-        name, layer, (input_, *_) = running[-1]
-        samples = batch[0] if isinstance(batch, (tuple, list)) else None
-        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, input_, input_ is samples, again)
-    return None
-
-
-def _without_numbers(text: str) -> str:
-    """The text with its numbers masked: batch sizes differ between the job and a few samples."""
-    return re.sub(r"\d+", "#", text)
-
-
-def _misfit(layer_name: str, layer: Any, input_: torch.Tensor, direct: bool, error: Exception) -> str:
-    shape, gets = tuple(input_.shape), "the samples have" if direct else "it gets"
-    kind = type(layer).__name__
+        failed = str(again).splitlines()[0]
+    else:
+        return None
+    if not running or re.sub(r"\d+", "#", failed) not in re.sub(r"\d+", "#", str(error)):  # batch sizes differ
+        return None
+    name, layer, (X, *_) = running[-1]
+    shape, kind = tuple(X.shape), type(layer).__name__
+    which = f"the layer {name!r}, {layer}," if name else f"{layer}"
+    gets = "the samples have" if isinstance(batch, (tuple, list)) and X is batch[0] else "it gets"
     if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
-        says = f"{layer_name} takes {counted(layer.in_features, 'number')} per sample, and {gets} {shape[-1]:,}"
-        if input_[0].numel() == layer.in_features:
-            return f"{says} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
-        return f"{says} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
-    if isinstance(layer, compat.Convolution) and input_.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
-        says = f"{layer_name} takes {counted(layer.in_channels, 'channel')}, and {gets} {shape[1]} (shape {shape})"
-        return f"{says}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
-    if isinstance(layer, torch.nn.Embedding) and not input_.is_floating_point():
-        entries = layer.num_embeddings
-        low, high = int(input_.min()), int(input_.max())
+        takes = f"{which} takes {counted(layer.in_features, 'number')} per sample, and {gets} {shape[-1]:,}"
+        if X[0].numel() == layer.in_features:
+            return f"{takes} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
+        return f"{takes} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
+    if isinstance(layer, compat.Convolution) and X.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
+        takes = f"{which} takes {counted(layer.in_channels, 'channel')}, and {gets} {shape[1]} (shape {shape})"
+        return f"{takes}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
+    if isinstance(layer, torch.nn.Embedding) and not X.is_floating_point():
+        entries, low, high = layer.num_embeddings, int(X.min()), int(X.max())
         if low < 0 or high >= entries:
-            return f"{layer_name} has entries 0 to {entries - 1}, and {gets} numbers from {low} to {high}"
-    return f"{layer_name} does not take an input of the shape {shape}: {str(error).splitlines()[0]}"
+            return f"{which} has entries 0 to {entries - 1}, and {gets} numbers from {low} to {high}"
+    return f"{which} does not take an input of the shape {shape}: {failed}"
 
 
-def _of_gradient(job: Job) -> str | None:
-    model, batch = _copy(job, few_samples(job.train, _FEW))
-    if _loss(job, model, batch).requires_grad:
+def _gradient(case: _Case, _: Exception) -> str | None:
+    if case.loss(*case.copies(case.samples())).requires_grad:
         return None
     return (
         "the loss does not depend on the model's weights, so there are no gradients: compute it without "
@@ -359,27 +281,45 @@ def _of_gradient(job: Job) -> str | None:
     )
 
 
-def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
-    """A copy of the model, and the samples on its device; both in float64 if the job is."""
-    model = checks.copied(job.model)
-    device = next(model.parameters()).device
-    number_format = NumberFormat(dtype=torch.float64 if job.settings.precision == "fp64" else None)
-    model = model.to(number_format.dtype) if number_format.dtype is not None else model
-    return model, number_format.cast(map_tensors(lambda tensor: tensor.to(device), batch))
+# Prediction
 
 
-def _loss(job: Job, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    first = next(model.parameters())
-    dtype = first.dtype if job.settings.precision == "fp64" else None
-    with randomness.preserved(first.device):
-        return placed(job.objective, first.device, dtype)(model, batch)[0]
+def of_prediction(job: Job) -> str | None:
+    """What to change for a prediction: samples of a dtype or a shape that the model does not take."""
+    if not can_be_read(job.train):
+        return None
+    with contextlib.suppress(Exception):
+        case = _Case(job)
+        batch = case.samples()
+        reason = _refusal(case, batch, lambda model, batch: predicted(model, batch, job.inputs))
+        if reason is None:
+            return None
+        if not isinstance(batch, Mapping):
+            parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+            inputs = parts if job.inputs is None else job.inputs.of(parts)
+            for words, correct in _corrections(job.model, (*inputs, None)):
+                if _refusal(case, correct(*inputs, None)[:-1], lambda model, inputs: model(*inputs)) is None:
+                    return words
+            return reason
+        labels = next((name for name in LABELS if name in batch), None)
+        if labels is not None and _refusal(case, batch, dict_batches.output_of) is None:
+            return (  # an encoder-decoder makes the decoder's inputs of the labels
+                f"{type(job.model).__name__} needs {labels!r}, which predict(model, data) leaves out: write "
+                "predict(model, data, targets=False) to give them to the model, too"
+            )
+        return reason
+    return None
 
 
-def _works(job: Job, batch: Batch) -> bool:
-    """Whether a copy of the model makes a forward and a backward pass with these samples."""
-    model, batch = _copy(job, batch)
+def _refusal(case: _Case, batch: Any, call: Callable[[Any, Any], Any]) -> str | None:
+    """Why a copy of the model does not take this batch, from its own error; None if it does."""
+    model, batch = case.copies(batch)
     try:
-        _loss(job, model, batch).backward()
-    except Exception:
-        return False
-    return True
+        with torch.no_grad(), randomness.preserved(next(model.parameters()).device):
+            call(model.eval(), batch)
+    except Exception as error:
+        inputs = batch[:-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
+        return str(
+            refusals.not_taken(model, [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()], error)
+        )
+    return None
