@@ -78,7 +78,7 @@ class Pool:
     workers: list[_Worker] = field(default_factory=list)
     jobs: int = 0
     # Workers do not import the user's modules again.
-    users_code: fork_server.CodeFiles = field(default_factory=lambda: fork_server.CodeFiles(_is_users))
+    code: dict[str, int] = field(default_factory=lambda: _users_files())
 
     def start(self) -> None:
         """Start all workers, or none: an interruption leaves no process behind."""
@@ -115,7 +115,7 @@ class Pool:
         environment.pop("MANYHANDS_VIRTUAL_DEVICES", None)  # a rank is a process of its own: it needs no pretence
         process: subprocess.Popen[bytes] | fork_server.Forked
         with log.open("wb") as file:
-            if device.type == "cpu" and fork_server.usable():
+            if device.type == "cpu" and sys.platform == "linux":
                 output = _STDOUT if rank == 0 and _is_open(_STDOUT) else file.fileno()
                 process = fork_server.current(environment).fork(address, rank, key, output, file.fileno())
             else:
@@ -140,6 +140,13 @@ class Pool:
 
     def alive(self) -> bool:
         return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
+
+    def code_changed(self) -> bool:
+        """Whether a file of the user's modules has changed since this pool first saw it."""
+        now = _users_files()
+        changed = any(self.code.get(path, when) != when for path, when in now.items())
+        self.code = {**now, **self.code}
+        return changed
 
     def run(self, job: Job, say: Say) -> dict[str, Any]:
         """Run a job; returns what the first rank sends back: its result, the weights, and the optimizer's state."""
@@ -316,7 +323,7 @@ def pool_for(devices: list[torch.device]) -> Pool:
     """The pool of these devices: that of the last job, if all its workers are alive."""
     key = tuple(map(str, devices))
     pool = _pools.get(key)
-    if pool is None or not pool.alive() or pool.users_code.changed():
+    if pool is None or not pool.alive() or pool.code_changed():
         _stop_pools()  # idle workers of other devices would keep memory and cores
         pool = Pool(devices)
         pool.start()
@@ -362,9 +369,19 @@ _FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in _FOLDERS)
 
 
-def _is_users(name: str, path: str) -> bool:
-    """Whether a module is neither Python's nor installed. The main module travels with each job."""
-    return name != "__main__" and path.endswith(".py") and not path.startswith(_INSTALLED)
+def _users_files() -> dict[str, int]:
+    """The loaded modules that are neither Python's nor installed, and when their files were written.
+
+    The main module travels with each job.
+    """
+    times = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        is_users = isinstance(path, str) and path.endswith(".py") and not path.startswith(_INSTALLED)
+        if is_users and name != "__main__":
+            with contextlib.suppress(OSError):
+                times[path] = os.stat(path).st_mtime_ns
+    return times
 
 
 def _waits_for_others(stack: str) -> bool:
