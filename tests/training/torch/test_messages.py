@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from training_cases import CLASSES, fit, images, mlp, same, vectors
 
+from manyhands import torch as mh
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.options import Workers
 from manyhands.training.torch.trainer import Trainer
@@ -75,6 +76,14 @@ class Tokens(nn.Module):
 
     def forward(self, X: torch.Tensor) -> Any:
         return self.gives(self.net(X))
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"step": mh.Step(accumulate=2)}])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_batch_norm_and_one_sample(options: Any, tracks: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=tracks), nn.Linear(4, CLASSES))
+    with pytest.raises(BadBatch, match=r"BatchNorm takes two samples or more.*drop_last=True"):
+        train(model, data(9), **options)
 
 
 def test_a_label_for_each_token() -> None:

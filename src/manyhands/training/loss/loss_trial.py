@@ -46,7 +46,6 @@ _LABELS = 32  # distinct ones, each of which is tried
 # moves gradients far more than the loss: of 20 convolutions in float32 by 4e-3.
 _CLOSE = {"float64": (1e-7, 1e-7), "float32": (1e-4, 3e-2), "tf32": (1e-3, 3e-2)}
 _OTHERWISE_CLOSE = (3e-2, 3e-2)
-_WEIGHTS = 1e-2  # by how much weights may miss one
 _SMALL = 1e-3  # of all gradients: those of a weight that are smaller may be nothing but rounding
 
 
@@ -97,8 +96,6 @@ class Difference:
     whole: Pass
     parts: Sequence[Pass]
     size: int
-    close: tuple[float, float]
-    halves: Sequence[Pass] | None = None
 
     def refusal(self, own_step: bool, coupled: str | None = None) -> str:
         """``own_step``: the loss comes from ``training_step``. ``coupled``: advice where samples are compared."""
@@ -111,35 +108,19 @@ class Difference:
             values = f"the gradients of {self.size} samples are not those of {len(self.parts)} parts of them together"
         return (
             f"the loss is not a mean over the samples of a batch: {values}. On several devices, or with accumulate, a "
-            "batch is processed in parts, and this loss would then train another model than one device does. "
-            + (_WEIGHTED[own_step] if self.is_weighted else coupled or _COUPLED)
+            "batch is processed in parts, and this loss would then train another model than one device does. If it is "
+            f"divided by something else than the number of samples, {_DIVIDED[own_step]}: `return mh.LossSum(total, "
+            "count)` instead of `return total / count`. If the loss of a sample depends on the other samples of its "
+            f"batch, {coupled or _COUPLED}"
         )
 
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the whole is a weighted mean of the halves, or their sum, loss and gradient alike."""
-        if self.halves is None:
-            return False
-        passes = (self.whole, *self.halves)
-        whole, *halves = (np.concatenate([[each.loss], *map(np.ravel, each.gradients)]) for each in passes)
-        weights = np.linalg.lstsq(np.stack(halves, 1), whole, rcond=None)[0]
-        rest = np.linalg.norm(np.stack(halves, 1) @ weights - whole)
-        are_weights = (weights > 0).all() and math.isclose(weights.sum(), 1, rel_tol=_WEIGHTS)
-        is_sum = np.allclose(weights, 1, rtol=_WEIGHTS)
-        return bool((are_weights or is_sum) and rest <= self.close[1] * np.linalg.norm(whole))
 
-
-_WEIGHTED = {
-    True: "To train with it, return a mean over samples, or a sum and its divisor, from training_step: "
-    "`return mh.LossSum(total, count)` instead of `return total / count`",
-    False: "To train with it, let the loss return one number per sample (called in it, a PyTorch or Keras loss with "
-    "reduction='none' gives them), their mean, or a sum and its divisor: `return mh.LossSum(total, count)` instead of "
-    "`return total / count`",
+_DIVIDED = {
+    True: "return a mean over samples, or a sum and its divisor, from training_step",
+    False: "let the loss return one number per sample (called in it, a PyTorch or Keras loss with reduction='none' "
+    "gives them), their mean, or a sum and its divisor",
 }
-_COUPLED = (
-    "The loss of a sample depends on the other samples of its batch, so it needs the whole batch: one device, and "
-    "accumulate=1"
-)
+_COUPLED = "it needs the whole batch: one device, and accumulate=1"
 
 
 def check(batches: Sequence[tuple[Compute, int]], *, precisions: Iterable[str], own_step: bool) -> str | None:
@@ -164,18 +145,13 @@ def compare(batches: Sequence[tuple[Compute, int]], close: tuple[float, float]) 
     Of each batch there are a function that gives the pass of some of its rows, and the number of its samples; the
     first one is tried most thoroughly.
     """
-    first: str | None = None
+    outcomes: list[str | None] = []
     for number, (compute, size) in enumerate(batches):
         outcome = _compared(compute, size, close, halves=not number)
-        if isinstance(outcome, Difference) or outcome is None:
-            return outcome if isinstance(outcome, Difference) else _rest(batches[number + 1 :], close)
-        first = first or outcome
-    return first
-
-
-def _rest(batches: Sequence[tuple[Compute, int]], close: tuple[float, float]) -> Difference | None:
-    outcomes = (_compared(compute, size, close, halves=False) for compute, size in batches)
-    return next((outcome for outcome in outcomes if isinstance(outcome, Difference)), None)
+        if isinstance(outcome, Difference):
+            return outcome
+        outcomes.append(outcome)
+    return None if None in outcomes else next(iter(outcomes), None)
 
 
 def _compared(compute: Compute, size: int, close: tuple[float, float], *, halves: bool) -> Difference | str | None:
@@ -192,8 +168,7 @@ def _compared(compute: Compute, size: int, close: tuple[float, float], *, halves
         repeated = compute(range(size))
         if not repeated.is_finite or not are_close(whole, repeated, [repeated], close):
             return DRAWS
-        in_half = _all(compute, [range(size // 2), range(size // 2, size)])
-        return Difference(whole, passes, size, close, in_half)
+        return Difference(whole, passes, size)
     return why
 
 

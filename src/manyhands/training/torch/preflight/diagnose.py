@@ -51,7 +51,8 @@ def of(job: Job, error: Exception) -> str | None:
         if data is None or not can_be_read(data):
             return None
         case = _Case(dataclasses.replace(job, train=data))
-        for lesson in (*(_OF_SUPERVISED if isinstance(job.objective, Supervised) else ()), _layer, _gradient):
+        of_data = _OF_SUPERVISED if isinstance(job.objective, Supervised) else ()
+        for lesson in (_one_sample, *of_data, _layer, _gradient):
             with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
                 if (lesson_learnt := lesson(case, error)) is not None:
                     return words.format(lesson_learnt)
@@ -96,6 +97,15 @@ class _Case:
         model, batch = self.copies(self.samples())
         inputs, target = inputs_and_target(batch)
         return model(*inputs), target
+
+
+def _one_sample(_: _Case, error: Exception) -> str | None:
+    if "more than 1 value per channel" not in str(error):
+        return None
+    return (
+        "BatchNorm takes two samples or more, and the last batch, or one of its micro-batches, has only one: give "
+        "another batch_size or accumulate, or a DataLoader with drop_last=True"
+    )
 
 
 def _list_of_batches(case: _Case, _: Exception) -> str | None:

@@ -201,14 +201,10 @@ class _Trial:
 
 
 _NO_BATCH = "no device has the whole batch at once: leave accumulate=1, on more devices or with smaller batches"
-_IN_PARTS = (
-    f"The loss of a sample depends on the other samples of its batch, and with accumulate {_NO_BATCH}. Accumulate a "
-    "loss that is a mean over samples, or an mh.LossSum"
-)
+_IN_PARTS = f"it needs the whole batch, and with accumulate {_NO_BATCH}"
 _TOGETHER = (
-    "The loss of a sample depends on the other samples of its batch, within the model or its training_step. Gather "
-    "the rows that are compared from all devices, tensor = mh.whole_batch(tensor), or train on one device with "
-    "accumulate=1"
+    "gather the rows that are compared from all devices, tensor = mh.whole_batch(tensor), in the model or its "
+    "training_step, or train on one device with accumulate=1"
 )
 
 
