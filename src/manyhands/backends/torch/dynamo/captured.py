@@ -26,8 +26,8 @@ from torch.fx import GraphModule
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import Break, break_of, lines_of
 from manyhands.backends.torch.dynamo.backend import GraphRole, Planner, compile_with
+from manyhands.backends.torch.run.generated import function as generated
 from manyhands.errors import first_line
-from manyhands.python_code.generated import function as generated
 
 _CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
 

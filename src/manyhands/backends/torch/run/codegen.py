@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import native
-from manyhands.python_code.generated import function
+from manyhands.backends.torch.run.generated import function
 from manyhands.schedule.lanes import Clocks, Schedule
 
 _aten = torch.ops.aten
