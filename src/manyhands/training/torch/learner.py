@@ -38,7 +38,7 @@ from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.schedulers import schedulers_of
 from manyhands.training.torch.state import checkpoint, job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
-from manyhands.training.torch.step import activation_checkpoints, host_heap, running_sums
+from manyhands.training.torch.step import activation_checkpoints, running_sums
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.build import build_step
 from manyhands.training.torch.step.eager import EagerStep
@@ -115,7 +115,6 @@ class Rank:
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
-        self._keeps_memory = False
         self.scheduler = schedulers_of(job.schedule, configured) if job.purpose == "fit" else None
         self._first_step = 0  # of the epoch
         self._factor = 1.0  # of the learning rates
@@ -174,9 +173,6 @@ class Rank:
     def _begin(self) -> None:
         """Prepare the first step; called when the optimizer has the state of its checkpoint."""
         settings, device, size = self.settings, self.world.device, self.world.size
-        if device.type == "cpu":
-            host_heap.keep()
-            self._keeps_memory = True
         reason = capturable.why_not(self.data, self.optimizer, device, size, settings.step.accumulate)
         reason = reason or self.objective.why_not_captured(self.model)
         reason = reason or (self.scheduler.why_not_captured if self.scheduler is not None else None)
@@ -207,9 +203,6 @@ class Rank:
 
     def close(self) -> None:
         """Undo what the job did to the model and the optimizer, and note how the fast step ran."""
-        if self._keeps_memory:
-            self._keeps_memory = False
-            host_heap.release()
         if self.graph is not None:
             self.notes += self.graph.notes()
             if self.job.run is not None:

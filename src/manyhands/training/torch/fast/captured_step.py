@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from manyhands.backends.torch.run.graphs.nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.errors import CannotCompile
@@ -260,11 +259,10 @@ class GraphStep:
     def _captured(self, sized: _SizedStep) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
         reserve_workspaces([self._stream], self._eager.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = torch.cuda.CUDAGraph()
         try:
             with capturing(graph, self._eager.device, stream=self._stream):
                 self._work(sized)
-            instantiate(graph, self._eager.device)
         except Exception as error:
             raise _FailedBeforeUpdate from error
         return graph

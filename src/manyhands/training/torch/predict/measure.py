@@ -27,7 +27,6 @@ from manyhands.training.torch.predict.memory_count import MemoryCount
 from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of
 from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step import host_heap
 
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most
@@ -53,7 +52,7 @@ def profile(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = settings or Settings()
     try:
-        with randomness.preserved(device), host_heap.retained() if device.type == "cpu" else contextlib.nullcontext():
+        with randomness.preserved(device):
             measured, half = _profile(model, batch, loss, optimizer, settings, device)
             if device.type != "cpu":
                 return measured
