@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from manyhands import torch as mh
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 
 ROUNDS, STEPS = 5, 20
 LOOSE = 0.05  # relative difference of losses in bfloat16 after a few steps

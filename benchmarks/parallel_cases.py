@@ -14,7 +14,7 @@ from parallel_host import logged_norms, pipeline, products_to_host
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 
 # --- inference
 

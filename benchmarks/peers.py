@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from manyhands import machine
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 
 WORKERS = 4
 

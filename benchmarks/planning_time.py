@@ -29,7 +29,7 @@ def resnet(device: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import torch
     from torch import nn
 
-    from manyhands.training.torch.book import models
+    from manyhands.book import torch as models
 
     net = models.resnet18(10, in_channels=3).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

@@ -34,7 +34,7 @@ import torch
 from exact import float64
 
 from manyhands import machine
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
 

@@ -33,11 +33,11 @@ import optax
 from flax import nnx
 
 from manyhands import machine
+from manyhands.book import jax as datasets
 from manyhands.training.data import fashion_mnist
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
 from manyhands.training.jax import command
-from manyhands.training.jax.book import datasets
 from manyhands.training.jax.trainer import Trainer
 
 AIM = 1.05  # of the loop by hand
@@ -227,7 +227,7 @@ ROWS: dict[str, Callable[[Problem], Outcome]] = {"by hand": by_hand, "manyhands"
 
 def problem_of(options: argparse.Namespace) -> Problem:
     on_gpu = jax.devices()[0].platform != "cpu"
-    train, _ = datasets.of(fashion_mnist.load(), None)
+    train, _ = datasets.data(fashion_mnist.load(), None)
     if options.quick:
         return Problem("lenet", train.first(4096), options.batch_size, options.epochs, 0.1, bf16=False)
     return Problem(options.model, train, options.batch_size, options.epochs, 0.1, bf16=on_gpu)

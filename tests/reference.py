@@ -62,13 +62,15 @@ def _read() -> dict[str, Any]:
 def _write() -> None:
     import torch
 
-    from manyhands.training.torch.book.models import MODELS as TORCH
-    from manyhands.training.torch.book.weight_names import to_common
+    from manyhands.book.models import WEIGHT_NAMES
+    from manyhands.book.torch import MODELS as TORCH
 
     written: dict[str, Any] = {}
     for model in MODELS:
         net = TORCH[model](num_classes=10).eval()
-        own = to_common({name: tensor.numpy() for name, tensor in net.state_dict().items()}, model)
+        own = WEIGHT_NAMES["torch"].to_common(
+            {name: tensor.numpy() for name, tensor in net.state_dict().items()}, model
+        )
         written[model] = {"shapes": {name: tensor.shape for name, tensor in own.items()}}
         FILE.write_text(json.dumps(written))
         drawn = {name: torch.from_numpy(one) for name, one in weights(model).items()}

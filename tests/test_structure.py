@@ -27,6 +27,7 @@ LAYERS = [
     ["placement"],
     ["parallel"],
     ["training"],
+    ["book"],
     ["audit"],
     ["door", "door_names", *FRAMEWORKS],
     ["lab"],
@@ -106,10 +107,9 @@ def test_only_a_frameworks_own_folders_import_it() -> None:
     for path, imports in IMPORTS.items():
         relative = path.relative_to(PACKAGE)
         for root in {name.split(".")[0] for name in imports} & set(FRAMEWORKS):
-            allowed = str(relative) == "lab/operations.py" or relative.parts[0] in ("backends", "training", "audit")
-            if str(relative) != "lab/experiments/unequal_devices.py":  # it is for PyTorch only
-                assert allowed, f"{relative} imports {root}"
-                assert relative.parts[0] == "lab" or relative.parts[1] == root, f"{relative} imports {root}"
+            allowed = relative.parts[0] in ("backends", "training", "book", "audit")
+            if str(relative) not in ("lab/operations.py", "lab/experiments/unequal_devices.py"):
+                assert allowed and relative.parts[1].removesuffix(".py") == root, f"{relative} imports {root}"
 
 
 PRIVATE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]|\b(from|import) torch(\.\w+)*\._|\._cdata\b|\btensor\._version\b")

@@ -5,14 +5,14 @@ See :mod:`manyhands.door`. Names that belong to one framework are in its door.
 
 from manyhands.audit.guard import assert_no_stalls as assert_no_stalls
 from manyhands.audit.guard import guard as guard
+from manyhands.book.vocabulary import Accumulator as Accumulator
+from manyhands.book.vocabulary import Animator as Animator
+from manyhands.book.vocabulary import Benchmark as Benchmark
+from manyhands.book.vocabulary import HyperParameters as HyperParameters
+from manyhands.book.vocabulary import Timer as Timer
+from manyhands.book.vocabulary import add_to_class as add_to_class
 from manyhands.tasks.scope import Future as Future
 from manyhands.tasks.scope import task as task
-from manyhands.training.book.vocabulary import Accumulator as Accumulator
-from manyhands.training.book.vocabulary import Animator as Animator
-from manyhands.training.book.vocabulary import Benchmark as Benchmark
-from manyhands.training.book.vocabulary import HyperParameters as HyperParameters
-from manyhands.training.book.vocabulary import Timer as Timer
-from manyhands.training.book.vocabulary import add_to_class as add_to_class
 from manyhands.training.callbacks.best_checkpoint import BestCheckpoint as BestCheckpoint
 from manyhands.training.callbacks.callback import Callback as Callback
 from manyhands.training.callbacks.early_stopping import EarlyStopping as EarlyStopping

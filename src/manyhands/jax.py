@@ -44,23 +44,23 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
+    from manyhands.book.jax import DataModule as DataModule
+    from manyhands.book.jax import Module as Module
+    from manyhands.book.jax import Residual as Residual
+    from manyhands.book.jax import Trainer as Trainer
+    from manyhands.book.jax import accuracy as accuracy
+    from manyhands.book.jax import evaluate_accuracy_gpu as evaluate_accuracy_gpu
+    from manyhands.book.jax import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+    from manyhands.book.jax import lenet as lenet
+    from manyhands.book.jax import load_data_fashion_mnist as load_data_fashion_mnist
+    from manyhands.book.jax import load_model as load_model
+    from manyhands.book.jax import load_weights as load_weights
+    from manyhands.book.jax import resnet18 as resnet18
+    from manyhands.book.jax import train as train
     from manyhands.door_names import *  # noqa: F403
     from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
-    from manyhands.training.jax.book.accuracy import accuracy as accuracy
-    from manyhands.training.jax.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
-    from manyhands.training.jax.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
-    from manyhands.training.jax.book.datasets import load_data_fashion_mnist as load_data_fashion_mnist
-    from manyhands.training.jax.book.models import Residual as Residual
-    from manyhands.training.jax.book.models import lenet as lenet
-    from manyhands.training.jax.book.models import resnet18 as resnet18
-    from manyhands.training.jax.book.module import DataModule as DataModule
-    from manyhands.training.jax.book.module import Module as Module
-    from manyhands.training.jax.command import load_model as load_model
-    from manyhands.training.jax.command import load_weights as load_weights
     from manyhands.training.jax.predict import predict as predict
-    from manyhands.training.jax.trainer import Trainer as Trainer
-    from manyhands.training.jax.trainer import train as train
 
     parallel: _Offer
 else:

@@ -41,23 +41,23 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
+    from manyhands.book.mxnet import DataModule as DataModule
+    from manyhands.book.mxnet import Module as Module
+    from manyhands.book.mxnet import Residual as Residual
+    from manyhands.book.mxnet import Trainer as Trainer
+    from manyhands.book.mxnet import accuracy as accuracy
+    from manyhands.book.mxnet import evaluate_accuracy_gpu as evaluate_accuracy_gpu
+    from manyhands.book.mxnet import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+    from manyhands.book.mxnet import lenet as lenet
+    from manyhands.book.mxnet import load_data_fashion_mnist as load_data_fashion_mnist
+    from manyhands.book.mxnet import load_model as load_model
+    from manyhands.book.mxnet import load_weights as load_weights
+    from manyhands.book.mxnet import resnet18 as resnet18
+    from manyhands.book.mxnet import train as train
     from manyhands.door_names import *  # noqa: F403
     from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
-    from manyhands.training.mxnet.book.accuracy import accuracy as accuracy
-    from manyhands.training.mxnet.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
-    from manyhands.training.mxnet.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
-    from manyhands.training.mxnet.book.datasets import load_data_fashion_mnist as load_data_fashion_mnist
-    from manyhands.training.mxnet.book.models import Residual as Residual
-    from manyhands.training.mxnet.book.models import lenet as lenet
-    from manyhands.training.mxnet.book.models import resnet18 as resnet18
-    from manyhands.training.mxnet.book.module import DataModule as DataModule
-    from manyhands.training.mxnet.book.module import Module as Module
-    from manyhands.training.mxnet.command import load_model as load_model
-    from manyhands.training.mxnet.command import load_weights as load_weights
     from manyhands.training.mxnet.predict import predict as predict
-    from manyhands.training.mxnet.trainer import Trainer as Trainer
-    from manyhands.training.mxnet.trainer import train as train
 
     parallel: _Offer
 else:

@@ -38,23 +38,23 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
+    from manyhands.book.tensorflow import DataModule as DataModule
+    from manyhands.book.tensorflow import Module as Module
+    from manyhands.book.tensorflow import Residual as Residual
+    from manyhands.book.tensorflow import Trainer as Trainer
+    from manyhands.book.tensorflow import accuracy as accuracy
+    from manyhands.book.tensorflow import evaluate_accuracy_gpu as evaluate_accuracy_gpu
+    from manyhands.book.tensorflow import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+    from manyhands.book.tensorflow import lenet as lenet
+    from manyhands.book.tensorflow import load_data_fashion_mnist as load_data_fashion_mnist
+    from manyhands.book.tensorflow import load_model as load_model
+    from manyhands.book.tensorflow import load_weights as load_weights
+    from manyhands.book.tensorflow import resnet18 as resnet18
+    from manyhands.book.tensorflow import train as train
     from manyhands.door_names import *  # noqa: F403
     from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
-    from manyhands.training.tensorflow.book.accuracy import accuracy as accuracy
-    from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
-    from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
-    from manyhands.training.tensorflow.book.datasets import load_data_fashion_mnist as load_data_fashion_mnist
-    from manyhands.training.tensorflow.book.models import Residual as Residual
-    from manyhands.training.tensorflow.book.models import lenet as lenet
-    from manyhands.training.tensorflow.book.models import resnet18 as resnet18
-    from manyhands.training.tensorflow.book.module import DataModule as DataModule
-    from manyhands.training.tensorflow.book.module import Module as Module
-    from manyhands.training.tensorflow.command import load_model as load_model
-    from manyhands.training.tensorflow.command import load_weights as load_weights
     from manyhands.training.tensorflow.predict import predict as predict
-    from manyhands.training.tensorflow.trainer import Trainer as Trainer
-    from manyhands.training.tensorflow.trainer import train as train
 
     parallel: _Offer
 else:

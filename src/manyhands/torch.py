@@ -38,24 +38,24 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
+    from manyhands.book.torch import DataModule as DataModule
+    from manyhands.book.torch import Module as Module
+    from manyhands.book.torch import Residual as Residual
+    from manyhands.book.torch import Trainer as Trainer
+    from manyhands.book.torch import accuracy as accuracy
+    from manyhands.book.torch import evaluate_accuracy_gpu as evaluate_accuracy_gpu
+    from manyhands.book.torch import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+    from manyhands.book.torch import lenet as lenet
+    from manyhands.book.torch import load_data_fashion_mnist as load_data_fashion_mnist
+    from manyhands.book.torch import load_model as load_model
+    from manyhands.book.torch import load_weights as load_weights
+    from manyhands.book.torch import resnet18 as resnet18
+    from manyhands.book.torch import train as train
     from manyhands.door_names import *  # noqa: F403
     from manyhands.parallel.function import Parallel as Parallel
     from manyhands.parallel.torch_entry import compile_backend as compile_backend
     from manyhands.parallel.torch_entry import parallel as parallel
-    from manyhands.training.torch.book.accuracy import accuracy as accuracy
-    from manyhands.training.torch.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
-    from manyhands.training.torch.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
-    from manyhands.training.torch.book.datasets import load_data_fashion_mnist as load_data_fashion_mnist
-    from manyhands.training.torch.book.models import Residual as Residual
-    from manyhands.training.torch.book.models import lenet as lenet
-    from manyhands.training.torch.book.models import resnet18 as resnet18
-    from manyhands.training.torch.book.module import DataModule as DataModule
-    from manyhands.training.torch.book.module import Module as Module
-    from manyhands.training.torch.command import load_model as load_model
-    from manyhands.training.torch.command import load_weights as load_weights
     from manyhands.training.torch.predict.entry import predict as predict
     from manyhands.training.torch.ranks.whole_batch import whole_batch as whole_batch
-    from manyhands.training.torch.trainer import Trainer as Trainer
-    from manyhands.training.torch.trainer import train as train
 else:
     __all__, __getattr__, __dir__ = _door.lazy(__name__, _verbs)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from exact import float64  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.book import torch as models  # noqa: E402
 
 nn = torch.nn
 DEVICE = "cuda:0"

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.kernels import batch_norm  # noqa: E402
-from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.book import torch as models  # noqa: E402
 from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms  # noqa: E402
 

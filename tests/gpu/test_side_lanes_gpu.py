@@ -19,8 +19,8 @@ from exact import float64  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch import compat  # noqa: E402
+from manyhands.book import torch as models  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
-from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402

@@ -11,13 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.book import torch as models  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
 from manyhands.training.callbacks.callback import Averaging  # noqa: E402
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.options import Step, Workers  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
-from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
 from manyhands.training.torch.job import Job  # noqa: E402
 from manyhands.training.torch.learner import Rank, loop_of  # noqa: E402

@@ -64,7 +64,7 @@ def find(
         raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) instead, or in PyTorch a Dataset")
     search, devices = _Search(trainer, model, bound), len(trainer._natives())
     if of == "micro_batch":
-        whole = trainer._settings_with(trainer._option("batch_size") or data.batch_size).batch_size
+        whole = trainer._settings_with(trainer.options.batch_size or data.batch_size).batch_size
         shard = max(search.shards(whole))
         return largest(lambda size: search.fits(whole, size), min(int(maximum or shard), shard), 1)
     most = min(int(maximum or data.count), data.count)
@@ -153,7 +153,7 @@ class _Search:
 
     def _copies(self) -> tuple[Any, Any]:
         try:
-            return self.trainer._copied(self.model, self.trainer._option("optimizer"))
+            return self.trainer._copied(self.model, self.trainer.options.optimizer)
         except Exception as error:
             raise BadSettings(
                 f"find_batch_size makes steps on a copy, and {type(self.model).__name__} cannot be copied "
@@ -162,7 +162,7 @@ class _Search:
 
     def _trainer_of(self, devices: list[Any], batch: int, micro: int | None, optimizer: Any) -> BaseTrainer:
         """The same trainer for a few steps, without files and callbacks; an average of the weights takes memory."""
-        trainer, step = copy.copy(self.trainer), self.trainer._option("step")
+        trainer, step = copy.copy(self.trainer), self.trainer.options.step
         if micro is not None:
             step = dataclasses.replace(step, micro_batch_size=micro, accumulate=1)
         if self.trainer.tries_devices_alone:

@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,6 @@ import numpy as np
 from manyhands.errors import BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
 from manyhands.training import batch_size_search, launcher, options, refusals, schedules
-from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.callbacks import monitor, plan
 from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
@@ -44,7 +44,34 @@ from manyhands.training.settings import Precision, Settings
 DEFAULT_BATCH = 256
 
 
-class BaseTrainer(HyperParameters, Evaluating):
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a trainer, as the user gave them: see :class:`BaseTrainer`."""
+
+    max_epochs: int | None
+    num_gpus: int
+    gradient_clip_val: float
+    devices: Any
+    batch_size: int | None
+    lr: float | None
+    loss: Any
+    metrics: Any
+    optimizer: Any
+    schedule: Schedule | None
+    precision: Precision
+    seed: int
+    run: str | Path | None
+    resume: str | Path | None
+    quiet: bool
+    callbacks: Any
+    loggers: Any
+    step: Step
+    checkpoints: Checkpoints
+    workers: Workers
+    limits: Limits
+
+
+class BaseTrainer(Evaluating):
     """Trains a model on one or more devices; the update is the one that a single device would make.
 
     ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. The book's three arguments may be given by
@@ -134,7 +161,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         workers: Workers = Workers(),
         limits: Limits = Limits(),
     ) -> None:
-        self.save_hyperparameters()
+        self._keep({name: value for name, value in locals().items() if name in _DEFAULTS})
         self.max_epochs = self._resolved_epochs(max_epochs)
         self._check_topics()
         if devices is not None:
@@ -164,8 +191,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         """The trainer's options for so many virtual CPU devices."""
         return device_choice.on_virtual_devices(self.backend, count)
 
-    # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
-    # more than that.
+    # Readers may write __init__ themselves, with its first three arguments and self.gpus: nothing below relies on more.
 
     gpus: list[Any]
     result: Result | None = None
@@ -176,7 +202,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _resolved_epochs(self, epochs: int | None) -> int | None:
         """The number of epochs; None where limits end the job."""
-        limits = self._option("limits")
+        limits = self.options.limits
         return 10 if epochs is None and not (isinstance(limits, Limits) and limits.ends_training) else epochs
 
     def _resolved_loss(self, loss: Any) -> Any:
@@ -198,7 +224,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _metrics(self, model: Any = None) -> Metrics:
         """The metrics of a job, those of a compiled model included."""
-        return metrics_of(self._option("metrics"), self._own_meter, self._joined)
+        return metrics_of(self.options.metrics, self._own_meter, self._joined)
 
     def _own_meter(self, metric: Any) -> Meter | None:
         """A meter of a metric of the framework's own kind; None for any other."""
@@ -211,7 +237,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _check_topics(self) -> None:
         """Refuse values that are not option objects, and options that the framework does not have."""
-        topics = {topic: self._option(topic) for topic in options.TOPICS}
+        topics = {topic: getattr(self.options, topic) for topic in options.TOPICS}
         for topic, chosen in topics.items():
             options.check_topic(topic, chosen)
         for refused, reason in self.refused.items():
@@ -224,28 +250,33 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _check_settings(self) -> None:
         """Refuse settings that are wrong for any model and data."""
-        self._settings_with(self._option("batch_size"))
-        plan.plan_of(self._callbacks(), has_run=self._option("run") is not None)
+        self._settings_with(self.options.batch_size)
+        plan.plan_of(self._callbacks(), has_run=self.options.run is not None)
         for name in ("run", "resume"):
-            path = self._option(name)
+            path = getattr(self.options, name)
             if path is not None and not isinstance(path, (str, os.PathLike)):
                 raise BadSettings(f"{name}={path!r}: give the path of a folder")
-        if self._option("resume") == "auto" and self._option("run") is None:
+        if self.options.resume == "auto" and self.options.run is None:
             raise BadSettings("resume='auto' continues the run in run=...: give run, or a run's folder as resume")
-        if self._option("checkpoints").every is not None and self._option("run") is None:
-            every = options.as_written(self._option("checkpoints"), "every")
+        if self.options.checkpoints.every is not None and self.options.run is None:
+            every = options.as_written(self.options.checkpoints, "every")
             raise BadSettings(f"{every} without a folder for the checkpoints: give run=, as run='runs/mine'")
 
     def _check_options(self) -> None:
         """Refuse options that a framework cannot take; called by ``__init__``."""
 
-    def _option(self, name: str) -> Any:
-        """The user's value of an option, or the default."""
-        return vars(self).get(name, _DEFAULTS[name])
+    def _keep(self, arguments: dict[str, Any]) -> None:
+        """Keep the arguments of ``__init__``, each as an attribute."""
+        vars(self).update(arguments)
+
+    @property
+    def options(self) -> Options:
+        """The values of all options, the defaults of those that an ``__init__`` of the reader's own does not have."""
+        return Options(**{name: vars(self).get(name, default) for name, default in _DEFAULTS.items()})
 
     def _natives(self) -> list[Any]:
         """The devices that are trained on, as the framework knows them."""
-        devices = self._option("devices")
+        devices = self.options.devices
         if devices is not None:
             return Placement(self.backend).distinct(devices)
         return list(self.gpus) or [self.backend.cpu()]
@@ -253,24 +284,8 @@ class BaseTrainer(HyperParameters, Evaluating):
     @property
     def device_names(self) -> list[str]:
         """The names of the devices, as every framework prints them."""
-        devices = self._option("devices")
+        devices = self.options.devices
         return Placement(self.backend).names((self.gpus or ["cpu"]) if devices is None else devices)
-
-    # The book's hooks, for loops written by hand
-
-    def prepare_batch(self, batch: Any) -> Any:
-        """The batch on the first of the trainer's devices."""
-        place = Placement(self.backend)
-        return [place.to_leaf(part, self.gpus[0]) for part in batch] if self.gpus else batch
-
-    def prepare_model(self, model: Any) -> Any:
-        """The model on the first of the trainer's devices, knowing its trainer."""
-        model.trainer = self
-        return Placement(self.backend).to_leaf(model, self.gpus[0]) if self.gpus else model
-
-    def prepare_data(self, data: Any) -> None:
-        """Split the user's data into training and validation data."""
-        self.train_source, self.test_source = self._sources(data)
 
     # Training
 
@@ -286,18 +301,18 @@ class BaseTrainer(HyperParameters, Evaluating):
         fit_arguments.check_order("fit", model, data)
         self._check_step(model)
         self.train_source, self.test_source = self._sources(data, validation)
-        if self._option("metrics") is not None and self.test_source is None:
+        if self.options.metrics is not None and self.test_source is None:
             raise BadSettings("metrics= are computed over validation data: give some, fit(model, train, validation)")
         settings = self._settings()
         if self.train_source.count is None and self.train_source.batch_size is None:
-            self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
+            self.train_source = dataclasses.replace(self.train_source, required_size=self.options.batch_size)
         self._limit_data(settings)
         self._check_monitors(model)
         run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
                 run.check()
-            resume = _resume(self._option("resume"), run)  # it is sent to the other processes
+            resume = _resume(self.options.resume, run)  # it is sent to the other processes
         title = self.run_config.get("train", {}).get("model") or type(model).__name__
         with stop_signals.noted(), self._dispatcher(settings, run, title) as dispatcher:
             try:
@@ -362,14 +377,14 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
         first, path = launcher.is_first(), None if run is None else run.path
-        quiet = self._option("quiet") or not first
+        quiet = self.options.quiet or not first
         epochs = settings.max_epochs if settings.max_epochs < ENDLESS else None
         dispatcher = dispatcher_for(self._callbacks(), epochs, path, quiet=quiet, first=first, title=title)
         dispatcher.training.max_steps = settings.limits.max_steps
         return dispatcher
 
     def _check_monitors(self, model: Any) -> None:
-        callbacks, schedule = self._callbacks(), self._option("schedule")
+        callbacks, schedule = self._callbacks(), self.options.schedule
         followed = {
             f"{type(each).__name__}({each.monitored!r})": each.monitored for each in callbacks if each.monitored
         }
@@ -392,8 +407,8 @@ class BaseTrainer(HyperParameters, Evaluating):
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers, checked."""
         return [
-            *plan.checked("callbacks", self._resolved_callbacks(self._option("callbacks")), Callback),
-            *plan.checked("loggers", self._option("loggers"), Logger),
+            *plan.checked("callbacks", self._resolved_callbacks(self.options.callbacks), Callback),
+            *plan.checked("loggers", self.options.loggers, Logger),
         ]
 
     def _resolved_callbacks(self, callbacks: Any) -> Any:
@@ -402,7 +417,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _limit_data(self, settings: Settings) -> None:
         """Refuse data that cannot be read once per epoch; limit the validation data."""
-        epochs = 1 if self._option("resume") is not None else settings.max_epochs
+        epochs = 1 if self.options.resume is not None else settings.max_epochs
         limits = settings.limits
         endless = limits.ends_training and limits.limit_batches is None and limits.overfit_batches is None
         loader_batches.check(self.train_source, epochs, may_be_endless=endless)
@@ -413,7 +428,7 @@ class BaseTrainer(HyperParameters, Evaluating):
     def _check_step(self, model: Any) -> None:
         """Refuse ``loss=`` for a model with its own training_step, which computes its loss itself."""
         step = getattr(type(model), "training_step", None)
-        if self._option("loss") is None or step is None or step.__module__.startswith("manyhands."):
+        if self.options.loss is None or step is None or step.__module__.startswith("manyhands."):
             return
         raise BadSettings(
             f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
@@ -425,7 +440,7 @@ class BaseTrainer(HyperParameters, Evaluating):
     announced: Collection[str] = ()
 
     def _run_plan(self) -> RunPlan | None:
-        run, resume = self._option("run"), self._option("resume")
+        run, resume = self.options.run, self.options.resume
         if run is None:
             return None
         path = _path(run).absolute()
@@ -469,11 +484,11 @@ class BaseTrainer(HyperParameters, Evaluating):
     test_source: Any
 
     def _settings(self) -> Settings:
-        size, of_data = self._option("batch_size"), self.train_source.batch_size
+        size, of_data = self.options.batch_size, self.train_source.batch_size
         if None not in (size, of_data) and size != of_data:
             raise loader_batches.another_size(size, of_data)
         unknown = size is None and of_data is None and self.train_source.count is None
-        if unknown and self._option("step").micro_batch_size is not None:
+        if unknown and self.options.step.micro_batch_size is not None:
             raise BadSettings("micro_batch_size: the loader does not say how large its batches are: give batch_size=")
         settings = self._settings_with(of_data if size is None else size)
         step = settings.step.in_micro_batches(settings.batch_size, launcher.size() or len(self._natives()))
@@ -483,12 +498,12 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     @property
     def _in_micro_batches(self) -> bool:
-        step = self._option("step")
+        step = self.options.step
         return step.accumulate > 1 or step.micro_batch_size is not None
 
     def _settings_with(self, size: int | None) -> Settings:
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
-        chosen = {name: self._option(name) for name in names}
+        chosen = {name: getattr(self.options, name) for name in names}
         if chosen["step"].batch_stats is None:
             whole = self.default_batch_stats == "global" and not self._in_micro_batches
             chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
@@ -498,7 +513,11 @@ class BaseTrainer(HyperParameters, Evaluating):
 
 
 # The defaults of this __init__: a reader of the book may write another one.
-_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(BaseTrainer.__init__).parameters.items()}
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(BaseTrainer.__init__).parameters.items()
+    if name != "self"
+}
 
 
 def _path(text: str | Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manyhands import torch as mh
-from manyhands.training.torch.book.models import MODELS, Residual, initialise, lenet, mlp, resnet18, small_resnet
+from manyhands.book.torch import MODELS, Residual, initialise, lenet, mlp, resnet18, small_resnet
 
 
 def count(net: nn.Module) -> int:

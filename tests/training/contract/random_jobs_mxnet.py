@@ -11,8 +11,8 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from random_jobs import CLASSES, FEATURES, OWN_SCHEDULE, PADDING, WORDS, Batches, LossKind, ModelKind
 
+from manyhands.book.mxnet import initialise
 from manyhands.mxnet import LossSum
-from manyhands.training.mxnet.book.models import initialise
 
 without: frozenset[str] = frozenset()
 channels_first = True

@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras import layers
 from random_jobs import CLASSES, FEATURES, LENGTH, PADDING, WORDS, Batches, LossKind, ModelKind
 
+from manyhands.book.tensorflow import initialise
 from manyhands.tensorflow import LossSum
-from manyhands.training.tensorflow.book.models import initialise
 
 without: frozenset[str] = frozenset()
 channels_first = False

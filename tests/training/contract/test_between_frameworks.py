@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import reference
 from safetensors.numpy import load, save
 from training_bench import Bench
 
+from manyhands.book.models import WEIGHT_NAMES
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.training.checkpoints import store
@@ -24,7 +24,7 @@ def run_of_torch(folder: Path, model: str) -> Path:
     """A run of PyTorch's with the reference weights, made without PyTorch."""
     run = RunFolder.at(folder)
     run.config = {"train": {"model": model}}
-    layout = importlib.import_module("manyhands.training.torch.book.weight_names")
+    layout = WEIGHT_NAMES["torch"]
     state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 64, "shuffle": True}
     state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True]], "shares": None}
     state |= {"framework": "torch", "optimizer_type": None}

@@ -112,7 +112,7 @@ def _jax_net(note: Callable[[Any], None]) -> Any:
 def _keras_net(note: Callable[[Any], None]) -> Any:
     import keras
 
-    from manyhands.training.tensorflow.book.models import initialise
+    from manyhands.book.tensorflow import initialise
 
     hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Activation("tanh")]
     return initialise(keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(CLASSES)]), 0)
@@ -121,7 +121,7 @@ def _keras_net(note: Callable[[Any], None]) -> Any:
 def _gluon_net(note: Callable[[Any], None]) -> Any:
     from mxnet.gluon import nn
 
-    from manyhands.training.mxnet.book.models import initialise
+    from manyhands.book.mxnet import initialise
 
     class Net(nn.Block):
         def __init__(self) -> None:

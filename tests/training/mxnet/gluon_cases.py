@@ -10,8 +10,8 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from numpy.typing import NDArray
 
+from manyhands.book.mxnet import initialise
 from manyhands.training.mxnet import state
-from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.result import Result
 

@@ -15,14 +15,13 @@ from gluon_cases import CLASSES, Branching, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from manyhands.book.mxnet import Module, trained
 from manyhands.errors import BadSettings
 from manyhands.training.commands.parity import Trial, compare, largest_difference
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
 from manyhands.training.mxnet import modes, state
-from manyhands.training.mxnet.book.module import Module
-from manyhands.training.mxnet.command import trained
 from manyhands.training.options import Step
 
 CLOSE = 1e-12

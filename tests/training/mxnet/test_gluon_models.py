@@ -15,12 +15,13 @@ from gluon_cases import CLASSES, contexts, mlp, same, vectors
 from support import run_python
 
 from manyhands import mxnet as mh
+from manyhands.book import mxnet as datasets
+from manyhands.book.models import WEIGHT_NAMES
+from manyhands.book.mxnet import MODELS, Residual, initialise
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
 from manyhands.training.mxnet import modes, state
-from manyhands.training.mxnet.book import datasets, weight_names
-from manyhands.training.mxnet.book.models import MODELS, Residual, initialise
 from manyhands.training.mxnet.step import replicas
 
 both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
@@ -31,11 +32,11 @@ def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
     """In MXNet's older mode the contract suite looks at all of them."""
     with modes.numpy_like():
         net = initialise(MODELS[name](num_classes=10), 0)
-        state.restore_model(net, tensors.pack(weight_names.from_common(reference.weights(name), name)))
+        state.restore_model(net, tensors.pack(WEIGHT_NAMES["mxnet"].from_common(reference.weights(name), name)))
         images, _ = datasets.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
         output = net(images).asnumpy()
     np.testing.assert_allclose(output, reference.logits(name), atol=1e-4)
-    assert same(weight_names.to_common(state.model_tensors(net), name), reference.weights(name))
+    assert same(WEIGHT_NAMES["mxnet"].to_common(state.model_tensors(net), name), reference.weights(name))
 
 
 def test_a_seed_gives_the_same_weights_on_every_device() -> None:

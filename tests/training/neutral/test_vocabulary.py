@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from manyhands.book.vocabulary import Accumulator, Animator, Benchmark, HyperParameters, Timer, add_to_class
 from manyhands.errors import PackageMissing
-from manyhands.training.book.vocabulary import Accumulator, Animator, Benchmark, HyperParameters, Timer, add_to_class
 
 
 class Parent(HyperParameters):

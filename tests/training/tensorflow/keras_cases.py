@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from manyhands.book.tensorflow import initialise
 from manyhands.training.commands import parity
 from manyhands.training.loss.loss_sum import LossSum
 from manyhands.training.options import Step
 from manyhands.training.result import Result
-from manyhands.training.tensorflow.book.models import initialise
 from manyhands.training.tensorflow.trainer import Trainer
 
 CLASSES = 3

@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras import layers
 from keras_cases import fit, mlp, unequal, vectors
 
+from manyhands.book.tensorflow import Module
 from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
 from manyhands.training.options import Step
-from manyhands.training.tensorflow.book.module import Module
 from manyhands.training.tensorflow.trainer import Trainer
 
 

@@ -14,11 +14,11 @@ from keras import layers
 from keras_cases import CLASSES, fit, images, mlp, vectors
 
 from manyhands import tensorflow as mh
+from manyhands.book import tensorflow as datasets
+from manyhands.book.tensorflow import Residual
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.training.data.order import Cursor
 from manyhands.training.tensorflow import learner
-from manyhands.training.tensorflow.book import datasets
-from manyhands.training.tensorflow.book.models import Residual
 
 
 def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from manyhands.book.models import WEIGHT_NAMES
+from manyhands.book.tensorflow import MODELS, Residual, initialise, lenet
 from manyhands.training.commands.recipes import MODELS as NAMES
 from manyhands.training.tensorflow import naming
-from manyhands.training.tensorflow.book import weight_names
-from manyhands.training.tensorflow.book.models import MODELS, Residual, initialise, lenet
 
 
 def test_every_model_has_its_name() -> None:
@@ -19,7 +19,7 @@ def test_every_model_has_its_name() -> None:
 
 def test_layers_have_pytorchs_names() -> None:
     own = dict.fromkeys(naming.names(MODELS["small-resnet"]()), np.zeros(1))
-    common = set(weight_names.to_common(own, "small-resnet"))
+    common = set(WEIGHT_NAMES["tensorflow"].to_common(own, "small-resnet"))
     assert common >= {"0.weight", "1.running_var", "resnet_block2.0.conv3.bias", "resnet_block3.0.bn2.weight"}
 
 

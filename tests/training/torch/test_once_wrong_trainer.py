@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from training_cases import Rows, fit, mlp, vectors
 
+from manyhands.book.vocabulary import add_to_class
 from manyhands.errors import BadRunFolder
-from manyhands.training.book.vocabulary import add_to_class
 from manyhands.training.commands import parity
 from manyhands.training.options import Step, Workers
 from manyhands.training.settings import Settings

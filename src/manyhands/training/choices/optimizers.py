@@ -25,6 +25,7 @@ from numbers import Real
 from typing import Any
 
 from manyhands.errors import BadSettings, type_in_words
+from manyhands.training.loss.own_step import is_default
 
 _SGD_RATE = 0.1  # of plain SGD, which is trained with where no optimizer is given
 
@@ -41,8 +42,6 @@ class Optimizers:
     rate: str  # the argument that is the learning rate
     # Functions take the model's parameters, and a rate by that name; in other frameworks a rate alone, by any name.
     of_parameters: bool
-    # What the book's Module has: leaves plain SGD to the trainer, so it is not the user's choice.
-    default_configure: Any
 
     def check(self, optimizer: Any, lr: float | None) -> None:
         """Refuse what cannot be an optimizer, and a second learning rate: when a trainer is made, not in ``fit``."""
@@ -74,9 +73,7 @@ class Optimizers:
 
     def configured_by(self, model: Any, lr: float | None) -> bool:
         """Whether the model has chosen its optimizer itself."""
-        if not hasattr(model, "configure_optimizers"):
-            return False
-        if getattr(type(model), "configure_optimizers", None) is self.default_configure:
+        if not hasattr(model, "configure_optimizers") or is_default(model, "configure_optimizers"):
             return False
         _refuse_arguments(model)
         self.refuse_rate(lr, f"configure_optimizers of {type(model).__name__}")

@@ -84,4 +84,4 @@ def _converted(run: Path, target: str, names: NamesTable | None) -> bytes:
 
 
 def _layout(framework: str) -> Any:
-    return importlib.import_module(f"manyhands.training.{framework}.book.weight_names")
+    return importlib.import_module("manyhands.book.models").WEIGHT_NAMES[framework]

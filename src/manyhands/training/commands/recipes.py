@@ -20,7 +20,7 @@ MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
 
 class Recipes(Protocol):
-    """The functions of ``manyhands.training.<framework>.command``, which the command calls."""
+    """The functions of ``manyhands.book.<framework>``, which the command calls."""
 
     def model(self, name: str, seed: int) -> Any:
         """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
@@ -53,7 +53,7 @@ class Recipes(Protocol):
 def of(framework: str) -> Recipes:
     """The recipes of a framework. Importing them imports the framework."""
     moves.require(framework)
-    module: Any = importlib.import_module(f"manyhands.training.{framework}.command")
+    module: Any = importlib.import_module(f"manyhands.book.{framework}")
     return cast(Recipes, module)
 
 

@@ -130,7 +130,7 @@ class Evaluating(abc.ABC):
         return first_batches(source, limit, settings.batch_size, option), settings
 
     def _settings_for(self, source: Any) -> Settings:
-        size = self._option("batch_size")
+        size = self.options.batch_size
         return self._settings_with(source.batch_size if size is None else size)
 
     @abc.abstractmethod
@@ -144,8 +144,9 @@ class Evaluating(abc.ABC):
     @abc.abstractmethod
     def _check_step(self, model: Any) -> None: ...
 
+    @property
     @abc.abstractmethod
-    def _option(self, name: str) -> Any: ...
+    def options(self) -> Any: ...
 
     _is_array: Callable[[Any], bool]
 

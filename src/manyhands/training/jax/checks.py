@@ -15,16 +15,14 @@ import numpy as np
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.book import plots
 from manyhands.training.data.labels import ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import batches
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.batches import Arguments
-from manyhands.training.jax.book.module import cross_entropy
-from manyhands.training.jax.objective import Objective, Supervised, objective_for
+from manyhands.training.jax.objective import Objective, Supervised, cross_entropy, objective_for
 from manyhands.training.jax.skeleton import Skeleton
-from manyhands.training.loss import loss_trial
+from manyhands.training.loss import loss_trial, own_step
 from manyhands.training.loss.loss_trial import Pass, Term
 
 
@@ -54,7 +52,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     objective = objective_for(model, loss)
     if not isinstance(objective, Supervised):
-        return plots.why_no_accuracy(model, training=training)
+        return own_step.why_no_accuracy(model, training=training)
     if not isinstance(data, Arrays) or data.structure is not None:
         return None
     one_hot = objective.loss_of(model) is cross_entropy and data.arrays[-1].ndim == 2

@@ -17,20 +17,19 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from numpy.typing import NDArray
 
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
-from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax import batches
 from manyhands.training.jax.batches import Batch
-from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.loss.own_step import step_name
+from manyhands.training.loss.own_step import call_step, is_default, step_name
 
 Loss = Callable[[Any, Any], Any]
 Rows = NDArray[np.bool_]  # which rows of a batch are samples
@@ -114,13 +113,19 @@ class OwnStep:
 
 
 def objective_for(model: nnx.Module, loss: Loss | None) -> Objective:
-    has_step = hasattr(model, "training_step")
-    is_own = has_step and getattr(type(model), "training_step", None) is not Module.training_step
+    is_own = hasattr(model, "training_step") and not is_default(model, "training_step")
     return OwnStep() if loss is None and is_own else Supervised(loss)
 
 
 def has_default_loss(model: nnx.Module) -> bool:
-    return not isinstance(model, Module) or type(model).loss is Module.loss
+    return not hasattr(model, "training_step") or is_default(model, "loss")
+
+
+def cross_entropy(y_hat: jax.Array, y: jax.Array) -> jax.Array:
+    """Of class scores and class numbers, or a number for each class (one-hot, or smoothed), for each sample."""
+    if y.shape == y_hat.shape:
+        return optax.losses.softmax_cross_entropy(y_hat, y)
+    return optax.losses.softmax_cross_entropy_with_integer_labels(y_hat, y)
 
 
 def check_shares(objective: Objective) -> None:

@@ -12,7 +12,6 @@ from flax import nnx
 
 from manyhands.errors import BadSettings
 from manyhands.training.choices.optimizers import Optimizers
-from manyhands.training.jax.book.module import Module
 from manyhands.training.jax.skeleton import is_key
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -46,7 +45,6 @@ OPTIMIZERS = Optimizers(
     sgd=optax.sgd,
     rate="learning_rate",
     of_parameters=False,
-    default_configure=Module.configure_optimizers,
 )
 
 

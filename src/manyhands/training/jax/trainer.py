@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from manyhands import tree
 from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
@@ -28,11 +27,9 @@ from manyhands.training.data.structure import Structure
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.jax import checks, linen, optimizers, world
-from manyhands.training.jax.book.datasets import load_data_fashion_mnist
-from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.evaluation import Evaluator
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import Objective, call_of, check_shares, explained, objective_for
+from manyhands.training.jax.objective import Objective, call_of, check_shares, cross_entropy, explained, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
@@ -87,22 +84,18 @@ class Trainer(BaseTrainer):
     model: Any = None
 
     def _check_options(self) -> None:
-        lr = self._option("lr")
-        optimizers.check(self._option("optimizer"), lr)
+        lr = self.options.lr
+        optimizers.check(self.options.optimizer, lr)
         if callable(lr):  # a schedule of Optax: the optimizer is made with it
-            self.optimizer, self.lr = optimizers.OPTIMIZERS.created(None, self._option("optimizer"), lr), None
-
-    def prepare_batch(self, batch: Any) -> Any:
-        """The batch as JAX's arrays, on the first of the trainer's devices."""
-        return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
+            self.optimizer, self.lr = optimizers.OPTIMIZERS.created(None, self.options.optimizer, lr), None
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
+        return checks.why_no_accuracy(model, self.options.loss, source, training=training)
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         structure = Structure(dicts=True)
         if is_random_access(data):
-            size = self._option("batch_size") or DEFAULT_BATCH
+            size = self.options.batch_size or DEFAULT_BATCH
             return Stream(Samples(data, size), size, shuffle, structure=structure)
         return source(data, shuffle=shuffle, structure=structure)
 
@@ -142,7 +135,7 @@ class Trainer(BaseTrainer):
             if settings.step.accumulate > 1:
                 note = checks.check_loss(model, job.skeleton, job.objective, job.train)
                 learner.notes += [] if note is None else [note]
-            options = {"schedule": self._option("schedule"), "run": run, "resume": resume, "metrics": self._metrics()}
+            options = {"schedule": self.options.schedule, "run": run, "resume": resume, "metrics": self._metrics()}
             loop = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options)
             if run is not None and loop.first and settings.precision == "auto":
                 RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))
@@ -153,7 +146,7 @@ class Trainer(BaseTrainer):
 
     def _evaluate(self, model: nnx.Module, source: Source, settings: Settings) -> dict[str, Any]:
         model = linen.with_weights(model)
-        objective, metrics = objective_for(model, self._option("loss")), self._metrics()
+        objective, metrics = objective_for(model, self.options.loss), self._metrics()
         checks.check_labels(model, objective, source, None)
         with self._evaluating(model, objective, source, settings) as evaluator:
             return evaluate.evaluated(evaluator, metrics)
@@ -164,7 +157,7 @@ class Trainer(BaseTrainer):
 
     def _predict(self, model: nnx.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         model = linen.with_weights(model)
-        objective = objective_for(model, self._option("loss"))
+        objective = objective_for(model, self.options.loss)
         with self._evaluating(model, objective, source, settings) as evaluator:
             return evaluate.predicted(functools.partial(evaluator.predict, inputs), self._joined)
 
@@ -180,13 +173,13 @@ class Trainer(BaseTrainer):
 
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
         skeleton = Skeleton(model, settings.step.wrt)
-        objective = objective_for(model, self._option("loss"))
+        objective = objective_for(model, self.options.loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         if settings.step.shares is not None and len(here.devices) > 1:
             check_shares(objective)
-        parameters, chosen = skeleton.numbers(model)["parameters"], self._option("optimizer")
+        parameters, chosen = skeleton.numbers(model)["parameters"], self.options.optimizer
         optimizer, name = optimizers.optimizer_for(
-            model, chosen, settings.lr, parameters, scheduled=self._option("schedule") is not None
+            model, chosen, settings.lr, parameters, scheduled=self.options.schedule is not None
         )
         return Job(
             model=model,
@@ -201,14 +194,6 @@ class Trainer(BaseTrainer):
             labels=labels,
             rate=optimizers.rate_of(model, chosen, settings.lr, optimizer, parameters),
         )
-
-
-def train(net: nnx.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    data = load_data_fashion_mnist(batch_size)
-    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
-    print(result)
-    return result
 
 
 def _dtype(settings: Settings, device: jax.Device) -> Any:

@@ -1,8 +1,34 @@
-"""Models that compute their loss themselves, in ``training_step`` and ``validation_step``."""
+"""Models that compute their loss themselves, in ``training_step`` and ``validation_step``.
+
+A base class may have these methods only as defaults: :func:`default` marks them, and a model that does not override
+them is trained as one without.
+
+The models of textbooks draw their curves themselves: a step calls ``self.plot(key, value, train)``, which reads the
+value on the host, and ``validation_step`` returns nothing. Here the trainer draws. It takes the place of ``plot``:
+nothing is read on the host, and the loss and the accuracy that a validation step plots are those of the epoch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from manyhands.training.refusals import other_step
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def default(method: Method) -> Method:
+    """Mark a method of a base class as a default, which says nothing about a model."""
+    vars(method)["is_default"] = True
+    return method
+
+
+def is_default(model: Any, name: str) -> bool:
+    """Whether a model has this method, and only as a default of its base class."""
+    return bool(getattr(getattr(type(model), name, None), "is_default", False))
 
 
 def step_name(model: Any, *, training: bool) -> str:
@@ -10,6 +36,87 @@ def step_name(model: Any, *, training: bool) -> str:
     return "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
 
 
-def why_no_accuracy(name: str) -> str:
-    """Why there is no accuracy where this method computes the loss."""
+class Plots:
+    """Stands in for ``plot`` of a model, and has the values of a validation step."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def __call__(self, key: str, value: Any, train: bool) -> None:
+        # Not in training: a kept value would hold the memory of its step.
+        if not train:
+            self._values[key] = value
+
+    def take(self) -> dict[str, Any]:
+        """The values since the last call, by key."""
+        values, self._values = self._values, {}
+        return values
+
+
+def plots_of(model: Any) -> Plots | None:
+    """What :func:`take_over_plots` has put there."""
+    plots = vars(model).get("plot")
+    return plots if isinstance(plots, Plots) else None
+
+
+def plots_itself(model: Any) -> bool:
+    """Whether a model plots its values while it computes, as those of textbooks do."""
+    plot = getattr(type(model), "plot", None)
+    if plot is None or is_default(model, "plot"):
+        return plot is not None
+    return callable(plot) and hasattr(model, "board") and [*inspect.signature(plot).parameters][1:] == _ARGUMENTS
+
+
+_ARGUMENTS = ["key", "value", "train"]
+
+
+def take_over_plots(model: Any) -> None:
+    """Take the place of a model's ``plot``, if it plots."""
+    if plots_itself(model):
+        vars(model)["plot"] = Plots()
+
+
+@contextlib.contextmanager
+def plots_taken_over(model: Any) -> Iterator[None]:
+    """The same for a time."""
+    take_over_plots(model)
+    try:
+        yield
+    finally:
+        if plots_of(model) is not None:
+            del vars(model)["plot"]
+
+
+def plotted_loss(returned: Any, plotted: dict[str, Any], training_step: Callable[[], Any]) -> Any:
+    """The loss of a validation step that may have plotted it and returned nothing.
+
+    One that plots no loss has that of training: the book's language models, for example, plot the perplexity alone.
+    """
+    if returned is not None:
+        return returned
+    return plotted["loss"] if "loss" in plotted else training_step()
+
+
+def call_step(model: Any, name: str, batch: Any) -> tuple[Any, Any | None]:
+    """What ``training_step`` or ``validation_step`` of a model returns, and the accuracy that it has plotted."""
+    with plots_taken_over(model):
+        try:
+            returned = getattr(model, name)(batch)
+        except TypeError as error:
+            if (refusal := other_step(model, name)) is None:
+                raise
+            raise refusal from error
+        plots = plots_of(model)
+        if plots is None or name != "validation_step":
+            return returned, None
+        plotted = plots.take()
+        return plotted_loss(returned, plotted, lambda: model.training_step(batch)), plotted.get("acc")
+
+
+def why_no_accuracy(model: Any, *, training: bool) -> str | None:
+    """Why there will be no accuracy of a model with its own step; None: its validation step plots something."""
+    name = step_name(model, training=training)
+    code = getattr(getattr(type(model), name, None), "__code__", None)
+    if name == "validation_step" and plots_itself(model) and "plot" in getattr(code, "co_names", ()):
+        return None
     return f"{name} computes the loss itself, and the trainer does not see the outputs"

@@ -17,15 +17,14 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import launcher, refusals
-from manyhands.training.book import plots
 from manyhands.training.data.labels import ClassLabels, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
-from manyhands.training.loss import loss_trial
+from manyhands.training.loss import loss_trial, own_step
 from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import modes
-from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.objective import Objective, checked_output, objective_for
+from manyhands.training.mxnet.state import initialise
 from manyhands.training.mxnet.step import batch_norm, replicas
 from manyhands.training.settings import Settings
 
@@ -110,7 +109,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
     objective = objective_for(model, loss)
     if objective.loss is None:
-        return plots.why_no_accuracy(model, training=training)
+        return own_step.why_no_accuracy(model, training=training)
     if not isinstance(data, Arrays):
         return None
     arrays = objective.without_weights(data.arrays)

@@ -13,14 +13,13 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.amounts import counted
+from manyhands.backends.mxnet import devices as _backend
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.loss.own_step import step_name
-from manyhands.training.mxnet.book.accuracy import count_correct
-from manyhands.training.mxnet.book.module import Module
+from manyhands.training.loss.own_step import call_step, is_default, step_name
+from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.step import replicas, sample_weights
 
 Batch = Sequence[Any]
@@ -151,7 +150,7 @@ def _refuse_missing_channels(model: Any, inputs: Batch) -> None:
 
 def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objective:
     if loss is None and hasattr(model, "training_step"):
-        if not isinstance(model, Module) or type(model).training_step is not Module.training_step:
+        if not is_default(model, "training_step"):
             return Objective(model, None)
         return Objective(model, model.loss)  # the same step, but with the outputs at hand
     return Objective(model, loss or gluon.loss.SoftmaxCrossEntropyLoss())
@@ -201,3 +200,24 @@ def _is_scalar(value: Any) -> bool:
 def _reason(error: Exception) -> str:
     """The last line of MXNet's error: those above are of its C++ code."""
     return str(error).strip().splitlines()[-1].removeprefix("MXNetError: ")
+
+
+def count_right(y_hat: Any, y: Any) -> Any:
+    """The number of right predictions, on the device; of length 1, for MXNet's older mode has no scalars."""
+    with modes.numpy_like(), autograd.pause():
+        scores, labels = y_hat.as_np_ndarray(), y.as_np_ndarray()
+        classes = scores.argmax(axis=1) if scores.ndim > 1 and scores.shape[1] > 1 else scores
+        # Sums of booleans are bytes on some devices: counted in floating point, exact far beyond any data set.
+        return (classes.reshape(labels.shape).astype(labels.dtype) == labels).astype("float64").sum().reshape((1,))
+
+
+def count_correct(output: Any, target: Any, *, are_classes: bool = False) -> Any | None:
+    """How many rows of class scores are largest at the target; None if these are not class scores.
+
+    Floating-point targets are not, unless they are known to be classes (``are_classes``).
+    """
+    if not (_backend.is_tensor(output) and _backend.is_tensor(target)):
+        return None
+    if len(output.shape) != 2 or len(target.shape) != 1:
+        return None
+    return count_right(output, target) if are_classes or "int" in str(target.dtype) else None

@@ -12,7 +12,6 @@ from mxnet import gluon
 
 from manyhands.errors import BadSettings
 from manyhands.training.choices.optimizers import Optimizers
-from manyhands.training.mxnet.book.module import Module
 from manyhands.training.mxnet.step import replicas
 
 Optimizer = mx.optimizer.Optimizer
@@ -52,7 +51,6 @@ OPTIMIZERS = Optimizers(
     sgd=mx.optimizer.SGD,
     rate="learning_rate",
     of_parameters=False,
-    default_configure=Module.configure_optimizers,
 )
 
 

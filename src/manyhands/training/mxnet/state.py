@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import gluon
+from mxnet.gluon import nn
+from mxnet.gluon.nn.conv_layers import _Conv
 from numpy.typing import NDArray
 
 from manyhands.amounts import counted
 from manyhands.errors import WrongCheckpoint
 from manyhands.training.checkpoints import tensors
-from manyhands.training.mxnet.book.models import set_values
 from manyhands.training.mxnet.step import replicas
 
 # How an optimizer runs, not what it has learnt: the job's values count.
@@ -120,3 +122,46 @@ def arrays_of(state: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _is_plain(value: object) -> bool:
     return type(value) in (int, bool) or (type(value) is float and math.isfinite(value))
+
+
+# First values
+
+
+def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parameter] | None = None) -> Any:
+    """Draw new parameters for all dense and convolutional layers, and give the same net.
+
+    Weights are Xavier uniform, biases uniform by the number of inputs, as in PyTorch. NumPy draws them on the host, so
+    that a seed gives the same net on every device, and without touching the random state of the program. Parameters of
+    other layers that have no values yet get those that their layer wants. ``only``: of these parameters.
+    """
+    generator = np.random.Generator(np.random.Philox(seed))
+    wanted = None if only is None else set(map(id, only))
+    drawn = [layer for layer in replicas.layers(net) if isinstance(layer, (nn.Dense, _Conv))]
+    here = {id(parameter) for layer in drawn for parameter in (layer.weight, layer.bias)}
+    for name, parameter in replicas.parameters(net).items():
+        if parameter._data is None and not parameter._deferred_init:
+            parameter.initialize(mx.init.Zero() if id(parameter) in here else None)
+        if parameter._deferred_init:
+            raise ValueError(
+                f"parameter {name!r} has no shape yet, so nothing can be drawn for it: "
+                "call the net once on a batch first, or use a layer that is given its input size"
+            )
+    for layer in drawn:
+        shape = layer.weight.shape
+        fan_in, fan_out = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
+        bounds = [(layer.weight, math.sqrt(6 / (fan_in + fan_out)))]
+        if layer.bias is not None:
+            bounds.append((layer.bias, 1 / math.sqrt(max(fan_in, 1))))
+        for parameter, bound in bounds:
+            values = generator.uniform(-bound, bound, parameter.shape)
+            if wanted is None or id(parameter) in wanted:
+                set_values(parameter, values)
+    return net
+
+
+def set_values(parameter: gluon.Parameter, values: np.ndarray[Any, Any]) -> None:
+    """The same values on every device where the parameter is."""
+    for array in parameter.list_data():
+        module = mx.np if isinstance(array, mx.np.ndarray) else mx.nd
+        # From array to array: MXNet refuses to write NumPy's into weights that a forward pass has laid out for oneDNN.
+        module.array(np.asarray(values), dtype=array.dtype, ctx=array.ctx).copyto(array)

@@ -63,10 +63,10 @@ class Trainer(BaseTrainer):
     model: Any = None
 
     def _check_options(self) -> None:
-        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
-        if isinstance(self._option("schedule"), mx.lr_scheduler.LRScheduler):
+        optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
+        if isinstance(self.options.schedule, mx.lr_scheduler.LRScheduler):
             raise BadSettings(
-                f"schedule: {type_in_words(self._option('schedule'))} returns learning rates, and a schedule returns "
+                f"schedule: {type_in_words(self.options.schedule)} returns learning rates, and a schedule returns "
                 "factors of the rate: give it to the optimizer, mx.optimizer.SGD(lr_scheduler=...), or a function "
                 "from how much of the training is done (0 to 1) to a factor"
             )
@@ -88,7 +88,7 @@ class Trainer(BaseTrainer):
             self.model.set_scratch_params_device(device)
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
+        return checks.why_no_accuracy(model, self.options.loss, source, training=training)
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return _source(data, shuffle=shuffle)
@@ -101,7 +101,7 @@ class Trainer(BaseTrainer):
         return evaluation.joined(arrays)
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
-        objective, metrics = objective_for(model, self._option("loss")), self._metrics()
+        objective, metrics = objective_for(model, self.options.loss), self._metrics()
         checks.check_parts(objective, source)
         with self._feeding(model, source, settings, objective) as feed:
             metrics.reset()
@@ -138,13 +138,13 @@ class Trainer(BaseTrainer):
         settings.check_devices(len(devices))
         checks.check_model(model, settings, len(devices))
         train, test = self.train_source, self.test_source
-        objective = objective_for(model, self._option("loss"))
+        objective = objective_for(model, self.options.loss)
         checks.check_parts(objective, train)
         with modes.numpy_like(modes.of_model(model)):
             checks.make_parameters(model, train, settings.seed, objective)
             look = checks.check_labels(objective, train, test)
             note = checks.check_loss(model, objective, train, max(len(devices), settings.step.accumulate))
-        schedule, optimizer = self._option("schedule"), self._option("optimizer")
+        schedule, optimizer = self.options.schedule, self.options.optimizer
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(
                 model, optimizer, settings.lr, scheduled=schedule is not None, devices=devices
@@ -155,16 +155,6 @@ class Trainer(BaseTrainer):
             result = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
         result.devices = self.device_names
         return result
-
-
-def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.mxnet.book.datasets import load_data_fashion_mnist
-
-    data = load_data_fashion_mnist(batch_size)
-    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
-    print(result)
-    return result
 
 
 def _source(data: Any, *, shuffle: bool) -> Source:

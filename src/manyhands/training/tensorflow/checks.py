@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.book import plots
 from manyhands.training.data.labels import ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source
-from manyhands.training.loss import loss_trial
+from manyhands.training.loss import loss_trial, own_step
 from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
 from manyhands.training.tensorflow.loss.batch_parts import checked_output, parts_of
 from manyhands.training.tensorflow.loss.loss_trial import try_loss
@@ -110,7 +109,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     check_model(model)
     objective = objective_for(model, loss)
     if isinstance(objective, OwnStep):
-        return plots.why_no_accuracy(model, training=training)
+        return own_step.why_no_accuracy(model, training=training)
     if getattr(objective, "accuracy", None) is not None or not isinstance(data, Arrays) or data.structure is not None:
         return None
     return why_no_classes_in(data.arrays)

@@ -11,11 +11,9 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, BadSettings, type_in_words
-from manyhands.training.book.plots import call_step
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Batch
-from manyhands.training.loss.own_step import step_name
-from manyhands.training.tensorflow.book.module import Module, before_softmax, cross_entropy
+from manyhands.training.loss.own_step import call_step, is_default, step_name
 from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_output, parts_of
 from manyhands.training.tensorflow.loss.keras_losses import (
     KerasLoss,
@@ -183,8 +181,8 @@ def objective_for(model: Any, loss: Any) -> Objective:
 
     if loss is not None:
         return Supervised(KerasLoss(loss, output_names=_output_names(model)))
-    if isinstance(model, Module) and type(model).training_step is Module.training_step:
-        return ClassScores(has_loss=type(model).loss is not Module.loss)  # the same step, with the outputs at hand
+    if is_default(model, "training_step"):
+        return ClassScores(has_loss=not is_default(model, "loss"))  # the same step, with the outputs at hand
     if hasattr(model, "training_step"):
         return OwnStep()
     if compiled_settings.has_own_compute_loss(model):
@@ -197,3 +195,18 @@ def objective_for(model: Any, loss: Any) -> Objective:
 
 def _output_names(model: Any) -> Any:
     return model.output_names if isinstance(model, Functional) else None
+
+
+def cross_entropy(y_hat: Any, y: Any) -> Any:
+    """The cross-entropy of class scores, one number per sample; also of a model that ends with a softmax."""
+    # TensorFlow takes two kinds alone, and labels are often bytes (Keras's own data sets have such).
+    known = y if not tf.is_tensor(y) or not y.dtype.is_integer else tf.cast(y, tf.int64)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(known, before_softmax(y_hat))
+
+
+def before_softmax(output: Any) -> Any:
+    """The scores that a softmax was given, if the output comes from one of Keras's or of TensorFlow's."""
+    if hasattr(output, "_keras_logits"):
+        return output._keras_logits
+    operation = None if tf.is_tensor(output) and hasattr(output, "numpy") else getattr(output, "op", None)
+    return operation.inputs[0] if operation is not None and operation.type == "Softmax" else output

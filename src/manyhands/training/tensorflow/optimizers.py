@@ -19,7 +19,6 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from manyhands.errors import BadSettings
 from manyhands.training.choices.optimizers import Optimizers
-from manyhands.training.tensorflow.book.module import Module
 
 _neutral = {
     name: vars(BaseOptimizer)[name]
@@ -44,7 +43,6 @@ OPTIMIZERS = Optimizers(
     sgd=keras.optimizers.SGD,
     rate="learning_rate",
     of_parameters=False,
-    default_configure=Module.configure_optimizers,
 )
 
 # What Keras does in a branch of the graph: values of a function cannot leave one.

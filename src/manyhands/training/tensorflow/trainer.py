@@ -62,25 +62,25 @@ class Trainer(BaseTrainer):
     }
 
     def _check_options(self) -> None:
-        if isinstance(self._option("schedule"), keras.optimizers.schedules.LearningRateSchedule):
+        if isinstance(self.options.schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise BadSettings(
-                f"schedule= is {type_in_words(self._option('schedule'))} of Keras, a function of the step that gives "
+                f"schedule= is {type_in_words(self.options.schedule)} of Keras, a function of the step that gives "
                 "a learning rate: give it to the optimizer, keras.optimizers.SGD(your_schedule). Here a schedule is a "
                 "function from how much of the training is done (0 to 1) to a factor of the learning rate"
             )
-        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
-        keras_losses.check_names(self._option("loss"))
+        optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
+        keras_losses.check_names(self.options.loss)
         rendezvous.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
-            devices = self._option("devices")
+            devices = self.options.devices
             world.join(on_cpu=devices is not None and all("cpu" in str(device).lower() for device in devices))
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
+        return checks.why_no_accuracy(model, self.options.loss, source, training=training)
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        batches = self._option("limits").batches if shuffle else None
-        return source(repeatable(data, self._option("seed"), batches), shuffle=shuffle, structure=Structure())
+        batches = self.options.limits.batches if shuffle else None
+        return source(repeatable(data, self.options.seed, batches), shuffle=shuffle, structure=Structure())
 
     def _is_one_data_set(self, data: Any) -> bool:
         return is_dataset(data)
@@ -94,7 +94,7 @@ class Trainer(BaseTrainer):
         if here.replicas > 1 or settings.step.accumulate > 1:
             note = checks.check_loss(job.layers, job.objective, job.train)
             job.notes += [] if note is None else [note]
-        options = {"schedule": self._option("schedule"), "run": run, "resume": resume, "metrics": self._metrics(model)}
+        options = {"schedule": self.options.schedule, "run": run, "resume": resume, "metrics": self._metrics(model)}
         with _statistics_over(job.layers, settings.step.batch_stats):
             result = _fit(job, here, dispatcher, **options)
         if here.size > 1:
@@ -105,12 +105,12 @@ class Trainer(BaseTrainer):
 
     def _job(self, model: Any, settings: Settings) -> Job:
         checks.check_model(model)
-        loss = self._option("loss")
+        loss = self.options.loss
         compiled_settings.check(model, loss=loss, tests=self.test_source is not None)
         checks.check_metrics(model, self.test_source)
         checks.materialise(model, self.train_source)
-        optimizer = optimizers.optimizer_for(self._option("optimizer"), model, settings.lr)
-        if self._option("schedule") is not None:
+        optimizer = optimizers.optimizer_for(self.options.optimizer, model, settings.lr)
+        if self.options.schedule is not None:
             _check_settable(optimizer)
         layers = precision.in_precision(model, settings.precision, checks.few_samples(self.train_source, 2))
         compiled_settings.check_precision(layers)
@@ -128,7 +128,7 @@ class Trainer(BaseTrainer):
         )
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
-        compiled_settings.check(model, loss=self._option("loss"), tests=True)
+        compiled_settings.check(model, loss=self.options.loss, tests=True)
         checks.check_metrics(model, source)
         return evaluate.evaluated(self._evaluator(model, source, settings, tests=True), self._metrics(model))
 
@@ -147,7 +147,7 @@ class Trainer(BaseTrainer):
             raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         layers = precision.in_precision(model, settings.precision, None)
-        objective = objective_for(model, self._option("loss"))
+        objective = objective_for(model, self.options.loss)
         labels = checks.check_labels(model, objective, source, None) if tests else None
         return evaluation.Evaluator(layers, objective, source, here, settings, labels)
 
@@ -159,16 +159,6 @@ class Trainer(BaseTrainer):
 
     def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
-
-
-def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.tensorflow.book.datasets import load_data_fashion_mnist
-
-    data = load_data_fashion_mnist(batch_size)
-    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
-    print(result)
-    return result
 
 
 def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) -> Result:

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
-from manyhands.training.book.plots import plots_of, plotted_loss
 from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.torch.book.module import Module
+from manyhands.training.loss.own_step import is_default, plots_of, plotted_loss
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
@@ -203,8 +202,7 @@ class OwnStep(Objective):
     plotted_accuracy: Any = dataclasses.field(default=None, init=False)
 
     def is_mean(self, model: torch.nn.Module) -> bool:
-        is_of_book = isinstance(model, Module) and type(model).validation_step is Module.validation_step
-        return self.rows is None and is_of_book and getattr(type(model), "loss", None) is Module.loss
+        return self.rows is None and is_default(model, "validation_step") and is_default(model, "loss")
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
@@ -217,7 +215,7 @@ class OwnStep(Objective):
                 f"training_step(batch, optimizers) of {type(model).__name__} makes updates and has no loss to show: "
                 "give the model a validation_step(self, batch) that returns one"
             )
-        if _is_of_book(model, name):  # the same step, but with the outputs at hand
+        if is_default(model, name):  # the same step, but with the outputs at hand
             inputs, target = inputs_and_target(batch)
             output = user(*inputs)
             with known or nullcontext():
@@ -239,7 +237,7 @@ class OwnStep(Objective):
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
 
     def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
-        if not _is_of_book(model, "training_step"):
+        if not is_default(model, "training_step"):
             return None
         inputs, target = inputs_and_target(batch)
         return model(*inputs), target
@@ -262,11 +260,6 @@ class OwnStep(Objective):
     def why_not_captured(self, model: torch.nn.Module) -> str | None:
         step: Any = getattr(model, "training_step", None)
         return "training_step takes batch_idx, another number in every step" if takes_number(step) else None
-
-
-def _is_of_book(model: torch.nn.Module, name: str) -> bool:
-    """Whether this step is the one that the book's Module has: a loss of outputs and targets."""
-    return isinstance(model, Module) and getattr(type(model), name) is getattr(Module, name)
 
 
 def takes_number(step: Callable[..., Any]) -> bool:

@@ -10,7 +10,6 @@ import torch
 
 from manyhands.errors import BadSettings
 from manyhands.training.choices.optimizers import Optimizers
-from manyhands.training.torch.book.module import Module
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -32,7 +31,6 @@ OPTIMIZERS = Optimizers(
     sgd=torch.optim.SGD,
     rate="lr",
     of_parameters=True,
-    default_configure=Module.configure_optimizers,
 )
 
 

@@ -25,13 +25,13 @@ from manyhands.backends.torch import devices as backend
 from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options
-from manyhands.training.book import plots
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.learner import Take
+from manyhands.training.loss import own_step
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, evaluation_job, optimizers, schedulers
@@ -67,26 +67,26 @@ class Trainer(BaseTrainer):
     }
 
     def _check_options(self) -> None:
-        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
+        optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
 
     def _virtual_cpus(self, count: int) -> dict[str, Any]:
         """Each is a process of its own."""
-        workers = self._option("workers")
+        workers = self.options.workers
         if workers.per_device != 1:
             raise BadSettings(
-                f"devices={self.hparams['devices']!r} and {options.as_written(workers, 'per_device')} both say how "
+                f"devices={self.options.devices!r} and {options.as_written(workers, 'per_device')} both say how "
                 "many processes the CPU gets: give one of them"
             )
         return {"devices": ["cpu"], "workers": dataclasses.replace(workers, per_device=count)}
 
     def _natives(self) -> list[torch.device]:
         """The device of each rank, as the backend knows it."""
-        return [device for device in super()._natives() for _ in range(self._option("workers").per_device)]
+        return [device for device in super()._natives() for _ in range(self.options.workers.per_device)]
 
     @property
     def device_names(self) -> list[str]:
         """One name per rank. Several ranks on the CPU are printed as virtual devices."""
-        ranks = self._option("workers").per_device
+        ranks = self.options.workers.per_device
         names = [name for name in super().device_names for _ in range(ranks)]
         if ranks == 1:
             return names
@@ -105,7 +105,7 @@ class Trainer(BaseTrainer):
         return source(data, shuffle=shuffle)
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        objective = objective_for(model, self._option("loss"))
+        objective = objective_for(model, self.options.loss)
         return checks.why_no_accuracy(objective, model, source, training=training)
 
     @staticmethod
@@ -126,7 +126,7 @@ class Trainer(BaseTrainer):
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
         diagnosed = _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error))
-        with plots.taken_over(model), diagnosed:
+        with own_step.plots_taken_over(model), diagnosed:
             device = self._launched_device() if launcher.is_launched() else self.ranks[0]
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
@@ -140,7 +140,7 @@ class Trainer(BaseTrainer):
     def _launched_device(self) -> torch.device:
         """The device of this rank of a launcher: a GPU where every rank of the machine has its own."""
         place = launcher.place()
-        on_cpu = self._option("devices") is not None and not self.gpus
+        on_cpu = self.options.devices is not None and not self.gpus
         gpus = 0 if on_cpu or virtual.stands_in() else torch.cuda.device_count()
         if gpus < (1 if place.sees_own_gpus else place.local_size):
             return torch.device("cpu")
@@ -164,12 +164,12 @@ class Trainer(BaseTrainer):
     def _job(self, model: torch.nn.Module, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:
         return Job(
             model=model,
-            objective=objective_for(model, self._option("loss")),
+            objective=objective_for(model, self.options.loss),
             train=self.train_source,
             test=self.test_source,
             settings=settings,
-            optimizer=optimizers.optimizer_for(model, self._option("optimizer"), settings.lr),
-            schedule=self._option("schedule"),
+            optimizer=optimizers.optimizer_for(model, self.options.optimizer, settings.lr),
+            schedule=self.options.schedule,
             run=run,
             resume=resume,
             metrics=self._metrics(),
@@ -215,7 +215,7 @@ class Trainer(BaseTrainer):
         place = launcher.place()
         device = self._launched_device()
         gpus = 0 if virtual.stands_in() else torch.cuda.device_count()
-        if gpus and device.type == "cpu" and place.rank == 0 and (self.gpus or self._option("devices") is None):
+        if gpus and device.type == "cpu" and place.rank == 0 and (self.gpus or self.options.devices is None):
             say({"kind": "warning", "text": _too_few(gpus, place.local_size)})
         name = "nccl" if device.type == "cuda" else "gloo"
         seconds = world.PATIENCE_UNDER_LAUNCHER * settings.workers.hang_seconds
@@ -273,7 +273,7 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        with plots.taken_over(model), _diagnosed(lambda error: diagnose.of(job, error)):
+        with own_step.plots_taken_over(model), _diagnosed(lambda error: diagnose.of(job, error)):
             with modes_preserved(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)
@@ -310,7 +310,7 @@ class Trainer(BaseTrainer):
         checks.check_is_module(model)
         if checks.is_lazy(model):
             raise BadSettings("the model has layers without weights yet (lazy ones): call it on a few samples first")
-        objective = objective_for(model, self._option("loss"))
+        objective = objective_for(model, self.options.loss)
         return Job(model, objective, source, None, settings, _no_optimizer, purpose=purpose)
 
     def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
@@ -335,16 +335,6 @@ def _too_few(gpus: int, processes: int) -> str:
         f"{processes} processes on a machine with {counted(gpus, 'GPU')}: each would need its own, so all "
         f"compute on the CPU. Start {gpus} per machine (torchrun --nproc-per-node={gpus}), or say devices=['cpu']"
     )
-
-
-def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.torch.book.datasets import load_data_fashion_mnist
-
-    data = load_data_fashion_mnist(batch_size)
-    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
-    print(result)
-    return result
 
 
 def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:

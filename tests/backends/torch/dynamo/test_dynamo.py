@@ -15,11 +15,11 @@ from torch import nn
 from manyhands import torch as mh
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.passes import whole
+from manyhands.book import torch as models
 from manyhands.errors import EngineError
 from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.planner import Options
-from manyhands.training.torch.book import models
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"

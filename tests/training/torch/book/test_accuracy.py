@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands import torch as mh
+from manyhands.book.torch import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus, lenet
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
-from manyhands.training.torch.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus
-from manyhands.training.torch.book.models import lenet
 
 SIZES = [5, 1, 8, 3]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 
 
 class NoLanes:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from training_cases import difference, mlp, vectors
 
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.lanes.lanes import StepLanes

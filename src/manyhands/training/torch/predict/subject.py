@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training.book import plots
+from manyhands.training.loss import own_step
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, pick, rows
@@ -80,7 +80,7 @@ def job_of(model: torch.nn.Module, loss: Any, optimizer: Any, settings: Settings
         model, optimizer = copy.deepcopy((model, optimizer), copies)
     else:
         model = copy.deepcopy(model, copies)
-    plots.take_over(model)
+    own_step.take_over_plots(model)
     nothing: Any = None
     make = optimizers.optimizer_for(model, optimizer, settings.lr)
     return Job(model, objective_for(model, loss), nothing, None, settings, make)

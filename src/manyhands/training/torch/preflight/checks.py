@@ -15,10 +15,9 @@ import torch
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.book import plots
 from manyhands.training.data.labels import why_no_classes
+from manyhands.training.loss import own_step
 from manyhands.training.loss.own_step import step_name
-from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
@@ -96,8 +95,8 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
     """Why there will be no accuracy, if a sample or the model's own step shows it; None: there may be one."""
     if isinstance(objective, OwnStep):
         name = step_name(model, training=training)
-        if not isinstance(model, Module) or getattr(type(model), name) is not getattr(Module, name):
-            return plots.why_no_accuracy(model, training=training)
+        if not own_step.is_default(model, name):
+            return own_step.why_no_accuracy(model, training=training)
     if isinstance(data, Stream):
         return None
     batch = few_samples(data, 1)

@@ -16,9 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
+from manyhands.book import torch as models
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
 from manyhands.training.torch.fast.lanes.inductor_pass import MoveToSideLanes
 from manyhands.training.torch.fast.lanes.lanes import StepLanes

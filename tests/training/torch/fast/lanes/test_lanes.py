@@ -16,9 +16,9 @@ from lanes_cases import MODELS, NoLanes, assert_equal, gradients, loss_of, pair
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from manyhands.book import torch as models
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.training.torch.book import models
 from manyhands.training.torch.fast.lanes.eager import SideLanes
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.book import models
+from manyhands.book import torch as models
 from manyhands.training.torch.fast.lanes.eager import SideLanes
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 

@@ -1,1 +1,0 @@
-"""The textbook's classes, models and functions for MXNet."""
