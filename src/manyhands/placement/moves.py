@@ -113,7 +113,7 @@ class Placement(Generic[T, D, M]):
         if framework not in (None, self.backend.name):
             raise ForeignTensor(
                 f"a {type(leaf).__module__}.{type(leaf).__name__} is not a tensor of {self.backend.name}: convert "
-                f"it first ({_CONVERSIONS[self.backend.name]})"
+                f"it first ({_CONVERSIONS.get(self.backend.name, 'to one of its own')})"
             )
         return False
 
@@ -122,17 +122,18 @@ class Placement(Generic[T, D, M]):
             raise NotATensor(f"{type_in_words(leaf)} is not a tensor but holds them, as a model does: {instead}")
 
     def to_leaf(self, leaf: X, native: D) -> X:
+        """The leaf on a device that exists."""
         if self.is_tensor(leaf):
             return leaf if self.backend.is_on(leaf, native) else self.move(leaf, native)  # type: ignore[return-value]
         if not self.backend.is_model(leaf):
             return leaf
-        moved = self.backend.move_model(leaf, self.existing(native))
+        moved = self.backend.move_model(leaf, native)
         for _, tensor in self.backend.model_tensors(moved):
             self.verified(tensor, native)
         return moved  # type: ignore[return-value]
 
     def move(self, tensor: T, native: D) -> T:
-        return self.verified(self.backend.move(tensor, self.existing(native)), native)
+        return self.verified(self.backend.move(tensor, native), native)
 
     def verified(self, tensor: T, native: D) -> T:
         """The tensor; raises if it is not on that device."""
@@ -147,7 +148,6 @@ class Placement(Generic[T, D, M]):
 
     def start_move(self, x: X, native: D) -> Arrival[X]:
         leaves, structure = tree.flatten(x)
-        self.existing(native)
 
         def start(leaf: object) -> Arrival[T] | Arrival[object]:
             if not self.is_tensor(leaf):
@@ -273,7 +273,6 @@ _CONVERSIONS = {
     "jax": "jnp.asarray(x)",
     "tensorflow": "tf.convert_to_tensor(x)",
     "mxnet": "mx.np.array(x)",
-    "fake": "FakeTensor(x)",
 }
 _ARRAY_TYPES = {
     "torch": ("torch", "Tensor"),

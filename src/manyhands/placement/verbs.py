@@ -154,9 +154,11 @@ class Verbs(Generic[T, D, M]):
         backend = self._backend
         native: D = device if backend.is_device(device) else self._place.named(device)  # type: ignore[arg-type]
         if not wait:
-            return self._place.start_move(x, native)
+            return self._place.start_move(x, self._place.existing(native))
         if backend.is_tensor(x):
-            return x if backend.is_on(x, native) else self._place.move(x, native)  # type: ignore[return-value]
+            if backend.is_on(x, native):
+                return x
+            return self._place.move(x, self._place.existing(native))  # type: ignore[return-value]
         values = tree.plain_leaves(x)
         if values and backend.all_on(values, native):
             return x
