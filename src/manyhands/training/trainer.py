@@ -485,7 +485,7 @@ class BaseTrainer(Evaluating):
 
     def _settings(self) -> Settings:
         size, of_data = self.options.batch_size, self.train_source.batch_size
-        if None not in (size, of_data) and size != of_data:
+        if size is not None and of_data is not None and size != of_data:
             raise loader_batches.another_size(size, of_data)
         unknown = size is None and of_data is None and self.train_source.count is None
         if unknown and self.options.step.micro_batch_size is not None:

@@ -135,7 +135,12 @@ class Trainer(BaseTrainer):
             if settings.step.accumulate > 1:
                 note = checks.check_loss(model, job.skeleton, job.objective, job.train)
                 learner.notes += [] if note is None else [note]
-            options = {"schedule": self.options.schedule, "run": run, "resume": resume, "metrics": self._metrics()}
+            options: dict[str, Any] = {
+                "schedule": self.options.schedule,
+                "run": run,
+                "resume": resume,
+                "metrics": self._metrics(),
+            }
             loop = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options)
             if run is not None and loop.first and settings.precision == "auto":
                 RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))

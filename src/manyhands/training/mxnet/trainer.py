@@ -151,7 +151,7 @@ class Trainer(BaseTrainer):
             )
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
-            options = {"schedule": schedule, "run": run, "resume": resume, "metrics": self._metrics()}
+            options: dict[str, Any] = {"schedule": schedule, "run": run, "resume": resume, "metrics": self._metrics()}
             result = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
         result.devices = self.device_names
         return result
