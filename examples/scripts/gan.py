@@ -2,14 +2,15 @@
 
     python examples/scripts/gan.py --devices cpu:2 --plot gan.png
 
-The generator learns to draw points of a ring. Each batch is a step of both optimizers, in order; on several devices
-the gradients of each are summed over all of them.
+The generator learns to draw points of a ring. Each batch is an update of the critic, then one of the generator;
+on several devices the gradients of each are summed over all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,14 +34,11 @@ class GAN(nn.Module):
             "generator": torch.optim.Adam(self.generator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
         }
 
-    def training_step(
-        self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int, optimizer_idx: str
-    ) -> torch.Tensor:
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], optimizers: Any) -> None:
         real, noise = batch
         fake = self.generator(noise)
-        if optimizer_idx == "critic":
-            return softplus(-self.critic(real)).mean() + softplus(self.critic(fake.detach())).mean()
-        return softplus(-self.critic(fake)).mean()
+        optimizers["critic"].minimize(softplus(-self.critic(real)).mean() + softplus(self.critic(fake.detach())).mean())
+        optimizers["generator"].minimize(softplus(-self.critic(fake)).mean())
 
 
 def ring(count: int) -> torch.Tensor:

@@ -46,9 +46,9 @@ class Two(torch.nn.Module):
         a, b = (torch.optim.SGD(net.parameters(), lr=rate) for net, rate in ((self.a, 0.1), (self.b, 0.01)))
         return self.configure(a, b)
 
-    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: Any) -> torch.Tensor:
-        net = self.a if optimizer_idx in (0, "a") else self.b
-        return (net(batch[0]) - 1).square().mean()
+    def training_step(self, batch: Any, optimizers: Any) -> None:
+        for name, net in zip(optimizers, (self.a, self.b), strict=True):
+            optimizers[name].minimize((net(batch[0]) - 1).square().mean())
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {

@@ -7,8 +7,8 @@ Lightning's forms are taken as they are::
     {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "val_loss"}}
 
 Beside them several optimizers may have names: ``{"critic": optimizer, "generator": {"optimizer": optimizer,
-"every": 5}}``. A scheduler is stepped at the end of every epoch, as in Lightning; ``"interval": "step"`` steps it after
-every step. A key that the trainer does not support is an error that names it.
+"lr_scheduler": scheduler}}``. A scheduler is stepped at the end of every epoch, as in Lightning; ``"interval": "step"``
+steps it after every step. A key that the trainer does not support is an error that names it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.schedules import PerEpoch, PerStep
-from manyhands.training.torch.step.several_optimizers import Entry, Key, Several
+from manyhands.training.torch.objective import SEVERAL
+from manyhands.training.torch.step.several_optimizers import Key, Several
 
 _WHO = "configure_optimizers"
-_FORMS = "give a list of optimizers, or a dict as {'d': optimizer, 'g': {'optimizer': optimizer, 'every': 5}}"
-_OF_OPTIMIZER = ("optimizer", "lr_scheduler", "monitor", "every")
+_FORMS = "give a list of optimizers, or a dict as {'critic': optimizer, 'generator': {'optimizer': optimizer}}"
+_OF_OPTIMIZER = ("optimizer", "lr_scheduler", "monitor")
 _OF_SCHEDULER = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 
 
@@ -55,23 +56,22 @@ def configured(value: Any) -> Configured:
             "torch.optim.Optimizer, or a list or dict of them, as Lightning's does. Schedulers may be given with them, "
             "or to the trainer: schedule=mh.PerEpoch(make) or mh.PerStep(make)"
         )
-    entries, schedules = {}, {}
+    several: dict[Any, torch.optim.Optimizer] = {}
+    schedules: dict[Any, PerStep | PerEpoch | None] = {}
     for key, optimizer in optimizers.items():
-        entries[key], schedules[key] = _entry(optimizer)
-    _check_distinct(entries)
+        several[key], schedules[key] = _entry(optimizer)
+    _check_distinct(several)
     for config in apart:
-        key, schedule = _with_owner(config, entries)
+        key, schedule = _with_owner(config, several)
         if schedules[key] is not None:
             raise BadSettings(f"{_WHO} gave two schedulers for one optimizer: put them together in a ChainedScheduler")
         schedules[key] = schedule
     by_optimizer = [
-        ("" if key is None else str(key), entries[key].optimizer, schedule)
+        ("" if key is None else str(key), several[key], schedule)
         for key, schedule in schedules.items()
         if schedule is not None
     ]
-    if None in entries and entries[None].every != 1:
-        raise BadSettings(f"{_WHO} gave 'every' with its only optimizer: use Step(accumulate=...), or leave it out")
-    return Configured(entries[None].optimizer if None in entries else Several(entries), by_optimizer)
+    return Configured(several[None] if None in several else Several(several), by_optimizer)
 
 
 def _is_pair_of_lists(value: Any) -> bool:
@@ -81,26 +81,24 @@ def _is_pair_of_lists(value: Any) -> bool:
     )
 
 
-def _entry(entry: Any) -> tuple[Entry, PerStep | PerEpoch | None]:
+def _entry(entry: Any) -> tuple[torch.optim.Optimizer, PerStep | PerEpoch | None]:
     """One of the optimizers, and its scheduler."""
     if isinstance(entry, torch.optim.Optimizer):
-        return Entry(entry), None
+        return entry, None
     if not isinstance(entry, Mapping) or not isinstance(entry.get("optimizer"), torch.optim.Optimizer):
         raise BadSettings(f"{_WHO} gave {type_in_words(entry)} among its optimizers: {_FORMS}")
     _check_keys(entry, _OF_OPTIMIZER, "beside an optimizer")
-    every = entry.get("every", 1)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise BadSettings(f"{_WHO} gave 'every': {every!r}: give a whole number of at least 1")
+    optimizer: torch.optim.Optimizer = entry["optimizer"]
     config = entry.get("lr_scheduler")
     schedule = None if config is None else _schedule(config, entry.get("monitor"))
-    return Entry(entry["optimizer"], every), schedule
+    return optimizer, schedule
 
 
-def _with_owner(config: Any, entries: Mapping[Any, Entry]) -> tuple[Any, PerStep | PerEpoch]:
+def _with_owner(config: Any, optimizers: Mapping[Any, torch.optim.Optimizer]) -> tuple[Any, PerStep | PerEpoch]:
     """A scheduler of a list apart, and the key of the optimizer that it belongs to."""
     schedule = _schedule(config)
-    for key, entry in entries.items():
-        if schedule.make.optimizer is entry.optimizer:
+    for key, optimizer in optimizers.items():
+        if schedule.make.optimizer is optimizer:
             return key, schedule
     raise BadSettings(
         f"{_WHO} gave {type_in_words(schedule.make)} of an optimizer that it did not give: make it of one of those"
@@ -134,14 +132,16 @@ def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
 
 def _check_keys(config: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in config:
+        if key == "every":
+            raise BadSettings(f"{_WHO} gave 'every' {where}: call minimize in those batches only, {SEVERAL}")
         if key not in known:
             raise BadSettings(f"{_WHO} gave {key!r} {where}: known are {', '.join(known)}")
 
 
-def _check_distinct(entries: Mapping[Key | None, Entry]) -> None:
+def _check_distinct(optimizers: Mapping[Key | None, torch.optim.Optimizer]) -> None:
     seen: set[int] = set()
-    for key, entry in entries.items():
-        parameters = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
+    for key, optimizer in optimizers.items():
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if parameters & seen:
             raise BadSettings(
                 f"optimizer {key!r} of {_WHO} shares parameters with another one: give each parameter to one of them"

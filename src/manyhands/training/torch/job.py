@@ -17,10 +17,10 @@ from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.torch.configured import Configured, configured
 from manyhands.training.torch.data.sources import Source
-from manyhands.training.torch.objective import Objective, OwnStep, makes_updates, takes_optimizer
+from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, check_arguments, makes_updates
 from manyhands.training.torch.optimizers import MakeOptimizer
 from manyhands.training.torch.step.eager import NumberFormat
-from manyhands.training.torch.step.several_optimizers import Entry, Several
+from manyhands.training.torch.step.several_optimizers import Several
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,11 +48,13 @@ class Job:
 
     def make_optimizer(self, model: torch.nn.Module) -> Configured:
         """The optimizer of this model, the user's or a new one, and the schedulers that come with it."""
+        if isinstance(self.objective, OwnStep):
+            check_arguments(model)
         result = configured(
             self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
         )
         if not isinstance(result.optimizer, Several) and makes_updates(model) and isinstance(self.objective, OwnStep):
-            result.optimizer = Several({0: Entry(result.optimizer)})
+            result.optimizer = Several({0: result.optimizer})
         if isinstance(result.optimizer, Several):
             self._check_several(result.optimizer)
         if result.schedules and self.schedule is not None:
@@ -63,16 +65,16 @@ class Job:
         return result
 
     def _check_several(self, several: Several) -> None:
-        model: Any = self.model
-        step = getattr(model, "training_step", None)
-        if isinstance(self.objective, OwnStep) and makes_updates(model):
-            self._check_updates(several)
-        elif not isinstance(self.objective, OwnStep) or step is None or not takes_optimizer(step):
+        model = self.model
+        if not isinstance(self.objective, OwnStep) or not makes_updates(model):
             raise BadSettings(
-                f"configure_optimizers of {type(model).__name__} gave {len(several.entries)} optimizers: then it needs "
-                "a training_step(self, batch, batch_idx, optimizer_idx) that returns the loss of one of them "
-                f"(optimizer_idx is {', '.join(map(repr, several.entries))}), or a training_step(self, batch, "
-                "optimizers) that calls optimizers[...].minimize(loss)"
+                f"configure_optimizers of {type(model).__name__} gave {len(several.optimizers)} optimizers: then the "
+                f"model makes the updates itself: {SEVERAL}"
+            )
+        if self.settings.step.accumulate > 1:
+            raise BadSettings(
+                "Step(accumulate=...) with training_step(batch, optimizers): it makes updates of all samples that it "
+                "is given. Give smaller batches"
             )
         if self.test is not None and not hasattr(model, "validation_step"):
             raise BadSettings(
@@ -88,20 +90,6 @@ class Job:
                 "Step(on_nan='continue') with several optimizers: a batch that is skipped would have to take back the "
                 "updates of all of them. Leave it out"
             )
-
-    def _check_updates(self, several: Several) -> None:
-        """Refuse options that divide the work of a training_step which makes the updates itself."""
-        if self.settings.step.accumulate > 1:
-            raise BadSettings(
-                "Step(accumulate=...) with training_step(batch, optimizers): it makes updates of all samples that it "
-                "is given. Give smaller batches"
-            )
-        for key, entry in several.entries.items():
-            if entry.every != 1:
-                raise BadSettings(
-                    f"'every': {entry.every} of optimizer {key!r} and training_step(batch, optimizers), which makes "
-                    "the updates itself: leave out 'every', and call minimize when it is due"
-                )
 
 
 def number_format_for(job: Job, device: torch.device) -> NumberFormat:

@@ -189,13 +189,9 @@ class Supervised(Objective):
 class OwnStep(Objective):
     """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a ``LossSum``.
 
-    ``training_step(batch, batch_idx)`` also gets the number of the batch in its epoch, and a third argument the
-    optimizer whose loss is wanted, where there are several.
+    ``training_step(batch, batch_idx)`` also gets the number of the batch in its epoch.
     """
 
-    # Of several optimizers, the one whose loss this is: its number or its name. And ``sums`` of each of them.
-    optimizer: int | str = 0
-    sums_of: dict[int | str, bool] = dataclasses.field(default_factory=dict)
     # Whether to call training_step or validation_step; None: by the model's mode.
     training: bool | None = None
     # The share of correct predictions that the last validation step has plotted, as the book's do.
@@ -248,13 +244,7 @@ class OwnStep(Objective):
             return super().correct(scored, batch)
         return (torch.as_tensor(share).detach() * rows(batch)).round()
 
-    def of_optimizer(self, key: int | str) -> OwnStep:
-        """The objective of one of several optimizers."""
-        return dataclasses.replace(self, optimizer=key, sums=self.sums_of.get(key, self.sums))
-
     def _called(self, step: Callable[..., Any], batch: Batch) -> Any:
-        if takes_optimizer(step):
-            return step(batch, self.batch_idx, self.optimizer)
         return step(batch, self.batch_idx) if takes_number(step) else step(batch)
 
     def why_not_captured(self, model: torch.nn.Module) -> str | None:
@@ -264,12 +254,24 @@ class OwnStep(Objective):
 
 def takes_number(step: Callable[..., Any]) -> bool:
     """Whether a step takes the number of the batch as its second argument."""
-    return _takes(step, "batch_idx", 2)
+    return "batch_idx" in inspect.signature(step).parameters or len(_required(step)) >= 2
 
 
-def takes_optimizer(step: Callable[..., Any]) -> bool:
-    """Whether a step takes the optimizer whose loss is wanted as its third argument."""
-    return _takes(step, "optimizer_idx", 3)
+def check_arguments(model: torch.nn.Module) -> None:
+    """Refuse a ``training_step`` that asks for one optimizer's loss at a time, as Lightning once called it."""
+    step = getattr(model, "training_step", None)
+    if callable(step) and ("optimizer_idx" in inspect.signature(step).parameters or len(_required(step)) >= 3):
+        names = ", ".join(["self", *inspect.signature(step).parameters])
+        raise BadSettings(
+            f"training_step({names}) of {type(model).__name__} is called with a batch and its number. With several "
+            f"optimizers it makes the updates itself: {SEVERAL}"
+        )
+
+
+SEVERAL = (
+    "training_step(self, batch, optimizers) calls optimizers[name].minimize(loss) for each of them, name being its "
+    "key in the dict (or its number in the list) that configure_optimizers returns"
+)
 
 
 def makes_updates(model: torch.nn.Module) -> bool:
@@ -278,12 +280,11 @@ def makes_updates(model: torch.nn.Module) -> bool:
     return callable(step) and "optimizers" in inspect.signature(step).parameters
 
 
-def _takes(step: Callable[..., Any], name: str, number: int) -> bool:
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(parameter.name == name for parameter in parameters):
-        return True
+def _required(step: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The positional arguments without a default."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in positional and each.default is each.empty for each in parameters) >= number
+    parameters = inspect.signature(step).parameters.values()
+    return [each for each in parameters if each.kind in positional and each.default is each.empty]
 
 
 def _loss_from(value: Any, who: str) -> torch.Tensor:

@@ -84,7 +84,7 @@ def test_what_cannot_be() -> None:
         fit(nn.Linear(6, 3).double(), vectors(), 1, step=Step(activation_checkpointing=True))
     with pytest.raises(BadSettings, match="picks no module of Deep"):
         fit(Deep(), vectors(), 1, step=Step(activation_checkpointing=lambda module: False))
-    with pytest.raises(BadSettings, match=r"activation_checkpointing and optimize=.max."):
+    with pytest.raises(BadSettings, match="activation_checkpointing and optimize="):
         Step(activation_checkpointing=True, optimize="max")
     with pytest.raises(BadSettings, match="ranks would wait for each other's statistics"):
         fit(Deep(), vectors(), 1, step=Step(activation_checkpointing=True, batch_stats="global"))

@@ -21,37 +21,28 @@ from manyhands.training.torch.trainer import Trainer
 CLOSE = 1e-12
 
 
-class Stopped(Exception):
-    pass
-
-
 class GAN(nn.Module):
     """The noise is a part of the data, so that one device and two have the same."""
 
-    def __init__(self, kind: str = "dict", every: int = 2) -> None:
+    def __init__(self, *, as_list: bool = False) -> None:
         super().__init__()
         torch.manual_seed(8)
         self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 6)).double()
-        self.critic = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
-        self.kind, self.every, self.stop_at = kind, every, -1
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.as_list = as_list
 
     def configure_optimizers(self) -> Any:
         critic = torch.optim.Adam(self.critic.parameters(), lr=0.02)
         generator = torch.optim.SGD(self.generator.parameters(), lr=0.1, momentum=0.9)
-        if self.kind == "list":
-            return [critic, generator]
-        return {"critic": critic, "generator": {"optimizer": generator, "every": self.every}}
+        return [critic, generator] if self.as_list else {"critic": critic, "generator": {"optimizer": generator}}
 
-    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: Any) -> torch.Tensor:
-        if batch_idx == self.stop_at:
-            raise Stopped
-        X, noise, _ = batch
-        if optimizer_idx in (0, "critic"):
-            assert not any(parameter.requires_grad for parameter in self.generator.parameters())
-            real, generated = self.critic(X), self.critic(self.generator(noise))
-            return functional.softplus(-real).mean() + functional.softplus(generated).mean()
-        assert not any(parameter.requires_grad for parameter in self.critic.parameters())
-        return functional.softplus(-self.critic(self.generator(noise))).mean()
+    def training_step(self, batch: Any, optimizers: Any) -> None:
+        X, noise, y = batch
+        real, generated = self.critic(X), self.critic(self.generator(noise))
+        loss = functional.softplus(-real).mean() + functional.softplus(generated).mean()
+        optimizers[0 if self.as_list else "critic"].minimize(loss)
+        losses = functional.softplus(-self.critic(self.generator(noise)))
+        optimizers[1 if self.as_list else "generator"].minimize(mh.LossSum(losses.sum(), len(y)))
 
 
 def data() -> tuple[torch.Tensor, ...]:
@@ -65,37 +56,26 @@ def fit_gan(model: nn.Module, samples: Any, ranks: int, **options: Any) -> Any:
 
 def by_hand(model: GAN, order: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same training without the trainer."""
-    made = model.configure_optimizers()
-    critic, generator = made if isinstance(made, list) else (made["critic"], made["generator"]["optimizer"])
-    every = 1 if isinstance(made, list) else model.every
-    for number, samples in enumerate(order):
+    critic, generator = GAN.configure_optimizers(model)
+    for samples in order:
         X, noise = (part[samples] for part in data()[:2])
         critic.zero_grad()
         loss = functional.softplus(-model.critic(X)).mean()
         (loss + functional.softplus(model.critic(model.generator(noise).detach())).mean()).backward()
         critic.step()
-        if number % every == 0:
-            generator.zero_grad()
-            functional.softplus(-model.critic(model.generator(noise))).mean().backward()
-            generator.step()
+        generator.zero_grad()
+        functional.softplus(-model.critic(model.generator(noise))).mean().backward()
+        generator.step()
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["list", "dict"])
-def test_it_is_the_loop_written_by_hand(kind: str) -> None:
+@pytest.mark.parametrize("as_list", [True, False])
+def test_it_is_the_loop_written_by_hand(as_list: bool) -> None:
     numbers = torch.from_numpy(epoch_order(0, 0, 90))
-    model = GAN(kind)
+    model = GAN(as_list=as_list)
     result = Trainer(1, batch_size=30, quiet=True).fit(model, data())
-    assert difference(by_hand(GAN(kind), list(numbers.split(30))), model.state_dict()) <= CLOSE
+    assert difference(by_hand(GAN(as_list=True), list(numbers.split(30))), model.state_dict()) <= CLOSE
     assert result.rows[-1]["samples"] == 90
-
-
-def test_two_ranks_are_one_device() -> None:
-    how: dict[str, Any] = {"batch_size": 30, "gradient_clip_val": 0.3}
-    alone, figures = fit_gan(GAN(), data(), 1, **how, step=Step(batch_stats="global"))
-    together, shared = fit_gan(GAN(), data(), 2, **how, step=Step(batch_stats="global", shares=[0.6, 0.4]))
-    assert difference(alone, together) <= CLOSE
-    assert [row["train_loss"] for row in rows(figures)] == pytest.approx([row["train_loss"] for row in rows(shared)])
 
 
 def test_a_resumed_job_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -123,10 +103,11 @@ class Twins(nn.Module):
         made = {name: torch.optim.Adam(self.nets[name].parameters(), lr=rates[name]) for name in self.order}
         return list(made.values()) if self.as_list else made
 
-    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: Any) -> torch.Tensor:
-        name = self.order[optimizer_idx] if self.as_list else optimizer_idx
-        output: torch.Tensor = self.nets[name](batch[0])
-        return (output - (1 if name == "first" else -3)).square().mean()
+    def training_step(self, batch: Any, optimizers: Any) -> None:
+        for number, name in enumerate(self.order):
+            output: torch.Tensor = self.nets[name](batch[0])
+            loss = (output - (1 if name == "first" else -3)).square().mean()
+            optimizers[number if self.as_list else name].minimize(loss)
 
 
 def test_states_are_restored_by_name(tmp_path: Path) -> None:
@@ -159,8 +140,14 @@ def test_what_cannot_be() -> None:
         def training_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
             return functional.softplus(self.critic(batch[0])).mean()
 
-    with pytest.raises(BadSettings, match=r"gave 2 optimizers: then it needs a training_step\(self, batch, "):
+    class OneByOne(GAN):
+        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> torch.Tensor:  # type: ignore[override]
+            return functional.softplus(self.critic(batch[0])).mean()
+
+    with pytest.raises(BadSettings, match=r"gave 2 optimizers: .* calls optimizers\[name\]\.minimize\(loss\)"):
         fit_gan(Plain(), data(), 1)
+    with pytest.raises(BadSettings, match=r"optimizer_idx\) of OneByOne .* calls optimizers\[name\]\.minimize\(loss\)"):
+        fit_gan(OneByOne(), data(), 2)
     with pytest.raises(BadSettings, match=r"data to test with: give it a validation_step\(self, batch\)"):
         fit_gan(GAN(), (data(), data()), 1)
     with pytest.raises(BadSettings, match="with several optimizers: a batch that is skipped"):
@@ -172,30 +159,9 @@ def test_what_cannot_be() -> None:
     model.configure_optimizers = lambda: [mlp()]  # type: ignore[method-assign]
     with pytest.raises(BadSettings, match="gave a Sequential among its optimizers: give a list of optimizers, or a di"):
         fit_gan(model, data(), 1)
-
-
-class Free(GAN):
-    """The same training as that of the GAN, with updates that it makes itself."""
-
-    def configure_optimizers(self) -> Any:
-        made = super().configure_optimizers()
-        return {"critic": made["critic"], "generator": made["generator"]["optimizer"]}
-
-    def training_step(self, batch: Any, optimizers: Any) -> None:  # type: ignore[override]
-        X, noise, y = batch
-        real, generated = self.critic(X), self.critic(self.generator(noise))
-        loss = functional.softplus(-real).mean() + functional.softplus(generated).mean()
-        optimizers["critic"].minimize(loss)
-        losses = functional.softplus(-self.critic(self.generator(noise)))
-        optimizers["generator"].minimize(mh.LossSum(losses.sum(), len(y)))
-
-
-class Flat(Free):
-    """Without statistics of a batch, which each device has for itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    model.configure_optimizers = lambda: {"a": {"optimizer": torch.optim.SGD(model.parameters(), 0.1), "every": 2}}  # type: ignore[method-assign]
+    with pytest.raises(BadSettings, match="gave 'every' beside an optimizer: call minimize in those batches only"):
+        fit_gan(model, data(), 1)
 
 
 class Twice(nn.Module):
@@ -214,17 +180,7 @@ class Twice(nn.Module):
             optimizers[0].minimize((self.net(batch[0]) - target).square().mean())
 
 
-def test_a_model_makes_its_updates_itself(tmp_path: Path) -> None:
-    expected, figures = fit_gan(GAN(every=1), data(), 1, batch_size=30, max_epochs=2)
-    weights, result = fit_gan(Free(), data(), 1, batch_size=30, max_epochs=2)
-    assert difference(expected, weights) <= CLOSE
-    assert [row["samples"] for row in rows(result)] == [90, 90]
-    assert [row["train_loss"] for row in rows(result)] == pytest.approx([row["train_loss"] for row in rows(figures)])
-    for epochs in (1, 2):
-        run = {"run": tmp_path / "run", "resume": "auto", "max_epochs": epochs}
-        resumed, _ = fit_gan(Free(), data(), 1, batch_size=30, **run)
-    assert difference(weights, resumed) == 0
-
+def test_one_optimizer_may_make_several_updates_of_a_batch() -> None:
     net, order = Twice(), torch.from_numpy(epoch_order(0, 0, 90))
     optimizer = net.configure_optimizers()
     for samples in order.split(30):
@@ -255,8 +211,8 @@ def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:
     """The last batch has one sample, so that one rank has none."""
     samples = tuple(part[:61] for part in data())
     how: dict[str, Any] = {"batch_size": 30, "gradient_clip_val": 0.3}
-    alone, figures = fit_gan(Flat(), samples, 1, **how)
-    together, shared = fit_gan(Flat(), samples, 2, **how, step=Step(shares=[0.6, 0.4]))
+    alone, figures = fit_gan(GAN(), samples, 1, **how)
+    together, shared = fit_gan(GAN(), samples, 2, **how, step=Step(shares=[0.6, 0.4]))
     assert difference(alone, together) <= CLOSE
     assert [row["train_loss"] for row in rows(figures)] == pytest.approx([row["train_loss"] for row in rows(shared)])
 
@@ -264,23 +220,23 @@ def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:
 def test_a_rank_without_samples_of_the_first_batch_after_a_resume(tmp_path: Path) -> None:
     """The job stops before its last batch, which has one sample: the second rank has none to take part with."""
     samples = tuple(part[:61] for part in data())
-    alone, _ = fit_gan(Flat(), samples, 1, batch_size=30, max_epochs=1)
+    alone, _ = fit_gan(GAN(), samples, 1, batch_size=30, max_epochs=1)
     for steps in (2, 3):
         run = {"run": tmp_path / "run", "resume": "auto", "limits": Limits(max_steps=steps)}
-        resumed, _ = fit_gan(Flat(), samples, 2, batch_size=30, max_epochs=1, **run)
+        resumed, _ = fit_gan(GAN(), samples, 2, batch_size=30, max_epochs=1, **run)
     assert difference(alone, resumed) <= CLOSE
 
 
 def test_what_updates_cannot_be() -> None:
-    class Wrong(Free):
-        def training_step(self, batch: Any, optimizers: Any) -> None:  # type: ignore[override]
+    class Wrong(GAN):
+        def training_step(self, batch: Any, optimizers: Any) -> None:
             optimizers["critic"].minimize(3.0)
 
     with pytest.raises(BadSettings, match=r"optimizers\['critic'\].minimize\(float\): give the loss, a tensor of one"):
         fit_gan(Wrong(), data(), 1)
     with pytest.raises(BadSettings, match=r"Step\(accumulate=...\) with training_step\(batch, optimizers\)"):
-        fit_gan(Free(), data(), 1, step=Step(accumulate=2))
+        fit_gan(GAN(), data(), 1, step=Step(accumulate=2))
     with pytest.raises(BadSettings, match=r"Step\(batch_stats='global'\) with training_step\(batch, optimizers\)"):
-        fit_gan(Free(), data(), 2, step=Step(batch_stats="global"))
+        fit_gan(GAN(), data(), 2, step=Step(batch_stats="global"))
     with pytest.raises(BadSettings, match="makes updates and has no loss to show"):
-        Trainer(1, quiet=True).evaluate(Free(), data())
+        Trainer(1, quiet=True).evaluate(GAN(), data())

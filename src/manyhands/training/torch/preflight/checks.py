@@ -23,13 +23,12 @@ from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
 from manyhands.training.torch.data.sources import Arrays, Source, Stream
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates, takes_optimizer
+from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.ranks.whole_batch import Rows
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
-from manyhands.training.torch.step.several_optimizers import Several
 
 _HOST = torch.device("cpu")
 _FEW = 2  # normalisation over a batch wants more than one
@@ -162,26 +161,10 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int, device: torch.devic
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
     if not parts:
         return []
-    answers: list[loss_trial.Answer] = []
-    if isinstance(objective, OwnStep) and (keys := _several(model, job)):
-        for key in keys:
-            job_of_key = dataclasses.replace(job, objective=objective.of_optimizer(key))
-            answers.append(loss_trial.try_parts(model, job_of_key, ranks=ranks, device=device))
-            objective.sums_of[key] = answers[-1].sums
-    else:
-        answers.append(loss_trial.try_parts(model, job, ranks=ranks, device=device))
-        objective.sums = answers[0].sums
-    objective.rows = next((answer.rows for answer in answers if answer.rows is not None), None)
-    job.notes += dict.fromkeys(note for answer in answers for note in answer.notes)
-    return list(dict.fromkeys(warning for answer in answers for warning in answer.warnings))
-
-
-def _several(model: torch.nn.Module, job: Job) -> list[int | str]:
-    """The optimizers of a model that has several, as its training_step knows them."""
-    if isinstance(job.optimizer, torch.optim.Optimizer) or not takes_optimizer(model.training_step):  # type: ignore[arg-type]
-        return []
-    optimizer = job.make_optimizer(copy.deepcopy(model)).optimizer
-    return list(optimizer.entries) if isinstance(optimizer, Several) else []
+    answer = loss_trial.try_parts(model, job, ranks=ranks, device=device)
+    objective.sums, objective.rows = answer.sums, answer.rows
+    job.notes += answer.notes
+    return answer.warnings
 
 
 def _loss_of_model(job: Job, parts: bool) -> bool:

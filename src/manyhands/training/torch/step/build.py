@@ -11,21 +11,21 @@ from manyhands.errors import BadSettings
 from manyhands.training.torch.data import samples
 from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.data.sources import Stream
-from manyhands.training.torch.objective import Objective, OwnStep
+from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.ranks.whole_batch import AllRanks
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.own_updates import OwnUpdates
-from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
+from manyhands.training.torch.step.several_optimizers import Several
 from manyhands.training.torch.step.skip_nan import StepUndo
 from manyhands.training.torch.step.update_draws import UpdateDraws
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
 
-PlainStep = EagerStep | EachOptimizer | OwnUpdates
+PlainStep = EagerStep | OwnUpdates
 
 
 def build_step(rank: Rank) -> PlainStep:
@@ -42,14 +42,10 @@ def build_step(rank: Rank) -> PlainStep:
             "Step(shard=True) with several optimizers: parameters are gathered for all at once. Leave shard out, or "
             "give one optimizer with several groups of parameters"
         )
-    assert isinstance(objective, OwnStep)
     steps: dict[int | str, EagerStep] = {}
-    for key, entry in optimizer.entries.items():
-        parameters = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
-        step_objective = objective.of_optimizer(key)
-        steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, rows, number=len(steps))
-    if not rank.makes_updates:
-        return EachOptimizer(steps, optimizer, rank.model, rank.average)
+    for key, each in optimizer.by_name.items():
+        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+        steps[key] = _eager_step(rank, each, objective, clock, parameters, rows, number=len(steps))
 
     def first_sample() -> Batch:
         return map_tensors(lambda tensor: tensor.to(rank.world.device), samples.few_samples(rank.data, 1))

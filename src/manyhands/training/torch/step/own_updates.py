@@ -30,7 +30,7 @@ from manyhands.training.torch.objective import checked
 from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
-from manyhands.training.torch.step.several_optimizers import Key, Several, SeveralSteps
+from manyhands.training.torch.step.several_optimizers import Key, Several
 
 
 class Updates:
@@ -118,8 +118,10 @@ class _Turn:
     size, whole, step, counted = 0, 1, 0, False
 
 
-class OwnUpdates(SeveralSteps):
+class OwnUpdates:
     """The step of a batch: a call of the model's ``training_step(batch, optimizers)``."""
+
+    undo = None  # a batch that is skipped would have to take back all updates: refused
 
     def __init__(
         self,
@@ -130,7 +132,14 @@ class OwnUpdates(SeveralSteps):
         first_sample: Callable[[], Batch] | None = None,
     ) -> None:
         """``first_sample``: of the data, on the device; for a rank that has none of the batch a job is resumed at."""
-        super().__init__(steps, optimizer, model, average)
+        self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
+        self._first = first = next(iter(self._steps.values()))
+        self.device, self.metrics, self.clock, self.number_format = (
+            first.device,
+            first.metrics,
+            first.clock,
+            first.number_format,
+        )
         self._first_sample = first_sample
         self._turn = _Turn()
         self._updates = {key: Updates(key, step, self._turn) for key, step in self._steps.items()}
@@ -165,3 +174,10 @@ class OwnUpdates(SeveralSteps):
             self.metrics.add(self.metrics.sums.new_zeros(()), None, size, step)
         if self.average is not None:
             self.average.update()
+
+    def versions(self) -> list[int]:
+        return [version for step in self._steps.values() for version in step.versions()]
+
+    def close(self) -> None:
+        for step in self._steps.values():
+            step.close()
