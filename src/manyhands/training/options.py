@@ -46,7 +46,8 @@ class Step(_Topic):
 
     Args:
         shares: How large a part of each batch every device gets: parts of one (``[0.7, 0.3]``) or whole numbers
-            (``[7, 3]``), or ``"measured"`` to balance them by their speed while training. Default: None, equal parts.
+            (``[7, 3]``), or ``"measured"``: their speed is measured once, before the first step. Default: None, equal
+            parts.
         accumulate: Gradient accumulation: each device processes its shard in this many micro-batches. Needs less memory
             and gives the same update. Default: 1.
         micro_batch_size: Gradient accumulation by size, instead of ``accumulate``: no device processes more samples at

@@ -41,7 +41,7 @@ from manyhands.training.torch.objective import Objective, mixes_samples, widened
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step import running_sums
-from manyhands.training.torch.step.eager import NumberFormat
+from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
 

@@ -22,7 +22,7 @@ from manyhands.training.torch.job import HALVES, Job
 from manyhands.training.torch.objective import placed
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step.eager import NumberFormat
+from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.workers import job_bytes, pool
 
 _ALIVE_EVERY = 0.2  # seconds

@@ -22,7 +22,7 @@ from manyhands.training.learner import Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
 from manyhands.training.torch.data import feed, samples
-from manyhands.training.torch.data.batches import tensors_in
+from manyhands.training.torch.data.batches import Shard, tensors_in
 from manyhands.training.torch.data.drawn_samples import generator_of
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.evaluation import Evaluation
@@ -45,8 +45,6 @@ from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.several_optimizers import Several
-
-_MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
 
 
 def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
@@ -75,11 +73,10 @@ class Rank:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.notes: list[str] = [*job.notes]
-        self._precision_note = self._shares_note = ""  # those of the notes that later ones replace
+        self._precision_note = ""  # of the notes, the one that a later one replaces
         self.module_state = ModuleState(job.model)
         self.metrics = RunningSums(world.device)
-        is_measured = job.settings.step.shares == "measured"
-        self.shares = [1 / world.size] * world.size if is_measured else job.settings.fixed_shares
+        self.shares = job.settings.fixed_shares
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
         self.number_format = number_format_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.
@@ -91,6 +88,11 @@ class Rank:
                 "Step(batch_stats='global') with training_step(batch, optimizers): a device without samples makes the "
                 "same updates with a sample that it has had before, and statistics over all devices would count it. "
                 "Leave out batch_stats"
+            )
+        if job.settings.step.shares == "measured" and (self.sharded or self.makes_updates):
+            raise BadSettings(
+                "Step(shares='measured') times passes of a copy of the model, and a sharded model, or one that makes "
+                "its updates itself, has none that changes nothing: give one number per device"
             )
         several = world.size > 1
         gathers = job.objective.rows is not None
@@ -238,12 +240,10 @@ class Rank:
             for window in left:  # the graph reads its samples itself; a plain step after it fetches them
                 yield window, lambda window=window: next(feed.shards(self.data, order, [window], self.world))
             return
-        chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else len(left)
-        for begin in range(0, len(left), max(1, chunk)):
-            part, seed = left[begin : begin + chunk], self.settings.seed
-            shards = feed.shards(self.data, order, part, self.world, self.shares, seed=seed, **self._cutting)
-            yield from zip(part, shards, strict=True)
-            self._measure()
+        how: dict[str, Any] = {"seed": self.settings.seed, **self._cutting}
+        if self._measures_shares and left:
+            self._measure_shares(next(feed.shards(self.data, order, left[:1], self.world, **how)))
+        yield from zip(left, feed.shards(self.data, order, left, self.world, self.shares, **how), strict=True)
 
     @property
     def _cutting(self) -> dict[str, Any]:
@@ -252,15 +252,12 @@ class Rank:
 
     def _stream_shards(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         seed = randomness.mixed_seed(self.settings.seed, cursor.epoch)
-        chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else None
-        batches, has_more = feed.stream_windows(stream, cursor, seed=seed), True
-        while has_more:
-            has_more = False
-            part = itertools.islice(batches, chunk)
-            for shard in feed.stream_shards(part, self.world, self.shares, **self._cutting):
-                has_more = True
-                yield shard
-            self._measure()
+        batches: Iterator[tuple[Window, Any]] = feed.stream_windows(stream, cursor, seed=seed)
+        first = next(batches, None) if self._measures_shares else None
+        if first is not None:
+            self._measure_shares(next(feed.stream_shards([first], self.world, **self._cutting))[1])
+            batches = itertools.chain([first], batches)
+        yield from feed.stream_shards(batches, self.world, self.shares, **self._cutting)
 
     def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         assert source.count is not None
@@ -333,16 +330,14 @@ class Rank:
             else:
                 group["lr"] = base * factor
 
-    def _measure(self) -> None:
-        if self.plain_step.clock is None or self.shares is None:
-            return
-        per_sample = torch.tensor([self.plain_step.clock.per_sample()], dtype=torch.float64)
-        seconds = [float(figure) for figure in self.world.gather(per_sample)]
-        self.shares = measured_shares.shares_from(seconds, self.shares)
-        shown, worth = ", ".join(f"{share:.2f}" for share in self.shares), measured_shares.worth(seconds)
-        self.notes = [note for note in self.notes if note != self._shares_note]
-        self._shares_note = f"shares measured: [{shown}]; all together could be {worth:.2f}x the fastest alone"
-        self.notes.append(self._shares_note)
+    @property
+    def _measures_shares(self) -> bool:
+        """Whether shares are to be measured, before the first step; a resumed job on the same devices has them."""
+        return self.settings.step.shares == "measured" and self.size > 1 and self.shares is None
+
+    def _measure_shares(self, shard: Shard | None) -> None:
+        self.shares, note = measured_shares.measured(self.model, self.objective, shard, self.number_format, self.world)
+        self.notes.append(note)
 
     # Figures
 

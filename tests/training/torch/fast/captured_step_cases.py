@@ -14,7 +14,8 @@ from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
-from manyhands.training.torch.step.eager import EagerStep, NumberFormat
+from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 
 CPU = torch.device("cpu")

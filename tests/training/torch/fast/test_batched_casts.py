@@ -21,7 +21,7 @@ from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.lanes.forked import ForkedWork
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
-from manyhands.training.torch.step.eager import NumberFormat
+from manyhands.training.torch.step.number_format import NumberFormat
 
 X = torch.rand(4, 1, 12, 12, generator=torch.Generator().manual_seed(0))
 

@@ -23,7 +23,7 @@ from manyhands.training.torch.preflight import checks, precision
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.step.eager import NumberFormat
+from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.several_optimizers import Several
 
 

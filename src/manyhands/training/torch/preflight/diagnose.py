@@ -38,7 +38,7 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
 from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step.eager import NumberFormat
+from manyhands.training.torch.step.number_format import NumberFormat
 
 _FEW = 4
 _CHANNELS = 4  # of an image, at most

@@ -39,7 +39,7 @@ from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.build import PlainStep
-from manyhands.training.torch.step.eager import NumberFormat
+from manyhands.training.torch.step.number_format import NumberFormat
 
 CONTINUED = "as in the checkpoint that this job continues"
 _TWO = 2

@@ -1,68 +1,71 @@
-"""Measures a rank's seconds per sample without making it wait, and derives shares from them."""
+"""``shares="measured"``: each rank's speed is measured once, before the first step, and shares follow it.
+
+All ranks time the forward and backward pass of a copy of the model over their equal shard of the first batch. Nothing
+of the job changes, and afterwards shares stay as they are. For example two devices that take 1 ms and 3 ms for a sample::
+
+    speeds  1 and 1/3 samples a millisecond   ->   shares 0.75 and 0.25: both need the same time
+"""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
+from manyhands.training.torch.data.batches import Shard
+from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.ranks import global_batch_norm
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.number_format import NumberFormat
 
-class Clock:
-    """Seconds of computing and samples computed since the last reading."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0
-        self._samples = 0
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
-        self._begun: torch.cuda.Event | float = 0.0
-
-    def start(self) -> None:
-        if self._device.type == "cuda":
-            self._begun = torch.cuda.Event(enable_timing=True)
-            self._begun.record()
-        else:
-            self._begun = time.perf_counter()
-
-    def stop(self, samples: int) -> None:
-        if isinstance(self._begun, float):
-            self._seconds += time.perf_counter() - self._begun
-            self._samples += samples
-            return
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._open.append((self._begun, ended, samples))
-
-    def per_sample(self) -> float:
-        """Seconds per sample, over the steps that are done by now; zero if none are."""
-        while self._open and self._open[0][1].query():
-            begun, ended, samples = self._open.popleft()
-            self._seconds += begun.elapsed_time(ended) / 1000
-            self._samples += samples
-        result = self._seconds / self._samples if self._samples else 0.0
-        self._seconds, self._samples = 0.0, 0
-        return result
+_PASSES = 3
+_LEAST = 0.01  # of a batch
 
 
-def shares_from(seconds_per_sample: Sequence[float], before: Sequence[float]) -> list[float]:
-    """Shares in which all are ready at the same time: each in proportion to its speed.
+def measured(
+    model: torch.nn.Module, objective: Objective, shard: Shard | None, number_format: NumberFormat, world: World
+) -> tuple[list[float], str]:
+    """The shares of all ranks, and a note about them; all ranks take part."""
+    seconds = 0.0
+    if shard is not None and shard.size:
+        with randomness.preserved(world.device):
+            passes = [_timed_pass(model, objective, shard, number_format, world.device) for _ in range(_PASSES + 1)]
+        seconds = min(passes[1:]) / shard.size
+    per_sample = [float(each) for each in world.gather(torch.tensor([seconds], dtype=torch.float64))]
+    shares = shares_from(per_sample)
+    speeds = [1 / each for each in per_sample if each > 0]
+    gain = sum(speeds) / max(speeds) if speeds else 1.0
+    shown = ", ".join(f"{share:.2f}" for share in shares)
+    return shares, f"shares measured: [{shown}]; all together could be {gain:.2f}x the fastest alone"
 
-    A rank that computed nothing keeps the share it had. Shares move half the way, so that one odd measurement does
-    not throw them about, and stay above a hundredth, so that a rank that was slow once is measured again.
-    """
-    speeds = [1 / seconds if seconds > 0 else 0.0 for seconds in seconds_per_sample]
-    known = sum(speeds)
-    if not known:
-        return list(before)
-    unmeasured = sum(share for share, rate in zip(before, speeds, strict=True) if not rate)
-    aim = [rate / known * (1 - unmeasured) if rate else share for rate, share in zip(speeds, before, strict=True)]
-    moved = [max((a + b) / 2, 0.01) for a, b in zip(aim, before, strict=True)]
-    return [share / sum(moved) for share in moved]
+
+def shares_from(seconds_per_sample: Sequence[float]) -> list[float]:
+    """Shares in which all are ready at the same time. A rank that had no samples (0.0) counts as an average one."""
+    speeds = [1 / seconds for seconds in seconds_per_sample if seconds > 0] or [1.0]
+    rates = [1 / seconds if seconds > 0 else sum(speeds) / len(speeds) for seconds in seconds_per_sample]
+    shares = [max(rate / sum(rates), _LEAST) for rate in rates]
+    return [share / sum(shares) for share in shares]
 
 
-def worth(seconds_per_sample: Sequence[float]) -> float:
-    """How much faster all together could be than the fastest alone (communication apart)."""
-    speeds = [1 / seconds for seconds in seconds_per_sample if seconds > 0]
-    return sum(speeds) / max(speeds) if speeds else 1.0
+def _timed_pass(
+    model: torch.nn.Module, objective: Objective, shard: Shard, number_format: NumberFormat, device: torch.device
+) -> float:
+    trial = copy.deepcopy(model)
+    global_batch_norm.use_local_statistics(trial)  # the other ranks are not asked
+    _wait_for(device)
+    began = time.perf_counter()
+    for part, size in zip(shard.parts, shard.sizes, strict=True):
+        if size:
+            with number_format.scope(device):
+                loss, _ = objective(trial, number_format.cast(part))
+            loss.backward()
+    _wait_for(device)
+    return time.perf_counter() - began
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

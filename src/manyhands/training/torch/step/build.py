@@ -13,7 +13,6 @@ from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.data.sources import Stream
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
-from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.ranks.whole_batch import AllRanks
 from manyhands.training.torch.step.eager import EagerStep
@@ -30,13 +29,11 @@ PlainStep = EagerStep | OwnUpdates
 
 def build_step(rank: Rank) -> PlainStep:
     """The step that the rank makes where no CUDA graph does."""
-    measures = rank.size > 1 and rank.settings.step.shares == "measured"
-    clock = Clock(rank.world.device) if measures else None
     optimizer, objective = rank.optimizer, rank.objective
     gathers = rank.size > 1 and objective.rows is not None
     rows = AllRanks(rank.rank) if gathers else None
     if not isinstance(optimizer, Several):
-        return _eager_step(rank, optimizer, objective, clock, rank.model.parameters(), rows)
+        return _eager_step(rank, optimizer, objective, rank.model.parameters(), rows)
     if rank.sharded:
         raise BadSettings(
             "Step(shard=True) with several optimizers: parameters are gathered for all at once. Leave shard out, or "
@@ -45,7 +42,7 @@ def build_step(rank: Rank) -> PlainStep:
     steps: dict[int | str, EagerStep] = {}
     for key, each in optimizer.by_name.items():
         parameters = [parameter for group in each.param_groups for parameter in group["params"]]
-        steps[key] = _eager_step(rank, each, objective, clock, parameters, rows, number=len(steps))
+        steps[key] = _eager_step(rank, each, objective, parameters, rows, number=len(steps))
 
     def first_sample() -> Batch:
         return map_tensors(lambda tensor: tensor.to(rank.world.device), samples.few_samples(rank.data, 1))
@@ -58,7 +55,6 @@ def _eager_step(
     rank: Rank,
     optimizer: torch.optim.Optimizer,
     objective: Objective,
-    clock: Clock | None,
     parameters: Iterable[torch.nn.Parameter],
     rows: AllRanks | None,
     number: int = 0,
@@ -81,7 +77,6 @@ def _eager_step(
         clip=rank.settings.gradient_clip_val,
         accumulate=options.accumulate,
         gradients=gradients,
-        clock=clock,
         undo=StepUndo(rank.model, optimizer) if takes_back else None,
         scale=rank.scale,
         average=None if isinstance(rank.optimizer, Several) else rank.average,

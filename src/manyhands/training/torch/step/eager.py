@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from manyhands import tree
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.loss.loss_sum import LossSum
@@ -25,56 +23,14 @@ from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
-from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
+from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.skip_nan import StepUndo
 from manyhands.training.torch.step.update_draws import UpdateDraws
-
-
-@dataclass
-class NumberFormat:
-    """How numbers are held: the precision of products, and the memory format of images."""
-
-    autocast: torch.dtype | None = None
-    channels_last: bool = False
-    dtype: torch.dtype | None = None
-
-    @contextlib.contextmanager
-    def scope(self, device: torch.device) -> Iterator[None]:
-        if self.autocast is None:
-            yield
-        else:
-            with torch.autocast(device.type, dtype=self.autocast):
-                yield
-
-    def cast(self, batch: Batch) -> Batch:
-        """The batch in the model's dtype and memory format; tensors that fit already are not copied."""
-        if not self.channels_last and self.dtype is None:
-            return batch
-        if type(batch) is tuple:  # the usual one, without a tree: the compiler cannot look into those
-            return tuple(
-                self._cast_part(part) if isinstance(part, torch.Tensor) else self._cast_tree(part) for part in batch
-            )
-        return self._cast_tree(batch)
-
-    def _cast_tree(self, part: Any) -> Any:
-        return tree.map_leaves(self._cast_part, part)
-
-    def _cast_part(self, part: Any) -> Any:
-        if not isinstance(part, torch.Tensor):
-            return part
-        if self.dtype is not None and part.is_floating_point():
-            part = part.to(self.dtype)
-        if not self.channels_last or part.dim() != 4:
-            return part
-        part = part.contiguous(memory_format=torch.channels_last)
-        _, channels, height, width = part.shape
-        # With one channel both formats are the same memory: only the strides tell a convolution which one to choose.
-        return part.as_strided(part.shape, (height * width, 1, width, 1)) if channels == 1 else part
 
 
 class EagerStep:
@@ -92,7 +48,6 @@ class EagerStep:
         clip: float = 0.0,
         accumulate: int = 1,
         gradients: GradientSum | ShardedGradients | None = None,
-        clock: Clock | None = None,
         undo: StepUndo | None = None,
         average: Average | None = None,
         counts: bool = True,
@@ -104,7 +59,7 @@ class EagerStep:
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
         self.device, self.number_format = device, number_format
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
-        self.clock, self.undo, self.average = clock, undo, average
+        self.undo, self.average = undo, average
         self.scale = scale  # with float16; ``undo`` then takes updates back
         self._draws = draws
         self._rows = rows  # gathered from all ranks, for a loss that needs the whole batch
@@ -129,11 +84,7 @@ class EagerStep:
         else:
             self.gradients.begin()
         if shard is not None:
-            if self.clock is not None:
-                self.clock.start()
             self._work(shard, whole, step, in_sums=in_sums)
-            if self.clock is not None:
-                self.clock.stop(shard.size)
         if self.gradients is not None:
             if in_sums and shard is None:
                 self.gradients.sum_weight(self._no_count())

@@ -134,12 +134,7 @@ class OwnUpdates:
         """``first_sample``: of the data, on the device; for a rank that has none of the batch a job is resumed at."""
         self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
         self._first = first = next(iter(self._steps.values()))
-        self.device, self.metrics, self.clock, self.number_format = (
-            first.device,
-            first.metrics,
-            first.clock,
-            first.number_format,
-        )
+        self.device, self.metrics, self.number_format = first.device, first.metrics, first.number_format
         self._first_sample = first_sample
         self._turn = _Turn()
         self._updates = {key: Updates(key, step, self._turn) for key, step in self._steps.items()}
@@ -158,8 +153,6 @@ class OwnUpdates:
                 f"the first batch has {counted(whole, 'sample')}, and a rank has none of them: training_step(batch, "
                 "optimizers) needs a sample on every device. Give larger batches, or fewer devices"
             )
-        if self.clock is not None:
-            self.clock.start()
         # Without samples the statistics of layers must not change.
         with (
             self.number_format.scope(self.device),
@@ -168,8 +161,6 @@ class OwnUpdates:
         ):
             user: Any = self.model
             user.training_step(self.number_format.cast(batch), self._updates)
-        if self.clock is not None:
-            self.clock.stop(size)
         if size and not turn.counted:
             self.metrics.add(self.metrics.sums.new_zeros(()), None, size, step)
         if self.average is not None:
