@@ -6,6 +6,7 @@ Importing them takes seconds, so each function imports them when it is called.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -154,6 +155,105 @@ def without_known_faults() -> AbstractContextManager[None]:
     )
 
 
+def with_whole_steps() -> AbstractContextManager[None]:
+    """Let Dynamo capture a training step up to its optimizer's in one graph, where it would break it.
+
+    A loss that outlives its backward pass ends a graph, because it can be differentiated only once: it is marked, and
+    leaves the graph without a gradient function (:func:`facts_of_step`). ``optimizer.zero_grad()`` is traced.
+    """
+    from torch._dynamo import output_graph
+    from torch._dynamo.variables import functions, optimizer
+
+    owner: Any = output_graph.OutputGraph
+    validate = getattr(owner, "_validate_outputs_safe_for_autograd_nodes", lambda *_: None)
+    optimizers: Any = optimizer.OptimizerVariable
+    getting = optimizers.var_getattr
+
+    def mark(graph: Any, outputs: Any, translator: Any) -> None:
+        left = []
+        for output in outputs:
+            needed = graph.autograd_grad_consumed_grad_fns and getattr(output, "requires_grad", False)
+            value = output.as_proxy().node.meta.get("example_value") if needed else None
+            if isinstance(value, torch.Tensor) and _is_spent(value):
+                output.as_proxy().node.meta[_SPENT] = True
+            else:
+                left.append(output)
+        cleared = {id(parameter) for parameter in getattr(graph, _CLEARED, ())}
+        for node in graph.graph.nodes:
+            if cleared and id(getattr(node.meta.get("grapharg"), "example", None)) in cleared:
+                node.meta[_CLEARED] = True
+        validate(graph, left, translator)
+
+    class ZeroGrad(functions.UserMethodVariable):
+        def call_function(self, translator: Any, arguments: Any, keywords: Any) -> Any:
+            if arguments or keywords:
+                return getting(self.obj, translator, "zero_grad").call_function(translator, arguments, keywords)
+            parameters = [parameter for group in self.obj.value.param_groups for parameter in group["params"]]
+            setattr(translator.output, _CLEARED, [*getattr(translator.output, _CLEARED, ()), *parameters])
+            return super().call_function(translator, arguments, keywords)
+
+    def var_getattr(variable: Any, translator: Any, name: str) -> Any:
+        value = variable.value
+        if name == "zero_grad" and type(value).zero_grad is torch.optim.Optimizer.zero_grad and name not in vars(value):
+            return ZeroGrad(_zero_grad, variable)
+        return getting(variable, translator, name)
+
+    return replaced(
+        (owner, "_validate_outputs_safe_for_autograd_nodes", mark), (optimizers, "var_getattr", var_getattr)
+    )
+
+
+_SPENT, _CLEARED = "manyhands_spent", "manyhands_cleared"
+
+
+def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """As the optimizer's own method, which PyTorch hides from Dynamo."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def _is_spent(tensor: torch.Tensor) -> bool:
+    """Whether a second backward pass would be an error: it needs a tensor that the first one has freed."""
+    left, seen = [tensor.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                try:
+                    getattr(node, name)
+                except RuntimeError:
+                    return True
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
+def facts_of_step(graph: torch.fx.Graph) -> tuple[list[int], list[int]]:
+    """Which results of a captured graph cannot be differentiated again, and which arguments lose their gradients."""
+    nodes = list(graph.nodes)
+    results: Any = nodes[-1].args[0]
+    spent = [number for number, node in enumerate(results) if getattr(node, "meta", {}).get(_SPENT)]
+    arguments = [node for node in nodes if node.op == "placeholder"]
+    return spent, [number for number, node in enumerate(arguments) if node.meta.get(_CLEARED)]
+
+
+def spent(tensor: torch.Tensor) -> torch.Tensor:
+    """A loss after its backward pass: it still has a gradient function, whose second use is an error."""
+    left: Any = tensor.detach()
+    left.requires_grad = True
+    with torch.enable_grad():
+        error: Any = torch._C._functions.DelayedError(_TWICE, 1)
+        return cast(torch.Tensor, error(left))
+
+
+_TWICE = (
+    "Trying to backward through the graph a second time (its backward pass is part of a captured graph). Specify "
+    "retain_graph=True if you need to backward through the graph a second time"
+)
+
 # While Dynamo captures for ``parallel``. What it would do differently from Python (NumPy's functions by PyTorch's, a
 # failed ``assert`` as another error) is left to Python. A backward pass becomes part of its graph.
 _SETTINGS = {
@@ -164,6 +264,7 @@ _SETTINGS = {
     "skip_nnmodule_hook_guards": False,
     "trace_autograd_ops": True,
 }
+_OPTIMIZERS = 64  # captures of PyTorch's own code of an optimizer, which all optimizers of one class share
 _ATTEMPTS = 2  # to capture code, after which it is left to Python
 
 # Loggers for users of torch.compile.
@@ -185,9 +286,19 @@ class _Frames:
         code = frame.f_code
         if self._attempts[code] < _ATTEMPTS:
             settings = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+            if os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__):
+                settings["recompile_limit"] = _OPTIMIZERS
             try:
                 patch = config.patch(settings)
-                with tracing, convert_frame.compile_lock, patch, _quiet(), without_known_faults(), self._listening():
+                with (
+                    tracing,
+                    convert_frame.compile_lock,
+                    patch,
+                    _quiet(),
+                    without_known_faults(),
+                    with_whole_steps(),
+                    self._listening(),
+                ):
                     result = self._convert(frame, *arguments)
                 skipped = str(getattr(result, "skip_reason", ""))  # PyTorch 2.11 does not say why
                 if result.guarded_code is not None or "skipfiles" in skipped:

@@ -25,23 +25,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
 from torch.fx import GraphModule as GraphModule  # what Dynamo passes to a backend
-from torch.fx.node import has_side_effect
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph
 from manyhands.backends.torch.capture.reasons import lines_of
-from manyhands.backends.torch.capture.trace import has_effects
+from manyhands.backends.torch.dynamo import rewrites
 from manyhands.backends.torch.planning import is_out_of_memory
 from manyhands.backends.torch.run.cuda_graph import AddressedTensors, trial_calls
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
-_aten = torch.ops.aten
 Function = Callable[..., Any]
 _RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
 _MOST = 8  # plans of one graph that are made
@@ -85,14 +82,20 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     """
     if to_compile:
         compat.prepare_inductor(inputs)
-    _keep_effects(module)
-    count = _keep_unused(module)
+    spent, cleared = compat.facts_of_step(module.graph)
+    rewrites.detach(module, spent)
+    if rewrites.only_detaches(module):
+        return module.forward
+    rewrites.keep_effects(module)
+    count = rewrites.keep_unused(module)
     places = _Places()
     name = lines_of(module, "a graph")
 
     def compiler(*, is_backward: bool) -> Callable[[GraphModule, Any], Function]:
         def compiled(graph: GraphModule, _: Any) -> Function:
             known = None if is_backward else compat.forward_graph()
+            rewrites.take_gradients(graph)
+            rewrites.write_in_place(graph)
             return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name, is_backward=is_backward))
 
         return compiled
@@ -105,40 +108,18 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
         keep_inference_input_mutations=True,
     )
     run = compile_graphs(module, inputs)
-    return run if count is None else lambda *arguments: run(*arguments)[:count]
+    if count is None and not spent and not cleared:
+        return run
 
+    def call(*arguments: Any) -> Sequence[Any]:
+        for number in cleared:  # before the new gradients need memory
+            arguments[number].grad = None
+        results = run(*arguments)[:count]
+        if spent:
+            results = [compat.spent(value) if n in spent else value for n, value in enumerate(results)]
+        return results
 
-def _keep_effects(module: GraphModule) -> None:
-    """Mark operations without results as having an effect: PyTorch would remove them as dead code."""
-    for node in module.graph.nodes:
-        operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
-        if isinstance(operation, compat.OpOverload) and not compat.schema(operation).returns:
-            has_side_effect(operation)
-
-
-def _keep_unused(module: GraphModule) -> int | None:
-    """Return unused values as results, so that they are computed: that may draw random numbers, or raise.
-
-    Gives the number of the other results; None if no value is unused.
-    """
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    results: Any = output.args[0]
-    unused = [node for node in module.graph.nodes if node.op.startswith("call_") and not node.users and _is_new(node)]
-    if not unused:
-        return None
-    # Detached: otherwise what they are computed from would get gradients of zeros.
-    with module.graph.inserting_before(output):
-        output.args = ((*results, *(module.graph.call_method("detach", (node,)) for node in unused)),)
-    module.recompile()
-    return len(results)
-
-
-def _is_new(node: Node) -> bool:
-    """Whether a node's result is a tensor in new memory: what is written in place stays in a graph anyway."""
-    sources = [source.meta.get("example_value") for source in node.all_input_nodes]
-    memories = {compat.memory_id(source) for source in sources if isinstance(source, torch.Tensor)}
-    result = node.meta.get("example_value")
-    return isinstance(result, torch.Tensor) and compat.memory_id(result) not in memories
+    return call
 
 
 def options_from(settings: dict[str, Any]) -> dict[str, Any]:
@@ -196,15 +177,15 @@ class _PlannedGraph:
         nodes = module.graph.nodes
         outputs: Any = next(node for node in nodes if node.op == "output").args[0]
         arguments = [node for node in nodes if node.op == "placeholder"]
-        of_arguments = {memory for node in arguments for memory in _memories(node)}
+        of_arguments = {memory for node in arguments for memory in rewrites.memories(node)}
         self._whole, self._places = module, places
-        self._computed = [number for number, value in enumerate(outputs) if _is_computed(value, of_arguments)]
+        self._computed = [number for number, value in enumerate(outputs) if rewrites.is_computed(value, of_arguments)]
         number_of = {node: number for number, node in enumerate(arguments)}
         # The other results that are arguments, as (result, argument); the rest are computed from the arguments.
         same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
         left = {*range(len(outputs))} - {*self._computed} - {number for number, _ in same}
-        self._others = sorted(number for number in left if not _is_nothing(outputs[number]))
-        self._make_views = _part(module, [outputs[number] for number in self._others])
+        self._others = sorted(number for number in left if not rewrites.is_nothing(outputs[number]))
+        self._make_views = rewrites.part(module, [outputs[number] for number in self._others])
         # The index of each result in [None, *arguments, *planned results].
         sources = [0] * len(outputs)
         for at, number in enumerate(self._computed):
@@ -212,14 +193,16 @@ class _PlannedGraph:
         for number, argument in same:
             sources[number] = 1 + argument
         self._pick = _picker(sources)
-        effects = [*map(_has_effect, nodes)]
+        effects = [*map(rewrites.has_effect, nodes)]
         # Views are computed outside of the plan, so they must not repeat its effects.
-        repeated = any(map(_has_effect, self._make_views.graph.nodes))
+        repeated = any(map(rewrites.has_effect, self._make_views.graph.nodes))
         self._is_nothing_planned = repeated or not (self._computed or any(effects))
         self._is_backward = is_backward
         if not is_backward:
             places.are_known = self._is_nothing_planned
-        self._planned_part = _part(module, [outputs[number] for number in self._computed], name, with_effects=True)
+        self._planned_part = rewrites.part(
+            module, [outputs[number] for number in self._computed], name, with_effects=True
+        )
         self._fixed = frozenset() if forward is None else forward.fixed
         saved_from = len(outputs) if forward is None else forward.results
         self._saved = [at for at, number in enumerate(self._computed) if number >= saved_from]
@@ -409,80 +392,3 @@ def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 def _place(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_computed(value: Any, of_arguments: set[int]) -> bool:
-    """Whether a result is a tensor in new memory."""
-    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
-        return False
-    return not _memories(value) & of_arguments
-
-
-def _is_nothing(value: Any) -> bool:
-    """Whether a result is None: its operation has not computed it."""
-    return value is None or (isinstance(value, Node) and "val" in value.meta and value.meta["val"] is None)
-
-
-def _memories(node: Any) -> set[int]:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return {compat.memory_id(value)} if isinstance(value, torch.Tensor) else set()
-
-
-def _has_effect(node: Node) -> bool:
-    return node.op == "call_function" and (node.is_impure() or has_effects(node))
-
-
-def _part(
-    module: GraphModule, outputs: Sequence[Any], name: str = "a graph", *, with_effects: bool = False
-) -> CapturedGraph:
-    """A graph of the same arguments for some of the results, with only the operations that these need.
-
-    ``with_effects`` adds operations with effects: a check of values, a write to an argument. Such writes are batched.
-    """
-    needed = {value for value in outputs if isinstance(value, Node)}
-    needed |= {node for node in module.graph.nodes if with_effects and _has_effect(node)}
-    left = list(needed)
-    while left:
-        sources = set(left.pop().all_input_nodes) - needed
-        needed |= sources
-        left += sources
-    graph, new = Graph(), dict[Node, Node]()
-    together = _copies_together(module) if with_effects else []
-    for node in module.graph.nodes:
-        if node.op == "placeholder" or (node in needed and not any(node in group for group in together)):
-            new[node] = graph.node_copy(node, new.__getitem__)
-    for group in together:
-        lists: Any = [[new[cast(Node, node.args[part])] for node in group] for part in range(2)]
-        graph.call_function(_aten._foreach_copy_.default, tuple(lists)).meta["val"] = None
-    graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
-    return CapturedGraph(module, graph, name)
-
-
-def _copies_together(module: GraphModule) -> list[dict[Node, None]]:
-    """Copies of new values to arguments that can be one operation: on a GPU each would be a separate kernel.
-
-    They are a graph's last operations. Copies from an argument are left in place.
-    """
-    arguments = {node for node in module.graph.nodes if node.op == "placeholder"}
-    of_arguments = {memory for node in arguments for memory in _memories(node)}
-    groups: dict[Any, dict[Node, None]] = {}
-    written = Counter(memory for node in module.graph.nodes if _writes(node) for memory in _memories(node.args[0]))
-    for node in module.graph.nodes:
-        if not _writes(node) or node.users or len(node.args) != 2 or node.kwargs:
-            continue
-        target, source = (argument.meta.get("val") if isinstance(argument, Node) else None for argument in node.args)
-        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
-            continue
-        form = target.shape, target.dtype, target.device
-        same_form = form == (source.shape, source.dtype, source.device) and node.args[0] in arguments
-        if (
-            same_form
-            and not _memories(node.args[1]) & of_arguments
-            and all(written[memory] == 1 for memory in _memories(node.args[0]))
-        ):
-            groups.setdefault(form[1:], {})[node] = None
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _writes(node: Node) -> bool:
-    return node.target is _aten.copy_.default

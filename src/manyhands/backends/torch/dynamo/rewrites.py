@@ -1,0 +1,276 @@
+"""Rewrites of the graphs that Dynamo and aot_autograd capture, before they are planned.
+
+Dynamo's graph keeps what has an effect although nothing reads it. In the pure graphs of aot_autograd, copies that only
+pass a value on go, and what is planned is cut out of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import has_side_effect
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.captured_graph import CapturedGraph
+from manyhands.backends.torch.capture.trace import has_effects
+
+_aten = torch.ops.aten
+
+
+def detach(module: GraphModule, numbers: Sequence[int]) -> None:
+    """Detach results that were differentiated in the graph: it needs no backward pass."""
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results: Any = list(output.args[0])
+    with module.graph.inserting_before(output):
+        for number in numbers:
+            results[number] = module.graph.call_method("detach", (results[number],))
+    output.args = (tuple(results),)
+    module.recompile()
+
+
+def keep_effects(module: GraphModule) -> None:
+    """Mark operations without results as having an effect: PyTorch would remove them as dead code."""
+    for node in module.graph.nodes:
+        operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
+        if isinstance(operation, compat.OpOverload) and not compat.schema(operation).returns:
+            has_side_effect(operation)
+
+
+def keep_unused(module: GraphModule) -> int | None:
+    """Return unused values as results, so that they are computed: that may draw random numbers, or raise.
+
+    Gives the number of the other results; None if no value is unused.
+    """
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    unused = [node for node in module.graph.nodes if node.op.startswith("call_") and not node.users and _is_new(node)]
+    if not unused:
+        return None
+    # Detached: otherwise what they are computed from would get gradients of zeros.
+    with module.graph.inserting_before(output):
+        output.args = ((*results, *(module.graph.call_method("detach", (node,)) for node in unused)),)
+    module.recompile()
+    return len(results)
+
+
+def _is_new(node: Node) -> bool:
+    """Whether a node's result is a tensor in new memory: what is written in place stays in a graph anyway."""
+    sources = [source.meta.get("example_value") for source in node.all_input_nodes]
+    memories = {compat.memory_id(source) for source in sources if isinstance(source, torch.Tensor)}
+    result = node.meta.get("example_value")
+    return isinstance(result, torch.Tensor) and compat.memory_id(result) not in memories
+
+
+def only_detaches(module: GraphModule) -> bool:
+    """Whether a graph computes nothing: what is left of a step after its optimizer."""
+    return all(node.target == "detach" for node in module.graph.nodes if node.op.startswith("call_"))
+
+
+def take_gradients(module: GraphModule) -> None:
+    """Give gradients as they are computed, where they have new memory of their own in the layout of their parameter.
+
+    Dynamo copies every gradient into memory like its parameter's; autograd would take most of them as they are.
+    """
+    nodes = module.graph.nodes
+    outputs: Any = next(node for node in nodes if node.op == "output").args[0]
+    arguments = {memory for node in nodes if node.op == "placeholder" for memory in memories(node)}
+    used = Counter(memory for value in outputs for memory in memories(value))
+    used.update(memory for node in nodes if node.target is _aten.copy.default for memory in memories(node.args[1]))
+    for node in [node for node in nodes if node.target is _aten.copy.default]:
+        into, source = node.args[:2]
+        (memory,) = memories(source) or (0,)
+        is_own = into.target is _aten.empty_like.default and memory not in arguments and used[memory] == 1
+        if is_own and _is_dense_like(source.meta["val"], node.meta["val"]):
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+            if not into.users:
+                module.graph.erase_node(into)
+    module.recompile()
+
+
+def write_in_place(module: GraphModule) -> None:
+    """Let an update write where its new values are copied to: ``mul``, ``add``, ``copy_`` become ``mul_``, ``add_``."""
+    nodes = list(module.graph.nodes)
+    order = {node: number for number, node in enumerate(nodes)}
+    copies = {node.args[1]: node for node in nodes if _writes(node) and not node.users and len(node.args) == 2}
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for memory in {memory for source in node.all_input_nodes for memory in memories(source)}:
+            readers.setdefault(memory, []).append(node)
+    for node in nodes:
+        results = _results(node)
+        if not results or not all(result in copies for result in results):
+            continue
+        targets = [cast(Node, copies[result].args[0]) for result in results]
+        chain = _chain(node, targets)
+        if chain is None or any(
+            order[reader] > order[chain[-1]] and reader not in (copies[result], *chain)
+            for result, target in zip(results, targets, strict=True)
+            for memory in memories(target)
+            for reader in readers[memory]
+        ):
+            continue
+        for result in results:
+            module.graph.erase_node(copies.pop(result))
+        for step in reversed(chain):
+            _make_in_place(step, targets)
+    module.recompile()
+
+
+def _results(node: Node) -> list[Node]:
+    """The tensors that an elementwise operation computes; none of another operation."""
+    if not isinstance(node.target, compat.OpOverload) or _in_place(node) is None:
+        return []
+    if not isinstance(node.meta.get("val"), (list, tuple)):
+        return [node]
+    parts = {user.args[1]: user for user in node.users}
+    return [parts[number] for number in range(len(node.meta["val"])) if number in parts]
+
+
+def _in_place(node: Node) -> Any:
+    """The in-place form of an elementwise operation."""
+    operation: Any = node.target
+    name, _, overload = str(operation).removeprefix("aten.").partition(".")
+    if torch.Tag.pointwise not in operation.tags and not name.startswith("_foreach_"):
+        return None
+    return getattr(getattr(_aten, f"{name}_", None), overload, None)
+
+
+def _chain(node: Node, targets: Sequence[Node]) -> list[Node] | None:
+    """The operations, last one first, through which these arguments become a node's results; each is used only once."""
+    results, first = _results(node), node.args[0]
+    sources: Any = first if isinstance(first, (list, tuple)) else [first]
+    if len(results) != len(targets) or len(sources) != len(targets):
+        return None
+    others = set(node.all_input_nodes) - {*sources}
+    if not all(map(_is_same_form, results, targets)) or any(
+        memories(other) & memories(target) for other in others for target in targets
+    ):
+        return None
+    if list(sources) == list(targets):
+        return [node]
+    producers = {source.args[0] if source.target is operator.getitem else source for source in sources}
+    producer = producers.pop()
+    if producers or not isinstance(producer, Node) or any([*source.users] != [node] for source in sources):
+        return None
+    if _results(producer) != list(sources):
+        return None
+    rest = _chain(producer, targets)
+    return None if rest is None else [node, *rest]
+
+
+def _is_same_form(node: Node, target: Node) -> bool:
+    value, wanted = node.meta.get("val"), target.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(wanted, torch.Tensor)
+        and (value.shape, value.stride(), value.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    )
+
+
+def _make_in_place(node: Node, targets: Sequence[Node]) -> None:
+    results, graph = _results(node), node.graph
+    is_list = isinstance(node.args[0], (list, tuple))
+    with graph.inserting_before(node):
+        written = graph.call_function(
+            _in_place(node), (list(targets) if is_list else targets[0], *node.args[1:]), node.kwargs
+        )
+    written.meta = {**node.meta, "val": None if is_list else targets[0].meta["val"]}
+    for result, target in zip(results, targets, strict=True):
+        result.replace_all_uses_with(target)
+        if result is not node:
+            graph.erase_node(result)
+    graph.erase_node(node)
+
+
+def _is_dense_like(value: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, in the same form as another."""
+    form = value.dtype, value.device, value.shape, value.stride()
+    size = value.untyped_storage().nbytes()
+    return (
+        form == (wanted.dtype, wanted.device, wanted.shape, wanted.stride())
+        and isinstance(size, int)
+        and size == value.numel() * value.element_size()
+    )
+
+
+def is_computed(value: Any, of_arguments: set[int]) -> bool:
+    """Whether a result is a tensor in new memory."""
+    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return False
+    return not memories(value) & of_arguments
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a result is None: its operation has not computed it."""
+    return value is None or (isinstance(value, Node) and "val" in value.meta and value.meta["val"] is None)
+
+
+def memories(node: Any) -> set[int]:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return {compat.memory_id(value)} if isinstance(value, torch.Tensor) else set()
+
+
+def has_effect(node: Node) -> bool:
+    return node.op == "call_function" and (node.is_impure() or has_effects(node))
+
+
+def part(
+    module: GraphModule, outputs: Sequence[Any], name: str = "a graph", *, with_effects: bool = False
+) -> CapturedGraph:
+    """A graph of the same arguments for some of the results, with only the operations that these need.
+
+    ``with_effects`` adds operations with effects: a check of values, a write to an argument. Such writes are batched.
+    """
+    needed = {value for value in outputs if isinstance(value, Node)}
+    needed |= {node for node in module.graph.nodes if with_effects and has_effect(node)}
+    left = list(needed)
+    while left:
+        sources = set(left.pop().all_input_nodes) - needed
+        needed |= sources
+        left += sources
+    graph, new = Graph(), dict[Node, Node]()
+    together = _copies_together(module) if with_effects else []
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or (node in needed and not any(node in group for group in together)):
+            new[node] = graph.node_copy(node, new.__getitem__)
+    for group in together:
+        lists: Any = [[new[cast(Node, node.args[part])] for node in group] for part in range(2)]
+        graph.call_function(_aten._foreach_copy_.default, tuple(lists)).meta["val"] = None
+    graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
+    return CapturedGraph(module, graph, name)
+
+
+def _copies_together(module: GraphModule) -> list[dict[Node, None]]:
+    """Copies of new values to arguments that can be one operation: on a GPU each would be a separate kernel.
+
+    They are a graph's last operations. Copies from an argument are left in place.
+    """
+    arguments = {node for node in module.graph.nodes if node.op == "placeholder"}
+    of_arguments = {memory for node in arguments for memory in memories(node)}
+    groups: dict[Any, dict[Node, None]] = {}
+    written = Counter(memory for node in module.graph.nodes if _writes(node) for memory in memories(node.args[0]))
+    for node in module.graph.nodes:
+        if not _writes(node) or node.users or len(node.args) != 2 or node.kwargs:
+            continue
+        target, source = (argument.meta.get("val") if isinstance(argument, Node) else None for argument in node.args)
+        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
+            continue
+        form = target.shape, target.dtype, target.device
+        same_form = form == (source.shape, source.dtype, source.device) and node.args[0] in arguments
+        if (
+            same_form
+            and not memories(node.args[1]) & of_arguments
+            and all(written[memory] == 1 for memory in memories(node.args[0]))
+        ):
+            groups.setdefault(form[1:], {})[node] = None
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _writes(node: Node) -> bool:
+    return node.target is _aten.copy_.default
