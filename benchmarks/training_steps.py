@@ -11,6 +11,7 @@ each beside plain execution.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def main() -> None:
 def show(program: suite_programs.Program, device: torch.device, steps: int) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = suite_programs.Running(program, device, dtype)
-    times = {"plain": measured(lambda: plain.call(*plain.arguments), device, steps)}
+    times = {"plain": measured(functools.partial(plain.call, *plain.arguments), device, steps)}
     del plain
     running, graphs = suite_programs.Running(program, device, dtype), dict[Any, str]()
     fast = mh.parallel(running.call)
@@ -91,7 +92,7 @@ def megabytes(tensors: Any) -> float:
 
 
 def measured(call: Callable[[], object], device: torch.device, steps: int) -> tuple[float, float, float]:
-    """Seconds of a call with a wait, of one in a row of calls, and until the host has issued it (medians, and a mean)."""
+    """Seconds of a call with a wait, of one in a row, and until the host has issued it (medians, and a mean)."""
     for _ in range(48):  # capture, choice, and graphs that read arguments in place
         call()
     alone, host = [], []

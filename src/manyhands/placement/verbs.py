@@ -157,7 +157,7 @@ class Verbs(Generic[T, D, M]):
             return self._place.start_move(x, self._place.existing(native))
         if backend.is_tensor(x):
             if backend.is_on(x, native):
-                return x
+                return x  # type: ignore[return-value]
             return self._place.move(x, self._place.existing(native))  # type: ignore[return-value]
         values = tree.plain_leaves(x)
         if values and backend.all_on(values, native):

@@ -188,7 +188,8 @@ def with_whole_steps() -> AbstractContextManager[None]:
         def call_function(self, translator: Any, arguments: Any, keywords: Any) -> Any:
             if arguments or keywords:
                 return getting(self.obj, translator, "zero_grad").call_function(translator, arguments, keywords)
-            parameters = [parameter for group in self.obj.value.param_groups for parameter in group["params"]]
+            optimizer = self.obj.value  # type: ignore[attr-defined]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             setattr(translator.output, _CLEARED, [*getattr(translator.output, _CLEARED, ()), *parameters])
             return super().call_function(translator, arguments, keywords)
 
@@ -285,7 +286,7 @@ class _Frames:
 
         code = frame.f_code
         if self._attempts[code] < _ATTEMPTS:
-            settings = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+            settings: dict[str, Any] = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
             if os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__):
                 settings["recompile_limit"] = _OPTIMIZERS
             try:

@@ -114,7 +114,7 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     def call(*arguments: Any) -> Sequence[Any]:
         for number in cleared:  # before the new gradients need memory
             arguments[number].grad = None
-        results = run(*arguments)[:count]
+        results: Sequence[Any] = run(*arguments)[:count]
         if spent:
             results = [compat.spent(value) if n in spent else value for n, value in enumerate(results)]
         return results

@@ -1,7 +1,7 @@
 """``shares="measured"``: each rank's speed is measured once, before the first step, and shares follow it.
 
-All ranks time the forward and backward pass of a copy of the model over their equal shard of the first batch. Nothing
-of the job changes, and afterwards shares stay as they are. For example two devices that take 1 ms and 3 ms for a sample::
+All ranks time the forward and backward pass of a copy of the model over their equal shard of the first batch. The job
+stays as it is, and afterwards shares stay as they are. For example two devices that take 1 ms and 3 ms for a sample::
 
     speeds  1 and 1/3 samples a millisecond   ->   shares 0.75 and 0.25: both need the same time
 """

@@ -64,7 +64,7 @@ def restore(model: nn.Module, saved: Mapping[str, Any], blob: bytes) -> None:
     tensors, device, modules = job_state.unpack(blob), next(model.parameters()).device, dict(model.named_modules())
     for path, name, value in saved["attributes"]:
         if path in modules:
-            vars(modules[path])[name] = decode(value, tensors, device)
+            modules[path].__dict__[name] = decode(value, tensors, device)
     for path, value in saved["extra_state"].items():
         if path in modules:
             modules[path].set_extra_state(decode(value, tensors, device))

@@ -376,8 +376,8 @@ def _users_files() -> dict[str, int]:
     """
     times = {}
     for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        is_users = isinstance(path, str) and path.endswith(".py") and not path.startswith(_INSTALLED)
+        path = getattr(module, "__file__", None) or ""
+        is_users = path.endswith(".py") and not path.startswith(_INSTALLED)
         if is_users and name != "__main__":
             with contextlib.suppress(OSError):
                 times[path] = os.stat(path).st_mtime_ns
