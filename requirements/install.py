@@ -31,7 +31,7 @@ ON_ARM = platform.machine() in ("aarch64", "arm64")
 def main(framework: str, folder: Path) -> None:
     venv.create(folder, with_pip=True, clear=True)
     extras = [framework]  # not "gpu": of it only what runs without one
-    wanted = ["nvidia-ml-py", "pytest", "hypothesis", "safetensors", "matplotlib"]
+    wanted = ["nvidia-ml-py", "pytest", "hypothesis", "safetensors", "filelock", "matplotlib"]
     if framework == "docs":
         extras, wanted = [], ["pytest", "hypothesis"]
     wanted += EXTRA.get(framework, [])
