@@ -1,6 +1,12 @@
-"""Counts and times as people read them."""
+"""Counts, times and amounts of memory as people read and write them."""
 
 from __future__ import annotations
+
+import datetime
+import math
+import re
+from numbers import Real
+from typing import Any
 
 
 def counted(number: float, name: str, plural: str = "") -> str:
@@ -37,3 +43,58 @@ def bytes_in_words(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
     return counted(round(count), "byte")
+
+
+# As a user writes them: "1h30m", "8GB", "500 steps"
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|min|m|s)", re.IGNORECASE)
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")  # as SLURM writes it: 1-12:00:00
+_EVERY = re.compile(r"(\d+)\s*(step|epoch)s?")
+
+
+def parse_seconds(duration: Any) -> float | None:
+    """The seconds of a duration; None where it is none.
+
+    >>> parse_seconds("2h"), parse_seconds("1h30m"), parse_seconds(90), parse_seconds("soon")
+    (7200.0, 5400.0, 90.0, None)
+    """
+    if isinstance(duration, datetime.timedelta):
+        duration = duration.total_seconds()
+    if isinstance(duration, Real) and not isinstance(duration, bool):
+        return float(duration) if 0 < float(duration) < math.inf else None
+    if not isinstance(duration, str):
+        return None
+    if (clock := _CLOCK.fullmatch(duration.strip())) is not None:
+        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + rest) or None
+    parts = _PART.findall(duration)
+    if not parts or _PART.sub("", duration).strip():
+        return None
+    return float(sum(float(number) * _SECONDS[unit.lower()] for number, unit in parts)) or None
+
+
+_BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+
+
+def parse_memory(amount: Any) -> int | None:
+    """The bytes of an amount of memory; None where it is none.
+
+    >>> parse_memory("2GB"), parse_memory("512 MiB"), parse_memory(1000), parse_memory("much")
+    (2147483648, 536870912, 1000, None)
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool):
+        return amount if amount > 0 else None
+    matched = _MEMORY.fullmatch(amount.strip()) if isinstance(amount, str) else None
+    return int(float(matched[1]) * _BYTES[matched[2].lower()]) or None if matched is not None else None
+
+
+def parse_interval(interval: Any) -> tuple[int, str] | None:
+    """The number and the unit of an interval; None where it is none.
+
+    >>> parse_interval("500 steps"), parse_interval("1 epoch"), parse_interval("0 steps"), parse_interval(500)
+    ((500, 'steps'), (1, 'epochs'), None, None)
+    """
+    matched = _EVERY.fullmatch(interval.strip().lower()) if isinstance(interval, str) else None
+    return (int(matched[1]), f"{matched[2]}s") if matched is not None and int(matched[1]) else None

@@ -13,8 +13,11 @@ torch = pytest.importorskip("torch")
 from manyhands import torch as mh  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
-from manyhands.training.callbacks.callback import Averaging  # noqa: E402
-from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan  # noqa: E402
+from manyhands.training.callbacks.callback import (  # noqa: E402
+    NO_CALLBACKS,
+    Averaging,
+    CallbackPlan,
+)
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.options import Step, Workers  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402

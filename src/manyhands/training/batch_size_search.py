@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from manyhands import machine
+from manyhands import amounts, machine
 from manyhands import shares as _shares
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import launcher
-from manyhands.training.limits import units
 from manyhands.training.options import Checkpoints, Limits, Workers
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def find(
         raise BadSettings("find_batch_size is there in PyTorch and in JAX: here try some sizes, as batch_size=64")
     if of not in ("batch", "micro_batch"):
         raise BadSettings(f"find_batch_size(of={of!r}): choose one of batch, micro_batch")
-    bound = None if memory is None else units.memory(memory)
+    bound = None if memory is None else amounts.parse_memory(memory)
     if memory is not None and bound is None:
         raise BadSettings(f"find_batch_size(memory={memory!r}): give '8GB' or a number of bytes")
     if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, Integral) or maximum < 1):

@@ -15,23 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
-from manyhands.training import schedules
-from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
+from manyhands.training import running_sums, schedules
+from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
+from manyhands.training.callbacks.dispatcher import named
 from manyhands.training.callbacks.reporter import Reporter
-from manyhands.training.callbacks.step_means import named
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.evaluation import evaluate
-from manyhands.training.evaluation.metrics import Metrics
+from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
 from manyhands.training.learner import Data, Learner, Say
-from manyhands.training.limits.ending import ENDLESS, Ending, StopNow
-from manyhands.training.loss import nan_losses
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
 from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
+from manyhands.training.stopping import ENDLESS, Ending, StopNow
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
 
@@ -295,7 +293,7 @@ class Loop:
         self._shown = now
         figures = self.learner.peek()
         if figures is not None:
-            nan_losses.check(self, figures)
+            running_sums.check(self, figures)
         answer = self.say(
             {
                 "kind": "progress",
@@ -341,9 +339,9 @@ class Loop:
         """The epoch's figures over all processes; waits."""
         figures = together(self.learner.read())
         self.report.report_steps(wait=True)
-        nan_losses.check(self, figures)
+        running_sums.check(self, figures)
         if figures.bad_step is not None and self.first:
-            self._warn(f"{nan_losses.describe(self, figures.bad_step)}; continuing, as requested")
+            self._warn(f"{running_sums.describe(self, figures.bad_step)}; continuing, as requested")
         return figures
 
     def _end_epoch(self, *, over: bool) -> None:
@@ -437,7 +435,7 @@ class Loop:
         """Figures over the validation data, and the user's metrics by the names that they have in a row."""
         self._evaluated = 0
         with self.learner.averaged():
-            tested, values = evaluate.figures_of(self.learner, self.metrics, self._report_alive_periodically)
+            tested, values = evaluate_with_metrics(self.learner, self.metrics, self._report_alive_periodically)
         metrics = {f"val_{name}": value for name, value in values.items()}
         if tested is not None:
             known = {name: value for name, value in metrics.items() if value is not None}

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from manyhands import amounts
 from manyhands import shares as _shares
 from manyhands.errors import BadSettings
 from manyhands.training import refusals
-from manyhands.training.limits import units
 
 BatchStats = Literal["per_device", "global"]
 Optimize = Literal["auto", "off", "max"]
@@ -225,11 +225,11 @@ class Limits(_Topic):
         for name in parts:
             check_part(getattr(self, name), as_written(self, name))
         if self.max_time is not None:
-            seconds = units.seconds(self.max_time)
+            seconds = amounts.parse_seconds(self.max_time)
             if seconds is None:
                 raise BadSettings(f"{as_written(self, 'max_time')}: give '2h', '1h30m', '90s', '12:00:00' or seconds")
             object.__setattr__(self, "max_time", seconds)
-        if self.evaluate_every is not None and units.every(self.evaluate_every) is None:
+        if self.evaluate_every is not None and amounts.parse_interval(self.evaluate_every) is None:
             raise BadSettings(f"{as_written(self, 'evaluate_every')}: say of what, '500 steps' or '2 epochs'")
         if self.limit_batches is not None and self.overfit_batches is not None:
             raise BadSettings(
@@ -252,7 +252,7 @@ class Limits(_Topic):
     @property
     def evaluation(self) -> tuple[int, str]:
         """How often to evaluate: a number, and what it counts, ``"steps"`` or ``"epochs"``."""
-        return units.every(self.evaluate_every or "1 epoch") or (1, "epochs")
+        return amounts.parse_interval(self.evaluate_every or "1 epoch") or (1, "epochs")
 
 
 TOPICS: dict[str, type[Step | Checkpoints | Workers | Limits]] = {

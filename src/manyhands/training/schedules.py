@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.callbacks.monitor import is_known, known_figures, several_values, unknown
-from manyhands.training.limits.ending import ENDLESS
+from manyhands.training.callbacks.monitored import is_known, known_figures, several_values, unknown
+from manyhands.training.stopping import ENDLESS
 
 if TYPE_CHECKING:
     from manyhands.training.loop import Loop

@@ -20,26 +20,26 @@ import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import batch_size_search, launcher, options, refusals, schedules
-from manyhands.training.callbacks import monitor, plan
+from manyhands.training import batch_size_search, launcher, options, refusals, schedules, stopping
+from manyhands.training import devices as device_choice
+from manyhands.training.callbacks import callback as callback_plans
+from manyhands.training.callbacks import monitored
 from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
-from manyhands.training.callbacks.loggers.logger import Logger
+from manyhands.training.callbacks.logger import Logger
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.choices import devices as device_choice
 from manyhands.training.data import fit_arguments, loader_batches
+from manyhands.training.data.loader_batches import as_number, first_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
-from manyhands.training.limits import stop_signals
-from manyhands.training.limits.ending import ENDLESS
-from manyhands.training.limits.first_batches import as_number, first_batches
-from manyhands.training.loss.nan_losses import NAN_HINT
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
 from manyhands.training.result import Result
+from manyhands.training.running_sums import NAN_HINT
 from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Precision, Settings
+from manyhands.training.stopping import ENDLESS
 
 DEFAULT_BATCH = 256
 
@@ -251,7 +251,7 @@ class BaseTrainer(Evaluating):
     def _check_settings(self) -> None:
         """Refuse settings that are wrong for any model and data."""
         self._settings_with(self.options.batch_size)
-        plan.plan_of(self._callbacks(), has_run=self.options.run is not None)
+        callback_plans.plan_of(self._callbacks(), has_run=self.options.run is not None)
         for name in ("run", "resume"):
             path = getattr(self.options, name)
             if path is not None and not isinstance(path, (str, os.PathLike)):
@@ -314,7 +314,7 @@ class BaseTrainer(Evaluating):
                 run.check()
             resume = _resume(self.options.resume, run)  # it is sent to the other processes
         title = self.run_config.get("train", {}).get("model") or type(model).__name__
-        with stop_signals.noted(), self._dispatcher(settings, run, title) as dispatcher:
+        with stopping.record_signals(), self._dispatcher(settings, run, title) as dispatcher:
             try:
                 result = self._train(model, settings, dispatcher, run=run, resume=resume)
             except LossIsNotANumber as error:
@@ -327,7 +327,7 @@ class BaseTrainer(Evaluating):
             self.result = result
             dispatcher.end(result)
         if result.signal is not None:
-            raise stop_signals.Stopped.by(result)
+            raise stopping.Stopped.by(result)
         return result
 
     # The largest batch
@@ -391,14 +391,14 @@ class BaseTrainer(Evaluating):
         if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
             followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
         rates = any(callback.wants_rates for callback in callbacks)
-        known = monitor.known_figures(self._metrics(model).names, validates=self.test_source is not None, rates=rates)
+        known = monitored.known_figures(self._metrics(model).names, validates=self.test_source is not None, rates=rates)
         sources = {"train_acc": self.train_source, "val_acc": self.test_source}
 
         def why_not(name: str) -> str | None:
             source = sources.get(name)
             return None if source is None else self._why_no_accuracy(model, source, training=name == "train_acc")
 
-        monitor.check_monitors(followed, known, why_not)
+        monitored.check_monitors(followed, known, why_not)
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
         """Why these data have no accuracy, if that is known before the first step; None: there may be one."""
@@ -407,8 +407,8 @@ class BaseTrainer(Evaluating):
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers, checked."""
         return [
-            *plan.checked("callbacks", self._resolved_callbacks(self.options.callbacks), Callback),
-            *plan.checked("loggers", self.options.loggers, Logger),
+            *callback_plans.checked("callbacks", self._resolved_callbacks(self.options.callbacks), Callback),
+            *callback_plans.checked("loggers", self.options.loggers, Logger),
         ]
 
     def _resolved_callbacks(self, callbacks: Any) -> Any:

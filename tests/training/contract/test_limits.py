@@ -18,8 +18,8 @@ from manyhands.errors import BadSettings, CallbackFailed
 from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.checkpoints import store
 from manyhands.training.commands.parity import largest_difference
-from manyhands.training.limits.stop_signals import Stopped
 from manyhands.training.options import Checkpoints, Limits, Step
+from manyhands.training.stopping import Stopped
 
 STEPS = 4  # of an epoch: 64 samples in batches of 16
 

@@ -14,8 +14,7 @@ from gluon_cases import contexts, mlp, vectors
 from mxnet import gluon
 
 from manyhands.training import loop as loop_module
-from manyhands.training.callbacks.callback import Averaging
-from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
+from manyhands.training.callbacks.callback import NO_CALLBACKS, Averaging, CallbackPlan
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, CallbackFailed, NotJson
-from manyhands.training.callbacks import monitor
-from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
-from manyhands.training.callbacks.callback import Averaging, Callback, Training
-from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
-from manyhands.training.callbacks.early_stopping import EarlyStopping
-from manyhands.training.callbacks.ema import EMA
-from manyhands.training.callbacks.plan import checked, plan_of
+from manyhands.training.callbacks import monitored
+from manyhands.training.callbacks.callback import Averaging, Callback, Training, checked, plan_of
+from manyhands.training.callbacks.dispatcher import Dispatcher, StepMeans, dispatcher_for
+from manyhands.training.callbacks.monitored import BestCheckpoint, EarlyStopping
 from manyhands.training.callbacks.progress import Progress
-from manyhands.training.callbacks.step_means import StepMeans
+from manyhands.training.callbacks.weights import EMA
 from manyhands.training.checkpoints import store
 from manyhands.training.running_sums import Figures
 
@@ -262,10 +259,10 @@ def test_states_find_their_callbacks_in_any_order() -> None:
 
 
 def test_figures_that_may_come() -> None:
-    known = monitor.known_figures(["f1", "both"], validates=True, rates=True)
-    assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not monitor.is_known(name, known)] == []
-    assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if monitor.is_known(name, known)] == []
-    assert not monitor.is_known("val_loss", monitor.known_figures([], validates=False, rates=False))
+    known = monitored.known_figures(["f1", "both"], validates=True, rates=True)
+    assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not monitored.is_known(name, known)] == []
+    assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if monitored.is_known(name, known)] == []
+    assert not monitored.is_known("val_loss", monitored.known_figures([], validates=False, rates=False))
 
 
 def test_a_moment_of_another_library_is_refused() -> None:

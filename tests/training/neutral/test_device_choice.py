@@ -9,8 +9,8 @@ import pytest
 from manyhands import machine
 from manyhands.device import Device
 from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
-from manyhands.training.choices import devices as device_choice
-from manyhands.training.choices.devices import Choice
+from manyhands.training import devices as device_choice
+from manyhands.training.devices import Choice
 
 
 class Machine:

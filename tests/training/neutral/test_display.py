@@ -17,9 +17,8 @@ from support import run_python
 from manyhands.errors import PackageMissing
 from manyhands.training.callbacks import progress
 from manyhands.training.callbacks.callback import Training
-from manyhands.training.callbacks.picture import Picture
-from manyhands.training.display.curves import _nice, curves
-from manyhands.training.display.progress_bar import ProgressBar
+from manyhands.training.callbacks.curves import Picture, _nice, curves
+from manyhands.training.callbacks.progress import ProgressBar
 from manyhands.training.result import Result
 
 ROWS: list[dict[str, Any]] = [
@@ -32,7 +31,7 @@ ROWS: list[dict[str, Any]] = [
 
 def test_the_picture_has_loss_and_accuracy_of_both_parts() -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.display.curves import _figure
+    from manyhands.training.callbacks.curves import _figure
 
     figure = _figure(ROWS, "a title")
     left, right = figure.axes
@@ -53,7 +52,7 @@ def test_the_picture_has_loss_and_accuracy_of_both_parts() -> None:
 
 def test_a_regression_has_no_accuracy() -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.display.curves import _figure
+    from manyhands.training.callbacks.curves import _figure
 
     (axes,) = _figure([{"epoch": 1, "train_loss": 0.5, "train_acc": None, "val_loss": 0.7, "val_acc": None}], "").axes
     assert [line.get_label() for line in axes.get_lines()] == ["train loss 0.5", "val loss 0.7"]
@@ -63,7 +62,7 @@ def test_a_regression_has_no_accuracy() -> None:
 
 def test_rows_within_epochs_are_drawn_over_steps() -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.display.curves import _figure
+    from manyhands.training.callbacks.curves import _figure
 
     rows = [{"epoch": 1, "step": 50, "val_loss": 0.5}, {"epoch": 1, "step": 80, "val_loss": 0.4}]
     (axes,) = _figure(rows, "").axes
@@ -74,7 +73,7 @@ def test_rows_within_epochs_are_drawn_over_steps() -> None:
 @pytest.mark.parametrize("epochs", [1, 2, 3, 4, 37])
 def test_epochs_are_counted_whole(epochs: int) -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.display.curves import _figure
+    from manyhands.training.callbacks.curves import _figure
 
     figure = _figure([{"epoch": epoch + 1, "train_loss": 1.0, "val_acc": 0.5} for epoch in range(epochs)], "")
     assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
@@ -108,7 +107,7 @@ def test_the_ending_chooses_the_format(tmp_path: Path) -> None:
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code = (
-        "import sys; from pathlib import Path; from manyhands.training.display.curves import curves\n"
+        "import sys; from pathlib import Path; from manyhands.training.callbacks.curves import curves\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"curves([{{'epoch': 1, 'train_loss': 1}}], Path({str(tmp_path / 'a.png')!r}))\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
@@ -167,7 +166,7 @@ def test_a_program_without_a_console_is_quiet(monkeypatch: pytest.MonkeyPatch) -
 
 ON_A_TERMINAL = """
 import sys, time
-from manyhands.training.display.progress_bar import ProgressBar
+from manyhands.training.callbacks.progress import ProgressBar
 
 bar = ProgressBar(epochs=10)
 for step in range(1, 2001):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from manyhands.training.data.loader_randomness import OwnStream, drawn_within
+from manyhands.training.data.loader_batches import OwnStream, draw_within
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Stream
 
@@ -19,7 +19,7 @@ def draws() -> Iterator[float]:
 
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
-    first, again, other = (list(drawn_within(OwnStream(seed), draws())) for seed in (5, 5, 2**62))
+    first, again, other = (list(draw_within(OwnStream(seed), draws())) for seed in (5, 5, 2**62))
     assert first == again != other
 
 
@@ -29,7 +29,7 @@ def test_the_programs_numbers_go_on() -> None:
     expected = [np.random.rand(), random.random(), np.random.rand()]
     np.random.seed(1)
     random.seed(1)
-    within = drawn_within(OwnStream(5), draws())
+    within = draw_within(OwnStream(5), draws())
     found = []
     for draw in (np.random.rand, random.random, np.random.rand):
         next(within)
@@ -45,7 +45,7 @@ def test_an_error_leaves_the_programs_numbers_alone() -> None:
 
     np.random.seed(1)
     with pytest.raises(KeyError):
-        list(drawn_within(OwnStream(5), fails()))
+        list(draw_within(OwnStream(5), fails()))
     assert np.random.rand() == np.random.RandomState(1).rand()
 
 

@@ -12,11 +12,8 @@ import pytest
 from manyhands.errors import BadSettings, CallbackFailed, PackageMissing
 from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
-from manyhands.training.callbacks.loggers.csv_logger import CSVLogger
-from manyhands.training.callbacks.loggers.logger import Logger
-from manyhands.training.callbacks.loggers.mlflow_logger import MLflowLogger
-from manyhands.training.callbacks.loggers.tensorboard_logger import TensorBoardLogger
-from manyhands.training.callbacks.loggers.wandb_logger import WandbLogger
+from manyhands.training.callbacks.logger import CSVLogger, Logger
+from manyhands.training.callbacks.services import MLflowLogger, TensorBoardLogger, WandbLogger
 
 MISSING = {"wandb": WandbLogger, "mlflow": MLflowLogger, "tensorboardX": TensorBoardLogger}
 

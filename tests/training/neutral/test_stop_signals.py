@@ -7,7 +7,7 @@ from support import run_python
 
 PROGRAM = """
 import sys
-from manyhands.training.limits.stop_signals import Stopped
+from manyhands.training.stopping import Stopped
 from manyhands.training.result import Result
 
 def stopped(name):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings
-from manyhands.training.limits import stop_signals, units
-from manyhands.training.limits.first_batches import as_number
+from manyhands.training import stopping
+from manyhands.training.data.loader_batches import as_number
 from manyhands.training.options import Limits
 
 
 def test_durations_and_intervals() -> None:
-    assert doctest.testmod(units).failed == doctest.testmod(stop_signals).failed == 0
+    assert doctest.testmod(stopping).failed == 0
     assert Limits(max_time="1h30m") == Limits(max_time=5400) == Limits(max_time=datetime.timedelta(hours=1.5))
     assert Limits(evaluate_every="2 epochs").evaluation == (2, "epochs")
     assert Limits(evaluate_every="10 steps").evaluation == (10, "steps")

@@ -13,7 +13,7 @@ from keras import layers
 
 from manyhands.book.tensorflow import initialise
 from manyhands.training.commands import parity
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
 from manyhands.training.result import Result
 from manyhands.training.tensorflow.trainer import Trainer

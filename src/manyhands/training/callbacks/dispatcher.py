@@ -7,18 +7,17 @@ and the loop does not wait for that answer.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from manyhands.errors import CallbackFailed, ManyhandsError
-from manyhands.training.callbacks.callback import Callback, Training
-from manyhands.training.callbacks.loggers.logger import Logger
-from manyhands.training.callbacks.picture import Picture
-from manyhands.training.callbacks.plan import CallbackPlan, names, plan_of
+from manyhands.training.callbacks.callback import Callback, CallbackPlan, Training, names, plan_of
+from manyhands.training.callbacks.curves import Picture
+from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
-from manyhands.training.callbacks.step_means import StepMeans
 from manyhands.training.checkpoints import atomic_files
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures
@@ -217,3 +216,42 @@ class Dispatcher:
                 f"the callback {name} failed in {moment} (epoch {self.training.epoch}, step {step}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+class StepMeans:
+    """The figures that one callback has not received yet."""
+
+    def __init__(self) -> None:
+        self._carried = Figures()  # of the epochs before
+        self._reported = Figures()  # of this epoch's sums
+
+    def take(self, sums: Figures) -> dict[str, float]:
+        """The means up to these sums of the epoch."""
+        rest = _sum(self._carried, sums, self._reported)
+        self._carried, self._reported = Figures(), sums
+        return named(rest, "train")
+
+    def end_epoch(self, sums: Figures) -> None:
+        self._carried, self._reported = _sum(self._carried, sums, self._reported), Figures()
+
+    def state(self) -> list[Any]:
+        return [sums.as_json() for sums in (self._carried, self._reported)]
+
+    def restore(self, state: list[Any]) -> None:
+        self._carried, self._reported = (Figures.from_json(sums) for sums in state)
+
+
+def named(figures: Figures, part: str) -> dict[str, float]:
+    """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc."""
+    means = {f"{part}_loss": figures.loss}
+    return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
+
+
+def _sum(carried: Figures, sums: Figures, reported: Figures) -> Figures:
+    loss = carried.loss_sum + sums.loss_sum - reported.loss_sum
+    return Figures(
+        loss if math.isfinite(loss) else math.nan,
+        carried.correct + sums.correct - reported.correct,
+        carried.count + sums.count - reported.count,
+        counted=sums.counted or carried.counted,
+    )

@@ -1,14 +1,22 @@
-"""``Progress``: what a training shows while it runs; the one callback that is there by default."""
+"""``Progress``: what a training shows while it runs; the one callback that is there by default.
+
+On a terminal there is a bar over the steps of the epoch, redrawn at most ten times a second; elsewhere (a log file, a
+notebook, CI) only lines are printed. Both go to standard error, so that the program's own output can be piped. If
+standard error cannot be written to, the display falls silent and training continues.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from manyhands.amounts import counted
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
-from manyhands.training.display.progress_bar import ProgressBar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 _MEASURED = 1.0  # seconds of steps, after the first ones, that the estimate is based on
 _SHORT = 5.0  # seconds; what takes less needs no estimate
@@ -120,3 +128,106 @@ def _duration(seconds: float) -> str:
         minutes = round(seconds / 60)
         return counted(minutes, "minute")
     return f"{seconds / 3600:.1f} hours"
+
+
+_PAUSE = 0.1  # seconds between two redraws
+_WORDS = {
+    "samples_per_second": "{:,.0f} samples/s",
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.4f}",
+    "val_loss": "val loss {:.4f}",
+    "val_acc": "val acc {:.4f}",
+}
+
+
+class ProgressBar:
+    """Shows a bar on a terminal; :meth:`line` prints above it, or plainly where there is none.
+
+    :meth:`update` may be called every step, and costs about a microsecond when nothing is drawn.
+    """
+
+    def __init__(self, epochs: int | None, stream: TextIO | None = None) -> None:
+        """``epochs``: None where the job has another end."""
+        self._epochs = epochs
+        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None without a console
+        self._bar = None if self._stream is None else _bar(self._stream)
+        self._next = 0.0
+        self._step = self._total = self._epoch = 0
+        self._figures: dict[str, float | None] = {}
+        if self._bar is not None:
+            self._bar.start()
+
+    def stop(self) -> None:
+        """Draw the bar for the last time."""
+        if self._bar is not None:
+            self._draw(self._bar)
+            self._bar.stop()
+            self._bar = None
+
+    def update(self, step: int, total: int, *, epoch: int, **figures: float | None) -> None:
+        """Step `step` of `total` in this epoch (both from 1) is done.
+
+        Figures are those of `_WORDS`: plain numbers, never tensors on a device, whose reading would wait. One that is
+        not given keeps its last value.
+        """
+        if self._bar is None:
+            return
+        if epoch != self._epoch:
+            self._bar.reset(self._bar.task_ids[0])
+            self._epoch = epoch
+            self._figures.clear()
+        self._step, self._total = step, total
+        self._figures.update(figures)
+        now = time.monotonic()
+        if now >= self._next or step >= total:
+            self._next = now + _PAUSE
+            self._draw(self._bar)
+
+    def line(self, text: str) -> None:
+        """Print a line of text, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            try:
+                print(text, file=self._stream, flush=True)
+            except (OSError, ValueError):  # a closed pipe, or a closed file
+                self._stream = None
+
+    def _draw(self, bar: Bar) -> None:
+        of_all = f"/{self._epochs}" if self._epochs is not None else ""
+        figures = {name: value for name, value in self._figures.items() if value is not None}
+        bar.update(
+            bar.task_ids[0],
+            description=f"epoch {self._epoch}{of_all}" if self._epoch else "starting",
+            completed=self._step,
+            total=self._total or None,
+            figures="  ".join(form.format(figures[name]) for name, form in _WORDS.items() if name in figures),
+        )
+        bar.refresh()
+
+
+def _bar(stream: TextIO) -> Bar | None:
+    """A bar with one task, or None where the stream cannot show one."""
+    if not stream.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    console = Console(file=stream)
+    if console.is_dumb_terminal:
+        return None
+    bar = Bar(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True)),
+        console=console,
+        auto_refresh=False,  # no thread of its own: it is drawn when there is something new
+        expand=True,
+        redirect_stdout=sys.stdout.isatty(),  # else what is piped to a file would land on the terminal
+    )
+    bar.add_task("starting", total=None, figures="")
+    return bar

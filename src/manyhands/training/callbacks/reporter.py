@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from manyhands.training.callbacks.plan import CallbackPlan
+from manyhands.training.callbacks.callback import CallbackPlan
 from manyhands.training.running_sums import Figures
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import counted
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
+from manyhands.training import running_sums
 from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
 from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved
-from manyhands.training.limits.ending import ENDLESS
-from manyhands.training.loss import nan_losses
 from manyhands.training.running_sums import Figures, of_one, together
 from manyhands.training.settings import Settings
+from manyhands.training.stopping import ENDLESS
 
 if TYPE_CHECKING:
     from manyhands.training.loop import Loop
@@ -49,7 +49,7 @@ def captured(loop: Loop) -> Saved | None:
         return None
     learner = loop.learner
     figures = learner.read()
-    nan_losses.check(loop, together(figures))
+    running_sums.check(loop, together(figures))
     loop.report.report_steps(wait=True)
     saved = learner.save()
     if loop.run is None or saved is None:

@@ -15,14 +15,20 @@ figures are shown; loaders that shuffle differently are found at the first batch
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import itertools
 import math
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint, type_in_words
@@ -267,3 +273,105 @@ def _advice(loader: Any) -> str:
         "generator has to seed it by the epoch: give a function such as def batches(epoch): rng = "
         "np.random.default_rng((0, epoch)); ...; or give (X, y) arrays"
     )
+
+
+# Random numbers that a loader draws
+
+
+class OwnStream:
+    """Within it, NumPy and Python draw from a separate stream, which the next ``with`` continues."""
+
+    def __init__(self, seed: int) -> None:
+        self._within: tuple[Any, Any] = np.random.RandomState(seed % 2**32).get_state(), random.Random(seed).getstate()
+
+    def __enter__(self) -> None:
+        self._without = _state()
+        _set(self._within)
+
+    def __exit__(self, *_: object) -> None:
+        self._within = _state()
+        _set(self._without)
+
+
+def draw_within(stream: AbstractContextManager[None], values: Iterable[Any]) -> Iterator[Any]:
+    """The same values; the random numbers that they take are drawn from the stream."""
+    end = object()
+    with stream:
+        values_left = iter(values)
+    while True:
+        with stream:
+            value = next(values_left, end)
+        if value is end:
+            return
+        yield value
+
+
+@contextlib.contextmanager
+def preserve_host_random_state() -> Iterator[None]:
+    """Afterwards NumPy's and Python's random numbers go on as if nothing had been drawn within."""
+    before = _state()
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _state() -> tuple[Any, Any]:
+    return np.random.get_state(), random.getstate()
+
+
+def _set(state: tuple[Any, Any]) -> None:
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+
+
+# Only the first batches
+
+
+def as_number(limit: float | None, source: Any, batch_size: int, option: str) -> int | None:
+    """A limit as a number of batches; None: all. ``1`` is one batch, ``1.0`` all, ``0.5`` half of them."""
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return None
+    if isinstance(limit, int):
+        return limit
+    batches = length(source) if source.count is None else -(-source.count // batch_size)
+    if batches is None:
+        raise BadSettings(
+            f"{option}={limit:g} is a part of the batches, and the loader does not say how many it has (it has no "
+            "__len__): give a number of batches"
+        )
+    number = math.floor(batches * limit + 1e-9)  # 0.29 * 100 is a little less than 29
+    if not number:
+        raise BadSettings(
+            f"{option}={limit:g} of {counted(batches, 'batch', 'batches')} is none: give a number of batches, or at "
+            f"least {1 / batches:.3g}"
+        )
+    return number
+
+
+def first_batches(source: Any, limit: float | None, batch_size: int, option: str) -> Any:
+    """The source with its first batches only: of a loader its own, else of ``batch_size`` samples each."""
+    if source is None:
+        return source
+    batch_size = source.batch_size or batch_size
+    batches = as_number(limit, source, batch_size, option)
+    if batches is None:
+        return source
+    if source.count is None:
+        return dataclasses.replace(source, loader=FirstBatches(source.loader, batches))
+    return source.first(batches * batch_size) if batches * batch_size < source.count else source
+
+
+class FirstBatches:
+    """A loader that ends after this many batches; otherwise it is the one inside."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)

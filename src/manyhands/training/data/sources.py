@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands import tree
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
-from manyhands.training.data.loader_randomness import OwnStream, drawn_within
+from manyhands.training.data.loader_batches import OwnStream, draw_within
 from manyhands.training.data.order import Cursor, Window, epoch_order, spread
-from manyhands.training.data.structure import Structure, is_nested
 
 Batch = tuple[Any, ...]
 Array = NDArray[Any]
@@ -206,7 +206,7 @@ class Stream:
         if hasattr(self.loader, "set_order"):
             self.loader.set_order(seed if self.shuffle else None)
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        from_loader: Iterable[Any] = drawn_within(OwnStream(mixed), self.loader)
+        from_loader: Iterable[Any] = draw_within(OwnStream(mixed), self.loader)
         if not self.targets:
             from_loader = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in from_loader)
         batches = (_parts(batch, self.structure, 1 + self.targets) for batch in from_loader)
@@ -337,3 +337,93 @@ def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> t
             f"per sample. If these are single samples, {_PUT_TOGETHER}"
         )
     return parts
+
+
+# Nested batches
+
+
+class Structure:
+    """The structure of a data set's batches: that of the first one, which all others must have too.
+
+    ``dicts``: a batch may be a dict with its target in it, ``{"image": X, "label": y}``. It is then a tuple of one.
+    """
+
+    def __init__(self, *, dicts: bool = False) -> None:
+        self.dicts = dicts
+        self._spec: tree.Structure | None = None
+
+    def flat(self, batch: Sequence[Any]) -> tuple[Any, ...]:
+        """The arrays of a batch."""
+        arrays, spec = tree.flatten(tuple(batch))
+        if self._spec is None:
+            self._spec = spec
+        elif self._spec != spec:
+            raise BadBatch(
+                f"a batch has the parts {_shown(spec)}, and the one before it had {_shown(self._spec)}: give every "
+                "batch the same parts"
+            )
+        return tuple(arrays)
+
+    def nested(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """A batch of these arrays, as the user's batches are."""
+        if self._spec is None:
+            return tuple(arrays)
+        batch: Any = self._spec.unflatten(arrays)
+        return tuple(batch)
+
+
+def is_nested(part: Any) -> bool:
+    """Whether a part of a batch has parts itself."""
+    return isinstance(part, (Mapping, list, tuple))
+
+
+def _shown(spec: tree.Structure) -> str:
+    return str(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
+
+
+# Random-access sources
+
+
+def is_random_access(data: Any) -> bool:
+    """Whether ``data[i]`` is a sample. What can also be iterated is a loader of batches, unless it gives numbers."""
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or isinstance(data, (Sequence, Mapping)):
+        return False
+    if hasattr(data, "shape") or not len(data):
+        return False
+    return not hasattr(data, "__iter__") or any(not np.ndim(leaf) for leaf in tree.flatten(data[0])[0])
+
+
+class Samples:
+    """The batches of a random-access source: a loader in the job's order of the epoch, or in that of the source."""
+
+    def __init__(self, source: Any, batch_size: int) -> None:
+        self._source, self._batch_size = source, batch_size
+        self._epoch = 0
+        self._seed: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def set_order(self, seed: int | None) -> None:
+        """The order of this seed; None: that of the source."""
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return -(-len(self._source) // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = epoch_order(self._seed or 0, self._epoch, len(self._source), shuffle=self._seed is not None)
+        for start in range(0, len(order), self._batch_size):
+            yield _stacked([self._source[int(number)] for number in order[start : start + self._batch_size]])
+
+
+def _stacked(samples: list[Any]) -> Any:
+    leaves, structures = zip(*map(tree.flatten, samples), strict=True)
+    if len(set(structures)) > 1:
+        raise BadBatch("samples of the data have unlike parts: give every sample the same ones")
+    try:
+        return structures[0].unflatten([np.stack(parts) for parts in zip(*leaves, strict=True)])
+    except ValueError as error:
+        raise BadBatch(
+            f"samples of the data have unlike shapes, and a batch is one array ({error}): pad them"
+        ) from error

@@ -12,9 +12,9 @@ import numpy as np
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import options, refusals
 from manyhands.training.data import fit_arguments, loader_batches
+from manyhands.training.data.loader_batches import first_batches
 from manyhands.training.data.sources import as_numpy
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.limits.first_batches import first_batches
 from manyhands.training.settings import Settings
 
 

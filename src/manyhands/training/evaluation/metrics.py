@@ -8,6 +8,7 @@ function gets everything at once: a mean of means over batches is not the mean, 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import pickle
 import re
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 from manyhands import tree
 from manyhands.errors import BadSettings, ManyhandsError, MetricFailed, type_in_words
 from manyhands.training.evaluation.pieces import Join, Pieces
+from manyhands.training.learner import Take
+from manyhands.training.running_sums import Figures, or_none
 
 _RESERVED = ("loss", "acc")
 _HOW = 'metrics={"mae": function} or a list: functions f(outputs, targets), or metric objects of the framework'
@@ -216,3 +219,57 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, (bool, int, float)):
         return float(value) if math.isfinite(value) else None
     raise BadSettings(f"metric {name!r} gave {type_in_words(value)}: return a number, or an array of numbers")
+
+
+# All metrics of a model
+
+
+class Evaluates(Protocol):
+    """The part of a learner that computes figures of data that are not trained on."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None: ...
+
+    def from_first(self, data: bytes) -> bytes: ...
+
+
+def evaluate_with_metrics(
+    learner: Evaluates, metrics: Metrics, alive: Callable[[], None]
+) -> tuple[Figures | None, dict[str, Any]]:
+    """Loss and accuracy, and the value of each metric, the same in every process.
+
+    The first process computes the metrics: it has the outputs and targets of all devices.
+    """
+    if not metrics:
+        return learner.evaluate(alive), {}
+    if learner.rank == 0:
+        metrics.reset()
+    figures = learner.evaluate(alive, metrics.update)
+    values = metrics.figures() if learner.rank == 0 and figures is not None else {}
+    return figures, json.loads(learner.from_first(json.dumps(values).encode()))
+
+
+def evaluate_to_dict(learner: Evaluates, metrics: Metrics) -> dict[str, Any]:
+    """The result of ``Trainer.evaluate`` for a model that is on its devices."""
+    figures, values = evaluate_with_metrics(learner, metrics, ignore_progress)
+    assert figures is not None
+    return named_results(figures, values)
+
+
+def named_results(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
+    """The result of ``Trainer.evaluate``: without an accuracy if there are no classes."""
+    accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}
+    return {"loss": or_none(figures.loss), **accuracy, **values}
+
+
+def collect_outputs(predict: Callable[[Callable[[], None], Take], Any], join: Join) -> Any:
+    """All outputs as one tree; None where this process gets none. ``predict`` is a framework's own."""
+    outputs = Pieces(join)
+    predict(ignore_progress, lambda piece, _: outputs.add(piece))
+    return outputs.whole()
+
+
+def ignore_progress() -> None:
+    """Does nothing: no one watches whether this process is alive."""

@@ -21,8 +21,7 @@ from flax import nnx
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
-from manyhands.training.data.sources import Arrays, Source, Stream, as_it_is
-from manyhands.training.data.structure import Structure
+from manyhands.training.data.sources import Arrays, Source, Stream, Structure, as_it_is
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import batches, feed

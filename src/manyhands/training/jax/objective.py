@@ -28,8 +28,7 @@ from manyhands.training.data.labels import ClassLabels
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax import batches
 from manyhands.training.jax.batches import Batch
-from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.loss.own_step import call_step, is_default, step_name
+from manyhands.training.loss.own_step import LossSum, call_step, is_default, step_name
 
 Loss = Callable[[Any, Any], Any]
 Rows = NDArray[np.bool_]  # which rows of a batch are samples

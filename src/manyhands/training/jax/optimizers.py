@@ -1,4 +1,4 @@
-"""Makes the optimizer of a job; :mod:`manyhands.training.choices.optimizers` says whose learning rate counts."""
+"""Makes the optimizer of a job; :mod:`manyhands.training.optimizers` says whose learning rate counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.choices.optimizers import Optimizers
 from manyhands.training.jax.skeleton import is_key
+from manyhands.training.optimizers import Optimizers
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 # Optimizers, by a part of their state, whose updates are not proportional to a rate.

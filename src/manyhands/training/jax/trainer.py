@@ -21,11 +21,9 @@ from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
-from manyhands.training.data.samples import Samples, is_random_access
-from manyhands.training.data.sources import Source, Stream, is_dataset, source
-from manyhands.training.data.structure import Structure
-from manyhands.training.evaluation import evaluate
+from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
+from manyhands.training.evaluation.metrics import collect_outputs, evaluate_to_dict
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.evaluation import Evaluator
 from manyhands.training.jax.learner import JaxLearner, Job
@@ -154,7 +152,7 @@ class Trainer(BaseTrainer):
         objective, metrics = objective_for(model, self.options.loss), self._metrics()
         checks.check_labels(model, objective, source, None)
         with self._evaluating(model, objective, source, settings) as evaluator:
-            return evaluate.evaluated(evaluator, metrics)
+            return evaluate_to_dict(evaluator, metrics)
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         call: Any = call_of(model) if callable(model) else None
@@ -164,7 +162,7 @@ class Trainer(BaseTrainer):
         model = linen.with_weights(model)
         objective = objective_for(model, self.options.loss)
         with self._evaluating(model, objective, source, settings) as evaluator:
-            return evaluate.predicted(functools.partial(evaluator.predict, inputs), self._joined)
+            return collect_outputs(functools.partial(evaluator.predict, inputs), self._joined)
 
     @contextlib.contextmanager
     def _evaluating(

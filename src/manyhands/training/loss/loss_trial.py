@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
-from manyhands.training.data import loader_randomness
+from manyhands.training.data.loader_batches import preserve_host_random_state
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array, Arrays, Source
 
@@ -203,7 +203,7 @@ def note_of(compute: Callable[..., Pass], chosen: Chosen, seen: str | None, **ho
     """
     batches = [(partial(compute, batch), len(batch)) for batch in chosen.batches]
     try:
-        with loader_randomness.preserved():
+        with preserve_host_random_state():
             why: str | Exception | None = check(batches, **how)
     except BadSettings:
         raise

@@ -17,8 +17,7 @@ from manyhands.backends.mxnet import devices as _backend
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
-from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.loss.own_step import call_step, is_default, step_name
+from manyhands.training.loss.own_step import LossSum, call_step, is_default, step_name
 from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.step import replicas, sample_weights
 

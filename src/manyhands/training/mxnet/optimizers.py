@@ -11,8 +11,8 @@ import numpy as np
 from mxnet import gluon
 
 from manyhands.errors import BadSettings
-from manyhands.training.choices.optimizers import Optimizers
 from manyhands.training.mxnet.step import replicas
+from manyhands.training.optimizers import Optimizers
 
 Optimizer = mx.optimizer.Optimizer
 # These keep a number of their own beside the state of each parameter, or draw random ones: replicas would drift apart.

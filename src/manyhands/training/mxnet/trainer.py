@@ -20,9 +20,8 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.sources import Source
-from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
-from manyhands.training.evaluation.metrics import MetricCalls
+from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, ignore_progress, named_results
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, evaluation, modes, optimizers
 from manyhands.training.mxnet.feed import Feed
@@ -106,8 +105,8 @@ class Trainer(BaseTrainer):
         with self._feeding(model, source, settings, objective) as feed:
             metrics.reset()
             take = metrics.update if metrics else None
-            figures = evaluation.figures(objective, feed, settings, evaluate.nothing, take)
-            return evaluate.as_dict(figures, metrics.figures())
+            figures = evaluation.figures(objective, feed, settings, ignore_progress, take)
+            return named_results(figures, metrics.figures())
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_block(model)
@@ -116,7 +115,7 @@ class Trainer(BaseTrainer):
     def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
         with self._feeding(model, source, settings) as feed:
             work = functools.partial(evaluation.predict, model, inputs, feed, settings)
-            return evaluate.predicted(work, self._joined)
+            return collect_outputs(work, self._joined)
 
     @contextlib.contextmanager
     def _feeding(

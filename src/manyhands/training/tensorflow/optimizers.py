@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from manyhands.errors import BadSettings
-from manyhands.training.choices.optimizers import Optimizers
+from manyhands.training.optimizers import Optimizers
 
 _neutral = {
     name: vars(BaseOptimizer)[name]
@@ -128,7 +128,7 @@ def rate_value(optimizer: Any) -> float:
 
 
 def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
-    """The optimizer that a user means: see :mod:`manyhands.training.choices.optimizers`."""
+    """The optimizer that a user means: see :mod:`manyhands.training.optimizers`."""
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
         optimizer = model.configure_optimizers()
     if optimizer is None and getattr(model, "compiled", False) and model.optimizer is not None:

@@ -16,11 +16,9 @@ from manyhands.errors import BadSettings, WorkerFailed, type_in_words
 from manyhands.training import launcher
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.data.sources import Source, is_dataset, source
-from manyhands.training.data.structure import Structure
-from manyhands.training.evaluation import evaluate
+from manyhands.training.data.sources import Source, Structure, is_dataset, source
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.evaluation.metrics import MetricCalls, Metrics
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics, collect_outputs, evaluate_to_dict
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -130,7 +128,7 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
         compiled_settings.check(model, loss=self.options.loss, tests=True)
         checks.check_metrics(model, source)
-        return evaluate.evaluated(self._evaluator(model, source, settings, tests=True), self._metrics(model))
+        return evaluate_to_dict(self._evaluator(model, source, settings, tests=True), self._metrics(model))
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_model(model)
@@ -138,7 +136,7 @@ class Trainer(BaseTrainer):
 
     def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
         evaluator = self._evaluator(model, source, settings, tests=False)
-        return evaluate.predicted(functools.partial(evaluator.predict, inputs), self._joined)
+        return collect_outputs(functools.partial(evaluator.predict, inputs), self._joined)
 
     def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluator:
         """``tests``: the loss is computed, and not only the model's outputs."""

@@ -32,7 +32,7 @@ from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
 from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch.data import dict_batches, feed, samples
 from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
@@ -50,7 +50,7 @@ _HOST = torch.device("cpu")
 
 @dataclass
 class Evaluation:
-    """A model and data on this rank's device; an :class:`~manyhands.training.evaluation.evaluate.Evaluates`."""
+    """A model and data on this rank's device; an :class:`~manyhands.training.evaluation.metrics.Evaluates`."""
 
     model: torch.nn.Module
     world: World

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from manyhands.training.evaluation import evaluate
+from manyhands.training.evaluation.metrics import evaluate_with_metrics, ignore_progress, named_results
 from manyhands.training.learner import Say, Take
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.evaluation import Evaluation
@@ -42,15 +42,15 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
         evaluation.predict(job.inputs, alive, take)
         return None
     evaluation.objective = placed(job.objective, here.device, number_format.dtype)
-    figures, values = evaluate.figures_of(evaluation, job.metrics, alive)
+    figures, values = evaluate_with_metrics(evaluation, job.metrics, alive)
     assert figures is not None
-    return evaluate.as_dict(figures, values)
+    return named_results(figures, values)
 
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
     """In the calling process; the model, and the caller's random numbers, are then as they were."""
     with randomness.preserved(here.device), _device_and_precision_preserved(job.model):
-        return computed(job, here, take, evaluate.nothing)
+        return computed(job, here, take, ignore_progress)
 
 
 def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:

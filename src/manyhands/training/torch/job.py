@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
+from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.metrics import Metrics

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
-from manyhands.training.loss.loss_sum import LossSum
-from manyhands.training.loss.own_step import is_default, plots_of, plotted_loss
+from manyhands.training.loss.own_step import LossSum, is_default, plots_of, plotted_loss
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange

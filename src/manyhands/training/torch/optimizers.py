@@ -1,4 +1,4 @@
-"""Makes the optimizer of a job; :mod:`manyhands.training.choices.optimizers` says whose learning rate counts."""
+"""Makes the optimizer of a job; :mod:`manyhands.training.optimizers` says whose learning rate counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training.choices.optimizers import Optimizers
+from manyhands.training.optimizers import Optimizers
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 

@@ -27,9 +27,8 @@ from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
-from manyhands.training.evaluation.metrics import MetricCalls
+from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs
 from manyhands.training.learner import Take
 from manyhands.training.loss import own_step
 from manyhands.training.result import Result
@@ -302,7 +301,7 @@ class Trainer(BaseTrainer):
         job = self._other_job(model, source, settings, "predict")
         job.inputs = inputs
         with _diagnosed(lambda error: diagnose.of_prediction(job)):
-            return evaluate.predicted(lambda _, take: self._computed(job, take), self._joined)
+            return collect_outputs(lambda _, take: self._computed(job, take), self._joined)
 
     def _other_job(
         self, model: torch.nn.Module, source: Source, settings: Settings, purpose: Literal["evaluate", "predict"]

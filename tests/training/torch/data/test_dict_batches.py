@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from training_cases import difference, fit, mlp, rows, vectors
 
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
 from manyhands.training.torch.trainer import Trainer
 

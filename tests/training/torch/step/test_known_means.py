@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import CLASSES, convnet, difference, fit, images, mlp, vectors
 
 from manyhands.errors import BadSettings
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
 from manyhands.training.torch.preflight import loss_trial, trial_model
 

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
-from manyhands.training.callbacks.callback import Averaging
-from manyhands.training.callbacks.plan import CallbackPlan
+from manyhands.training.callbacks.callback import Averaging, CallbackPlan
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import Window
 from manyhands.training.options import Step

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, on every device: see :class:`manyhands.training.callbacks.ema.EMA`.
+"""An exponential moving average of the weights, on every device: see :class:`manyhands.training.callbacks.weights.EMA`.
 
 All devices have the same weights after each step, and so the same average; none of them waits for another.
 """

@@ -6,7 +6,7 @@ the batch, however unequal the shards are. Three samples on one device and one o
 
     (l1 + l2 + l3) / 4   +   l4 / 4   =   (l1 + l2 + l3 + l4) / 4
 
-Where the loss is a sum with a count of its own (:class:`~manyhands.training.loss.loss_sum.LossSum`), the count of the
+Where the loss is a sum with a count of its own (:class:`~manyhands.training.loss.own_step.LossSum`), the count of the
 whole batch is known only after all forward passes: each device minimises its total, and the summed gradients are
 divided.
 

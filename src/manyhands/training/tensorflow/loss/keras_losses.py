@@ -3,7 +3,7 @@
 Keras reduces the losses of a batch to a mean. On several devices, or with ``accumulate``, each part of a batch has a
 mean of its own, and those can be put together only if it is known what each was divided by. So the losses are reduced
 here: to a mean over samples, where the divisor grows with the number of samples alone, else to a sum and its divisor
-(:class:`~manyhands.training.loss.loss_sum.LossSum`). The second is needed where tokens are masked, where labels of
+(:class:`~manyhands.training.loss.own_step.LossSum`). The second is needed where tokens are masked, where labels of
 ``ignore_class`` are left out, and for ``reduction="mean_with_sample_weight"``. Six tokens of which five count on one
 device and six of which two count on the other: (a + b) / 7, not the mean of a / 5 and b / 2. Where Keras divides by
 nothing, with ``reduction="sum"`` or ``None``, neither do we (:class:`Total`).
@@ -30,8 +30,8 @@ from keras.src.trainers.compile_utils import CompileLoss
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training import refusals
-from manyhands.training.data.structure import is_nested
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.data.sources import is_nested
+from manyhands.training.loss.own_step import LossSum
 
 _BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and outputs
 _UNREDUCED = ("none", None)

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from manyhands.training.data import loader_randomness
+from manyhands.training.data.loader_batches import preserve_host_random_state
 from manyhands.training.data.sources import Arrays
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
@@ -30,7 +30,7 @@ def try_loss(function: Function, data: Arrays) -> tuple[str | None, loss_trial.C
     with (
         _quiet(function.model),
         _variables_preserved(function),
-        loader_randomness.preserved(),
+        preserve_host_random_state(),
         tf.device("/device:CPU:0"),
     ):
         graph = _graph(function, data)

@@ -3,7 +3,7 @@
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and summed
 over the replicas it is the mean over the batch, and so are the gradients. For example eight samples on two devices in
 shares 3:1: the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight. A loss
-that is a sum and its count (:class:`~manyhands.training.loss.loss_sum.LossSum`) is divided by the counts of all
+that is a sum and its count (:class:`~manyhands.training.loss.own_step.LossSum`) is divided by the counts of all
 replicas, which are added up before the gradients are. A sum without a divisor (Keras's ``reduction="sum"``) is only
 added up.
 

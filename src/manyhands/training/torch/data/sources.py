@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
-from manyhands.training.data.loader_randomness import drawn_within
+from manyhands.training.data.loader_batches import draw_within
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
 from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none, tensors_in
 from manyhands.training.torch.data.dict_batches import Named
@@ -162,7 +162,7 @@ class Stream:
 
     def _batches(self, seed: int) -> Iterator[Batch]:
         stream = randomness.OwnStream(seed, getattr(self.loader, "generator", None))
-        for from_loader in drawn_within(stream, self.loader):
+        for from_loader in draw_within(stream, self.loader):
             batch = _plain_dict(from_loader)
             if rows_or_none(batch) == 0:
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.training.data import loader_randomness
+from manyhands.training.data.loader_batches import OwnStream as HostStream
 
 
 class OwnStream:
@@ -22,7 +22,7 @@ class OwnStream:
     """
 
     def __init__(self, seed: int, generator: Any = None) -> None:
-        self._others = loader_randomness.OwnStream(seed)
+        self._others = HostStream(seed)
         self._within = torch.Generator().manual_seed(seed).get_state()
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)

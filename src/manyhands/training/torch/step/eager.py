@@ -17,7 +17,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings, type_in_words
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 
 IGNORED = -100  # the label that these losses leave out by default
 _MEANS = (functional.cross_entropy, functional.nll_loss)

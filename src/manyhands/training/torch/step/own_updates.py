@@ -24,7 +24,7 @@ import torch
 
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
-from manyhands.training.loss.loss_sum import LossSum
+from manyhands.training.loss.own_step import LossSum
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import checked
 from manyhands.training.torch.state.module_state import statistics_kept

@@ -30,8 +30,8 @@ import torch
 
 from manyhands import errors, machine
 from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.training import stopping
 from manyhands.training.learner import Say
-from manyhands.training.limits import stop_signals
 from manyhands.training.torch.job import Job, torch_settings
 from manyhands.training.torch.ranks import gradient_sum, world
 from manyhands.training.torch.workers import fork_server
@@ -161,7 +161,7 @@ class Pool:
             asked = None
             while any(worker.outcome is None for worker in self.workers):
                 self._listen(say)
-                if asked is None and (asked := stop_signals.current().asked) is not None:
+                if asked is None and (asked := stopping.current_requests().asked) is not None:
                     self._send(self.workers[0], sending.STOP + asked.encode())
                 self._check(job.settings.workers.hang_seconds)
         except KeyboardInterrupt as interrupt:

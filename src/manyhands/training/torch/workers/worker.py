@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from manyhands.training import stopping
 from manyhands.training.learner import Say
-from manyhands.training.limits import stop_signals
 from manyhands.training.torch import evaluation_job
 from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
@@ -41,7 +41,7 @@ def main(address: str, rank: int) -> None:
     # The caller asks a rank that makes no more steps for its stack.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
-    signal.signal(signal.SIGTERM, stop_signals.current().handle)  # a scheduler may signal every process of a job
+    signal.signal(signal.SIGTERM, stopping.current_requests().handle)  # a scheduler may signal every process of a job
     connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
     connection.send(rank)
     jobs: queue.Queue[bytes] = queue.Queue()
@@ -67,11 +67,11 @@ def _listen(
             elif message.startswith(ANSWER):
                 answers.put(message.removeprefix(ANSWER))
             elif message.startswith(STOP):
-                stop_signals.current().ask(message.removeprefix(STOP).decode())
+                stopping.current_requests().ask(message.removeprefix(STOP).decode())
             elif message.startswith(WISH):
-                stop_signals.current().wish = json.loads(message.removeprefix(WISH))
+                stopping.current_requests().wish = json.loads(message.removeprefix(WISH))
             else:
-                stop_signals.current().clear()
+                stopping.current_requests().clear()
                 jobs.put(message)
     except (EOFError, OSError):
         os._exit(0)

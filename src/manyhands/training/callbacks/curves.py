@@ -1,15 +1,21 @@
-"""The picture of a run: loss and accuracy over the epochs, of training and of validation."""
+"""The picture of a run: loss and accuracy over the epochs, of training and of validation.
+
+Every training with ``run=`` has a :class:`Picture`, which draws it into the run's folder.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import PackageMissing
+from manyhands.training.callbacks.callback import Callback, Row, Training
 from manyhands.training.checkpoints import atomic_files
+from manyhands.training.checkpoints.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,3 +163,43 @@ def _nice(least: float) -> float:
     """The smallest round number that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next((factor * power for factor in _NICE if factor * power >= least), 10.0 * power)
+
+
+_EVERY = 15.0  # seconds between two drawings: each takes a part of one
+
+
+class Picture(Callback):
+    """Draws ``curves.png``, from the first epoch on; a training is worth more than its picture, so nothing fails here.
+
+    While the training runs it is drawn now and then between two epochs, and once more at the end.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._drawn, self._before = time.monotonic(), 0
+
+    def on_fit_start(self, training: Training) -> None:
+        self._drawn, self._before = time.monotonic(), len(training.rows)
+
+    def on_epoch_end(self, training: Training, row: Row) -> None:
+        if time.monotonic() - self._drawn > _EVERY:
+            self._draw(training)
+
+    def on_fit_end(self, training: Training) -> None:
+        reason = self._draw(training)
+        if reason is not None and training.result is not None:
+            training.result.notes.append(f"no picture: {reason}")
+
+    def _draw(self, training: Training) -> str | None:
+        """Why there is no picture; None where there is one, or nothing new to draw."""
+        if training.run is None or len(training.rows) == self._before:
+            return None
+        devices = [] if training.result is None else training.result.devices
+        title = f"{self.title} on {', '.join(devices)}" if devices else self.title
+        try:
+            curves(training.rows, RunFolder(training.run).plot_path, title=title)
+        except Exception as error:  # whatever drawing raises
+            return str(error)
+        finally:
+            self._drawn = time.monotonic()
+        return None

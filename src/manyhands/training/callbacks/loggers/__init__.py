@@ -1,1 +1,0 @@
-"""Loggers: callbacks that write figures somewhere, in a separate thread."""

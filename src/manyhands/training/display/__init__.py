@@ -1,1 +1,0 @@
-"""What a running job shows: a progress bar, a table, a picture."""

@@ -1,0 +1,270 @@
+"""When a job ends: limits, signals and callbacks, decided between two steps, the same in all of its processes.
+
+The number of steps is known everywhere. The clock and signals are not: there the processes decide together. To ask the
+others makes the host wait, so it is not done after every step but about once a second, after steps that the first
+process chooses::
+
+    step      1    2  ...  40  ...  81  ...
+    asked     *             *        *        the first process measured 40 steps a second
+
+A single process stops after the step in which the signal came. A callback that stops the training from
+``on_steps`` is heard in the same way: no step waits for its answer.
+
+``SIGTERM`` (a scheduler, ``docker stop``), ``SIGUSR1`` (SLURM's ``--signal=USR1@120``) and ``SIGINT`` (Ctrl-C) are
+recorded while ``fit`` runs in the main thread, and looked at between two steps. A second Ctrl-C stops at once. Handlers
+of the caller's own are left alone, and ours are gone when ``fit`` is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from manyhands.amounts import counted
+from manyhands.training import launcher
+from manyhands.training.learner import Learner
+from manyhands.training.options import Limits
+from manyhands.training.result import Result
+
+ENDLESS = 2**31 - 1  # epochs of a job that something else ends
+_ASK_EVERY = 1.0  # seconds between two questions to the other processes
+_MOST_STEPS = 1000
+
+
+class StopNow(BaseException):
+    """Ends an evaluation that a signal has come in: it may take longer than a scheduler waits."""
+
+
+class Ending:
+    """Decides after each step whether the job ends, and knows what ended it."""
+
+    def __init__(self, learner: Learner, limits: Limits) -> None:
+        self.learner, self.limits = learner, limits
+        self.requests = current_requests()
+        self.signal: str | None = None  # that has stopped the job
+        self.reached: str | None = None  # the limit that has ended it: "max_steps" or "max_time"
+        self.wish: dict[str, Any] | None = None  # in the first process: a callback's, to end the training
+        self.stop: dict[str, Any] | None = None  # that wish, when all processes know it
+        self._before = 0.0  # seconds of training in the jobs that this one resumes
+        self._begun = self._asked_at = time.monotonic()
+        self._asked_step: int | None = None
+        self._ask_at = 0
+
+    @property
+    def seconds(self) -> float:
+        """The training time of the whole run so far."""
+        return self._before + time.monotonic() - self._begun
+
+    def resume(self, seconds: float) -> None:
+        self._before = seconds
+
+    def is_reached(self, step: int) -> bool:
+        """Whether a limit of steps or time was reached; every process knows it."""
+        if self.limits.max_steps is not None and step >= self.limits.max_steps:
+            self.reached = "max_steps"
+        elif self.limits.max_time is not None and self._before >= float(self.limits.max_time):  # type: ignore[arg-type]
+            self.reached = "max_time"
+        return self.reached is not None
+
+    def check(self, step: int) -> bool:
+        """Whether the job ends after this many steps; asks the other processes now and then."""
+        if self.is_reached(step) or self.signal or self.stop:
+            return True
+        if self.learner.size == 1:
+            self._decide(self.requests.asked, self._wish(), time_is_up=self._time_is_up())
+        elif step >= self._ask_at:
+            self._ask_all(step)
+        return bool(self.reached or self.signal or self.stop)
+
+    def interrupt_evaluation(self) -> None:
+        """Raise where a signal has come; a resumed job evaluates again.
+
+        Several processes are somewhere else each, and cannot agree on it.
+        """
+        if self.learner.size == 1 and self.requests.asked is not None:
+            self.signal = self.requests.asked
+            raise StopNow
+
+    def _time_is_up(self) -> bool:
+        return self.limits.max_time is not None and self.seconds >= float(self.limits.max_time)  # type: ignore[arg-type]
+
+    def _wish(self) -> dict[str, Any] | None:
+        return self.wish or self.requests.wish
+
+    def _decide(self, name: str | None, wish: dict[str, Any] | None, *, time_is_up: bool) -> None:
+        self.signal = name
+        if name is not None:
+            return
+        if time_is_up:
+            self.reached = "max_time"
+        else:
+            self.stop = wish
+
+    def _ask_all(self, step: int) -> None:
+        wants = 0 if self.requests.asked is None else 1 + SIGNALS.index(self.requests.asked)
+        nobody = self.learner.all_have(wants) and not wants
+        name = None if nobody else self._signal_of_any(wants)
+        first: dict[str, Any] = {"up": self._time_is_up(), "wish": self._wish()}
+        first["next"] = step + self._steps_a_second(step)
+        first = json.loads(self.learner.from_first(json.dumps(first).encode()))
+        self._ask_at = first["next"]
+        self._decide(name, first["wish"], time_is_up=first["up"])
+
+    def _signal_of_any(self, wants: int) -> str:
+        """The signal that some process got; all processes ask for each in turn, so that all find the same."""
+        for number, name in enumerate(SIGNALS, 1):
+            got_signal = int(wants == number)
+            if not self.learner.all_have(got_signal) or got_signal:
+                return name
+        return SIGNALS[0]
+
+    def _steps_a_second(self, step: int) -> int:
+        """Steps until the next question, by the speed since the last one."""
+        now = time.monotonic()
+        seconds = now - self._asked_at
+        steps = 0 if self._asked_step is None else step - self._asked_step
+        self._asked_at, self._asked_step = now, step
+        if not steps or not seconds:
+            return 1
+        return max(1, min(_MOST_STEPS, round(_ASK_EVERY * steps / seconds)))
+
+
+# Signals
+
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+_OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
+_SAME_PRESS = 2.0  # seconds: a launcher hands on the Ctrl-C that its processes have seen already
+
+
+@dataclass
+class Requests:
+    """Which signal has asked this process to stop; None: no signal has."""
+
+    asked: str | None = None
+    # In a worker: why its caller's callbacks want the training to end, as :mod:`.callbacks.dispatcher` answers.
+    wish: dict[str, Any] | None = None
+    _when: float = 0.0
+
+    def clear(self) -> None:
+        """A new job begins."""
+        self.asked = self.wish = None
+
+    def ask(self, name: str) -> None:
+        """Note a request; the first one counts."""
+        if self.asked is None:
+            self.asked, self._when = name, time.monotonic()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """As a handler of signals."""
+        name, before = signal.Signals(number).name, self.asked
+        if name != "SIGINT":
+            self.ask(name)
+        elif before is None:
+            self.ask(name)
+            with contextlib.suppress(OSError):  # not print: it may be interrupted within itself
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+        elif not launcher.is_launched() or time.monotonic() - self._when > _SAME_PRESS:
+            raise KeyboardInterrupt
+
+
+_current = Requests()
+
+
+def current_requests() -> Requests:
+    """The requests to this process: signals that it got, or what a worker's caller passed on."""
+    return _current
+
+
+@contextlib.contextmanager
+def record_signals() -> Iterator[Requests]:
+    """Record signals within the block; only in the main thread, and only those without a handler of the caller."""
+    global _current
+    if threading.current_thread() is not threading.main_thread():
+        yield Requests()
+        return
+    before: dict[Any, Any] = {}
+    outer, _current = _current, Requests()
+    try:
+        for number in (getattr(signal, name) for name in SIGNALS):
+            if signal.getsignal(number) in _OF_PYTHON:
+                before[number] = signal.signal(number, _current.handle)
+        yield _current
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _current = outer
+
+
+class Stopped(BaseException):
+    """A signal has ended ``fit`` after a whole step; ``result`` is what came of the job until then.
+
+    The model has the weights of that moment, and where the trainer has a ``run``, a checkpoint was written. By Ctrl-C
+    it is a ``KeyboardInterrupt`` too, by other signals a ``SystemExit`` with the code 128 + the signal's number: 143
+    for ``SIGTERM``, 138 for ``SIGUSR1`` on Linux. So a program that does not catch it ends as its caller expects: with
+    that code, and 130 after Ctrl-C.
+    """
+
+    result: Result
+
+    @staticmethod
+    def by(result: Result) -> Stopped:
+        """The error of a job that was stopped."""
+        name = result.signal or "SIGTERM"
+        code = exit_code(name)
+        error: Stopped = Interrupted() if name == "SIGINT" else Terminated(code)
+        if name == "SIGINT":
+            _end_with_code_of_signal()
+        error.result = result
+        error.add_note(
+            f"{name}: stopped. The model has the weights that it had after {counted(result.steps, 'step')} of training."
+        )
+        if result.run is not None:
+            error.add_note(f"The checkpoint of that step is in {result.run}: resume='auto' continues from it.")
+        return error
+
+
+class Interrupted(Stopped, KeyboardInterrupt):
+    """Stopped by Ctrl-C."""
+
+
+class Terminated(Stopped, SystemExit):
+    """Stopped by SIGTERM or SIGUSR1."""
+
+
+class _Hook:
+    """The program's ``sys.excepthook``, after which Ctrl-C ends it with 130.
+
+    Python does that for ``KeyboardInterrupt`` alone, and not for a class derived from it.
+    """
+
+    def __init__(self, shown: Callable[..., object]) -> None:
+        self._shown = shown
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        self._shown(kind, error, traceback)
+        if isinstance(error, Interrupted):
+            raise SystemExit(exit_code("SIGINT"))
+
+
+def _end_with_code_of_signal() -> None:
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+def exit_code(name: str) -> int:
+    """The exit status of a process that a signal has stopped, as shells count it.
+
+    >>> exit_code("SIGTERM"), exit_code("SIGINT")
+    (143, 130)
+    """
+    return 128 + int(signal.Signals[name])
