@@ -33,11 +33,11 @@ import optax
 from flax import nnx
 
 from manyhands import machine
+from manyhands.book import jax as book
 from manyhands.book import jax as datasets
 from manyhands.training.data import fashion_mnist
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
-from manyhands.training.jax import command
 from manyhands.training.jax.trainer import Trainer
 
 AIM = 1.05  # of the loop by hand
@@ -70,7 +70,7 @@ class HandWritten:
 
 
 def hand_written(problem: Problem) -> HandWritten:
-    net = command.model(problem.model, 0)
+    net = book.model(problem.model, 0)
     if problem.bf16:
         for _, layer in nnx.iter_modules(net):
             if hasattr(layer, "dtype"):
@@ -217,7 +217,7 @@ def manyhands(problem: Problem) -> Outcome:
         precision="bf16" if problem.bf16 else "fp32",
         quiet=True,
     )
-    result = trainer.fit(command.model(problem.model, 0), problem.data)
+    result = trainer.fit(book.model(problem.model, 0), problem.data)
     seconds = [row["seconds"] for row in result.rows]
     return Outcome(seconds[1:], seconds[0], result.rows[-1]["train_loss"])
 

@@ -59,6 +59,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "by_step": "manyhands.training.schedules",
         "evaluate_accuracy_gpu": "manyhands.book.{framework}",
         "evaluate_accuracy_gpus": "manyhands.book.{framework}",
+        "forecast": "manyhands.forecast.measured",
         "guard": "manyhands.audit.guard",
         "lenet": "manyhands.book.{framework}",
         "load_data_fashion_mnist": "manyhands.book.{framework}",
@@ -66,7 +67,6 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "load_weights": "manyhands.book.{framework}",
         "one_cycle": "manyhands.training.commands.recipes",
         "parallel": "manyhands.parallel.handed_over",
-        "predict": "manyhands.training.{framework}.predict",
         "resnet18": "manyhands.book.{framework}",
         "task": "manyhands.tasks.scope",
         "train": "manyhands.book.{framework}",
@@ -78,7 +78,6 @@ OF_TORCH: Mapping[str, str] = MappingProxyType(
         "Parallel": "manyhands.parallel.function",
         "compile_backend": "manyhands.parallel.torch_entry",
         "parallel": "manyhands.parallel.torch_entry",
-        "predict": "manyhands.training.torch.predict.entry",
         "whole_batch": "manyhands.training.torch.ranks.whole_batch",
     }
 )

@@ -11,6 +11,7 @@ from manyhands.book.vocabulary import Benchmark as Benchmark
 from manyhands.book.vocabulary import HyperParameters as HyperParameters
 from manyhands.book.vocabulary import Timer as Timer
 from manyhands.book.vocabulary import add_to_class as add_to_class
+from manyhands.forecast.measured import forecast as forecast
 from manyhands.tasks.scope import Future as Future
 from manyhands.tasks.scope import task as task
 from manyhands.training.callbacks.callback import Callback as Callback

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from manyhands.door_names import *  # noqa: F403
     from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
-    from manyhands.training.jax.predict import predict as predict
 
     parallel: _Offer
 else:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from manyhands.parallel.function import Parallel as Parallel
     from manyhands.parallel.torch_entry import compile_backend as compile_backend
     from manyhands.parallel.torch_entry import parallel as parallel
-    from manyhands.training.torch.predict.entry import predict as predict
     from manyhands.training.torch.ranks.whole_batch import whole_batch as whole_batch
 else:
     __all__, __getattr__, __dir__ = _door.lazy(__name__, _verbs)

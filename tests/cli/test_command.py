@@ -96,7 +96,7 @@ def test_an_unknown_option_is_told_what_it_may_be(
     assert meant in said
 
 
-@pytest.mark.parametrize("command", ["parallel", "parity", "predict", "train"])
+@pytest.mark.parametrize("command", ["parallel", "parity", "forecast", "train"])
 def test_the_first_framework_that_is_installed_is_used(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_the_first_framework_that_is_installed_is_used(
     script = tmp_path / "script.py"
     script.write_text("def make(): ...")
     monkeypatch.setattr(probe, "installed", lambda: ["mxnet"])  # not here: the error names it
-    assert main([command, *(() if command == "train" else [f"{script}:make"])]) == 1
+    assert main([command, *(() if command in ("train", "forecast") else [f"{script}:make"])]) == 1
     assert "manyhands.mxnet needs mxnet" in capsys.readouterr().err
 
 
@@ -340,7 +340,7 @@ def test_a_script_does_not_see_the_arguments_of_the_command(tmp_path: Path, monk
     """A script with argparse would refuse them, and end the command with its own usage."""
     file = tmp_path / "job.py"
     file.write_text("import sys\nloaded = sys.argv[:]\ndef make(): return loaded, sys.argv[:]\n")
-    command = ["manyhands", "predict", f"{file}:make", "--devices", "2"]
+    command = ["manyhands", "forecast", f"{file}:make", "--devices", "2"]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(sys, "path", sys.path[:])
     assert script.made_by(f"{file}:make") == ([str(file)], [str(file)], None)

@@ -23,7 +23,7 @@ def _builder() -> Any:
 
 build = _builder()
 # What these show is shown by other tests, and each takes seconds to start.
-LONG = {"own_model", "frameworks", "audit", "lab_and_predict"}
+LONG = {"own_model", "frameworks", "audit", "lab_and_forecast"}
 RUN = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in build.names()]
 
 

@@ -94,4 +94,4 @@ except HiddenWait as error:
 # `mh.to` and `mh.copy` are moves that you asked for, so guards let them pass. The trainer keeps its own steps free of waits, and its
 # tests prove it with this auditor.
 #
-# Next: [will it scale?](lab_and_predict.ipynb)
+# Next: [will it scale?](lab_and_forecast.ipynb)

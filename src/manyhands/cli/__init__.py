@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import audit, convert, devices, flags, lab, parallel, parity, predict, simulate, train
+from manyhands.cli import audit, convert, devices, flags, forecast, lab, parallel, parity, simulate, train
 from manyhands.errors import ManyhandsError
 
-_COMMANDS = (devices, train, parity, convert, parallel, simulate, audit, predict, lab)
+_COMMANDS = (devices, train, parity, convert, parallel, simulate, audit, forecast, lab)
 
 
 def parser() -> argparse.ArgumentParser:

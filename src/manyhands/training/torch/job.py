@@ -40,8 +40,8 @@ class Job:
     resume: Path | None = None
     callbacks: CallbackPlan = NO_CALLBACKS
     metrics: Metrics = field(default_factory=Metrics)
-    # To evaluate and to predict a job computes with ``train`` and trains nothing; to time, its ranks sum alone.
-    purpose: Literal["fit", "evaluate", "predict", "time"] = "fit"
+    # To evaluate and to predict a job computes with ``train`` and trains nothing.
+    purpose: Literal["fit", "evaluate", "predict"] = "fit"
     inputs: Inputs | None = None  # of a prediction: which parts of a batch are the model's
     # Notes from before the job began, for its result.
     notes: list[str] = field(default_factory=list)

@@ -54,7 +54,6 @@ class LossAndWeight:
     """Summed over the ranks with the gradients: whether each loss is finite, and the weight of the labels."""
 
     loss_mark: torch.Tensor  # zero, or NaN where the loss of a rank is not finite
-    _group: dist.ProcessGroup | None = None
     _weight: torch.Tensor
     _weight_work: Any
 
@@ -66,16 +65,15 @@ class LossAndWeight:
     def sum_weight(self, weight: torch.Tensor) -> None:
         """Sum the weight of the labels over all shards; call once, before the (last) backward pass of the step."""
         self._weight = weight
-        self._weight_work = dist.all_reduce(weight, group=self._group, async_op=True)
+        self._weight_work = dist.all_reduce(weight, async_op=True)
 
 
 class GradientSum(LossAndWeight):
-    """The gradients of a model's parameters, summed over a process group; None: over all ranks."""
+    """The gradients of a model's parameters, summed over all ranks."""
 
     every_rank = False  # one without samples makes no pass
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0
         self._armed = False
@@ -139,7 +137,7 @@ class GradientSum(LossAndWeight):
             bucket.users.fill_(1)
         elif bucket.used:
             bucket.users.copy_(torch.tensor([float(n in bucket.used) for n in range(len(bucket.parameters))]))
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
     def _arrived(self, bucket: _Bucket, number: int) -> Any:
         def hook(parameter: torch.Tensor) -> None:

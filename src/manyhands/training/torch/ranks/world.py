@@ -41,8 +41,6 @@ class World:
     device: torch.device
     # Whether the process group was made here; one that the caller has made stays.
     own_group: bool = True
-    # The ranks over which gradients are summed; None: all.
-    sums_over: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:

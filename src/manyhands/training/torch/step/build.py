@@ -65,7 +65,7 @@ def _eager_step(
     if rank.sharded:
         gradients = ShardedGradients(rank.model, optimizer, device)
     elif rank.size > 1:
-        gradients = GradientSum(parameters, rank.world.sums_over)
+        gradients = GradientSum(parameters)
     takes_back = options.on_nan == "continue" or rank.scale is not None
     return EagerStep(
         rank.model,

@@ -116,10 +116,6 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         seconds=place["seconds"],
     )
     try:
-        if job.purpose == "time":
-            from manyhands.training.torch.predict import real_steps  # which starts workers itself
-
-            return real_steps.in_worker(job, here, say)
         if job.purpose != "fit":
             return evaluation_job.in_worker(job, here, say)
         loop, worker = loop_of(job, here, say)

@@ -11,22 +11,11 @@ import pytest
 from hypothesis import given
 
 from manyhands.errors import BadProfile, BadSettings, EngineError
-from manyhands.predict.all_reduce import all_reduce
-from manyhands.predict.link import LINKS, Link, link
-from manyhands.predict.memory_lines import History, memory_lines
-from manyhands.predict.prediction import predict
-from manyhands.predict.profile import (
-    BUCKET,
-    FIRST_BUCKET,
-    Bucket,
-    Contention,
-    Memory,
-    MemoryLine,
-    Profile,
-    StepTime,
-    spread_buckets,
-)
-from manyhands.predict.scaling import Assumptions, largest_shard, rows
+from manyhands.forecast.forecast import Forecast
+from manyhands.forecast.links import LINKS, Link, all_reduce, link
+from manyhands.forecast.memory import Memory, MemoryLine, memory_lines
+from manyhands.forecast.profile import BUCKET, FIRST_BUCKET, Bucket, Profile, StepTime, spread_buckets
+from manyhands.forecast.scaling import Assumptions, largest_shard, rows
 
 PLAIN = Link("plain", "measured", ((1 << 30, 1e9),), 1 << 30, None, 0.0)
 
@@ -95,35 +84,18 @@ def test_the_batch_size_at_which_devices_pay_is_where_they_do() -> None:
     assert not below.pays
 
 
-def test_ranks_that_share_the_cores_of_a_cpu_take_turns() -> None:
-    cpu = profile(times=(StepTime(64, 0.1, 0.2, 0.0, 2), StepTime(32, 0.1, 0.2, 0.0, 1)), kind="cpu", cores=2)
+def test_devices_made_of_one_cpu_take_turns() -> None:
+    cpu = profile(times=(StepTime(64, 0.1, 0.2, 0.0), StepTime(32, 0.05, 0.1, 0.0)), kind="cpu", capacity=100)
     still = Assumptions(jitter=0.0, hidden=1.0)
-    two, four = rows(cpu, Link("fast", "measured", ((1 << 30, 1e15),), 1 << 30, None, 0.0), [2, 4], assumptions=still)
-    assert two.seconds == pytest.approx(0.3)
-    assert four.seconds == pytest.approx(0.3)  # half as many samples each, and two ranks on each core
+    (four,) = rows(cpu, Link("fast", "measured", ((1 << 30, 1e15),), 1 << 30, None, 0.0), [4], assumptions=still)
+    assert four.seconds == pytest.approx(0.3)  # a quarter of the samples each, one after the other
     assert four.worst_term == "contention"
     apart = rows(cpu, LINKS["ethernet-100g"], [4], assumptions=still)[0]
     assert apart.terms["contention"] == pytest.approx(0, abs=1e-3)  # a machine for each
 
 
-def test_what_several_ranks_cost_each_other_is_what_was_measured(tmp_path: Path) -> None:
-    times = (StepTime(64, 0.1, 0.2, 0.0, 4), StepTime(32, 0.1, 0.2, 0.0, 2), StepTime(16, 0.05, 0.1, 0.0, 1))
-    cpu = profile(times=times, kind="cpu", cores=4, contentions=(Contention(2, 1.5, 0.1), Contention(4, 2.0, 0.2)))
-    assert Profile.load(cpu.save(tmp_path / "profile.json")) == cpu
-    still = Assumptions(jitter=0.0, hidden=1.0)
-    here = Link("fast", "measured", ((1 << 30, 1e15),), 1 << 30, None, 0.0)
-    one, two, four, eight = rows(cpu, here, [1, 2, 4, 8], assumptions=still)
-    assert one.seconds == pytest.approx(0.3)
-    assert two.seconds == pytest.approx(0.3 * 1.5 * 1.1)
-    assert four.seconds == pytest.approx(0.15 * 2.0 * 1.2)
-    assert eight.terms["contention"] == pytest.approx(0.075 * (2.0 * 2 - 1))  # twice as many as there are cores
-    apart = rows(cpu, LINKS["ethernet-100g"], [4], assumptions=still)[0]
-    assert apart.terms["contention"] == pytest.approx(0, abs=1e-3)
-    assert apart.terms["stragglers"] == 0
-
-
 @pytest.mark.parametrize("per_device", [True, False])
-def test_a_prediction_from_a_node_is_that_from_one_of_its_devices(per_device: bool) -> None:
+def test_a_forecast_from_a_node_is_that_from_one_of_its_devices(per_device: bool) -> None:
     one, between = Profile.of(0.1, 102e6, batch_size=32), link("nvlink-v100")
     (eight,) = rows(one, between, [8], per_device=True)
     node = Profile.of(eight.seconds, 102e6, batch_size=256, devices=8)
@@ -144,7 +116,7 @@ def test_a_node_in_a_file_and_in_words(tmp_path: Path) -> None:
     node = Profile.load(path)
     assert node == Profile.of(0.104, 102e6, batch_size=256, devices=8)
     assert Profile.load(node.save(path)) == node
-    made = predict(node, link("nvlink-v100"), [8, 16, 32], per_device=True)
+    made = Forecast.of(node, link("nvlink-v100"), [8, 16, 32], per_device=True)
     assert "32 devices pay: 3.85 times the speed of 8, 96% efficient" in made.headline
     assert "step, each 8 devices' batch 256, on 8 x device: 104 ms a step" in str(made)
     assert [row["base_devices"] for row in made.as_dict()["rows"]] == [8, 8, 8]
@@ -152,11 +124,11 @@ def test_a_node_in_a_file_and_in_words(tmp_path: Path) -> None:
     with pytest.raises(BadProfile, match="unexpected keyword argument 'batch'"):
         Profile.load(path)
     with pytest.raises(BadSettings, match="give multiples of 8"):
-        predict(node, link("nvlink-v100"), [8, 12])
+        Forecast.of(node, link("nvlink-v100"), [8, 12])
     with pytest.raises(BadSettings, match="each device has an equal part"):
         Profile.of(0.1, 1e6, batch_size=12, devices=8)
     with pytest.raises(BadSettings, match="cannot be over link 'ethernet-10g'"):
-        predict(node, link("ethernet-10g"), [8])
+        Forecast.of(node, link("ethernet-10g"), [8])
 
 
 def test_a_step_waits_for_samples_that_its_machine_has_to_prepare() -> None:
@@ -171,73 +143,65 @@ def test_a_step_waits_for_samples_that_its_machine_has_to_prepare() -> None:
     assert slower.seconds == pytest.approx(1.0)
 
 
-def test_more_than_perfect_is_refused_with_the_reason() -> None:
-    """The step of one device was measured while the machine was busy, that of a half was not."""
-    times = (StepTime(64, 0.2, 0.4, 0.0, 2), StepTime(32, 0.05, 0.1, 0.0, 1))
-    disturbed = profile(times=times, kind="cpu", cores=2)
-    with pytest.raises(BadProfile, match=r"2 devices would be \d+% efficient.*slowed down while it was measured"):
-        predict(disturbed, LINKS["nvlink"], [1, 2])
-
-
 def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
     noisy = profile(times=(StepTime(64, 0.1, 0.2, 0.0), StepTime(32, 0.2, 0.1, 0.0)))
-    assert noisy.step(64, 1).total == pytest.approx(0.3)
-    assert noisy.step(32, 1).forward == pytest.approx(0.1)
-    assert noisy.step(128, 1).backward == pytest.approx(0.4)
+    assert noisy.step(64).total == pytest.approx(0.3)
+    assert noisy.step(32).forward == pytest.approx(0.1)
+    assert noisy.step(128).backward == pytest.approx(0.4)
 
 
 def test_no_device_is_more_than_itself() -> None:
     """A whole batch that was measured while the machine was busy does not make its parts look cheap."""
     disturbed = profile(times=(StepTime(16, 0.01, 0.02, 0.001), StepTime(64, 0.4, 0.8, 0.004)))
     for devices in (2, 4, 8, 64):
-        part = disturbed.step(64 / devices, devices)
-        assert part.total >= disturbed.step(64, 1).total / devices * (1 - 1e-12)
+        part = disturbed.step(64 / devices)
+        assert part.total >= disturbed.step(64).total / devices * (1 - 1e-12)
 
 
 def test_memory_is_on_a_line_and_fits_or_not() -> None:
     lines = (
         MemoryLine(False, Memory(weights=100), Memory(activations=10)),
         MemoryLine(False, Memory(weights=100, gradients=100), Memory(activations=1)),
-        MemoryLine(True, Memory(weights=100, gradients=100, buckets=1), Memory(activations=10)),
+        MemoryLine(True, Memory(weights=100, gradients=100, optimizer=1), Memory(activations=10)),
     )
-    made = predict(profile(memory=lines, capacity=700), PLAIN, [1, 2, 4])
+    made = Forecast.of(profile(memory=lines, capacity=700), PLAIN, [1, 2, 4])
     one, two, four = made.rows
     assert one.memory is not None
     assert two.memory is not None
-    assert one.memory.peak == 740
+    assert one.memory.total == 740
     assert (one.fits, two.fits, four.fits) == (False, True, True)
-    assert two.memory.as_dict()["buckets"] == 1
+    assert two.memory.as_dict()["optimizer"] == 1
     assert made.headline.startswith("the batch does not fit on 1 device: 64 samples on one device would take 0.0 MB")
     assert largest_shard(made.profile, PLAIN, 1) == 60
-    none = predict(profile(memory=lines, capacity=99), PLAIN, [2])
+    none = Forecast.of(profile(memory=lines, capacity=99), PLAIN, [2])
     assert "32 samples on each of 2 devices would take" in none.headline
     assert "and not even one sample would fit" in none.headline
 
 
 def test_the_peak_moves_with_the_batch_size() -> None:
     """x of one byte a sample; then a gradient of 10 bytes beside it, and in the end two such alone."""
-    events = [(0, 1), (1, 1), (0, -1), (2, 1)]
-    kinds = {1: "gradients", 2: "optimizer"}
-    small, large = (History(batch, events, {0: batch, 1: 10, 2: 10}, kinds) for batch in (2, 4))
-    lines = memory_lines(False, small, large)
+
+    def moments(batch: int) -> list[Memory]:
+        return [Memory(activations=batch), Memory(gradients=10, activations=batch), Memory(gradients=10, optimizer=10)]
+
+    lines = memory_lines(False, (2, moments(2)), (4, moments(4)))
     one = profile(memory=tuple(lines))
     for batch, peak in ((1, 20), (4, 20), (10, 20), (11, 21), (1000, 1010)):
         memory = one.memory_of(batch, 1)
         assert memory is not None
-        assert memory.peak == peak
+        assert memory.total == peak
     assert len(lines) == 2
-    other = History(4, events[:2], {0: 4, 1: 10}, kinds)
-    (through_both,) = memory_lines(False, small, other)  # not the same order of events
-    assert through_both.at(4).peak == 14
+    (through_both,) = memory_lines(False, (2, moments(2)), (4, moments(4)[:2]))  # not the same operations
+    assert through_both.at(4).total == 14
 
 
 def test_the_first_line_says_where_devices_do_not_pay() -> None:
     small = Profile.of(0.0025, 1.7e6, batch_size=64, tensors=8)
-    slower = predict(small, link("pcie3"), [1, 2], assumptions=Assumptions(one_process=True))
+    slower = Forecast.of(small, link("pcie3"), [1, 2], assumptions=Assumptions(one_process=True))
     assert str(slower).splitlines()[0].startswith("2 devices do not pay: 2 devices are slower than one (0.7")
-    large = predict(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 8], per_device=True)
+    large = Forecast.of(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 8], per_device=True)
     assert str(large).splitlines()[0].startswith("8 devices pay: 7.")
-    loses = predict(Profile.of(0.1, 102e6, batch_size=32), link("ethernet-10g"), [1, 8], per_device=True)
+    loses = Forecast.of(Profile.of(0.1, 102e6, batch_size=32), link("ethernet-10g"), [1, 8], per_device=True)
     assert "8 devices do not pay" in loses.headline
     assert "communication eats most of the gain; they pay from batch size" in loses.headline
     assert json.loads(json.dumps(loses.as_dict()))["rows"][1]["worst_term"] == "communication"
@@ -264,14 +228,6 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     line = MemoryLine(True, Memory(weights=1), Memory(activations=2.5))
     saved = profile(memory=(line,), capacity=10, notes=("a note",))
     assert Profile.load(saved.save(tmp_path / "p.json")) == saved
-
-
-def test_a_profile_saved_by_an_earlier_version_keeps_its_contention(tmp_path: Path) -> None:
-    saved = profile(kind="cpu", cores=4, contentions=(Contention(2, 1.5, 0.1),))
-    path = saved.save(tmp_path / "p.json")
-    path.write_text(path.read_text().replace('"contentions"', '"crowds"'))
-    assert '"crowds"' in path.read_text()
-    assert Profile.load(path) == saved
 
 
 @pytest.mark.parametrize(
@@ -303,6 +259,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             link(name)
     with pytest.raises(BadSettings, match="say what is inside a node"):
         link("ethernet-100g", per_node=8)
+    with pytest.raises(BadSettings, match=r"a hop .* where it is measured"):
+        Link("bad", "measured", ((8, 1e9),))
     with pytest.raises(BadSettings, match="bandwidth above 0"):
         Link("bad", "pcie", ((8, 0.0),))
     for devices in ([], [0], [1.5], [True]):
@@ -316,7 +274,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    made = predict(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 2, 8, 64])
+    made = Forecast.of(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 2, 8, 64])
     assert made.plot(tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(EngineError, match="the suffix says"):
         made.plot(tmp_path / "p.txt")

@@ -1,4 +1,4 @@
-"""The promise of the predictor, held on the published tables that ``benchmarks/predict.py`` has."""
+"""The promise of the forecast, held on the published tables that ``benchmarks/forecast.py`` has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "predict.py"
-    spec = importlib.util.spec_from_file_location("predict_benchmark", path)
+    path = Path(__file__).parents[2] / "benchmarks" / "forecast.py"
+    spec = importlib.util.spec_from_file_location("forecast_benchmark", path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules["predict_benchmark"] = importlib.util.module_from_spec(spec)
+    module = sys.modules["forecast_benchmark"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -8,17 +8,15 @@ communication       what of the all-reduces is left when the backward pass ends,
 latency             the part of it that hops take, not bytes
 contention          computing and communicating slow each other down: of the time that perfect overlap would hide, 42%
                     is hidden (GEMMs beside prioritised collectives: arXiv 2412.14335, 2024); on PCIe batches
-                    from the host go the same way as gradients; devices made of one CPU share its cores, caches and
-                    memory (measured with steps of several processes at once)
+                    from the host go the same way as gradients; devices made of one CPU take turns on its cores
 stragglers          all wait for the slowest of N. Equal GPUs differ by 8% from end to end (arXiv 2208.11035,
-                    2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%. Of devices made of one
-                    CPU it is measured
+                    2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%
 copies              of gradients into and out of buckets, where a framework makes them (DDP: 2 to 5 ms per 100 MB)
 host                one process that drives all devices issues their operations one after the other
 input               a machine prepares samples for all its devices: what a step waits for them (given, else no limit)
 ==================  ====================================================================================================
 
-No constant is fitted to a table of training times; ``benchmarks/predict.py`` compares with those.
+No constant is fitted to a table of training times; ``benchmarks/forecast.py`` compares with those.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from manyhands.errors import BadSettings
-from manyhands.predict.all_reduce import all_reduce
-from manyhands.predict.link import Link
-from manyhands.predict.profile import Memory, Profile
+from manyhands.forecast.links import Link, all_reduce
+from manyhands.forecast.memory import Memory
+from manyhands.forecast.profile import Profile
 
 HIDDEN = 0.42
 JITTER = 0.08 / 5.4
@@ -65,7 +63,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The prediction for this many devices. ``batch`` is the global batch size."""
+    """The forecast for this many devices. ``batch`` is the global batch size."""
 
     devices: int
     batch: int
@@ -140,8 +138,8 @@ def check_devices(devices: Sequence[int], base: int = 1) -> None:
 
 
 def _one_device(profile: Profile, link: Link, assumptions: Assumptions) -> Profile:
-    """The profile of one device with which the prediction for the node is the node's own time."""
-    count, given = profile.devices, profile.step(profile.batch_size, 1).total
+    """The profile of one device with which the forecast for the node is the node's own time."""
+    count, given = profile.devices, profile.step(profile.batch_size).total
     parts = [replace(point, batch=-(-point.batch // count)) for point in profile.times]
 
     def scaled(factor: float) -> Profile:
@@ -165,41 +163,37 @@ def _row(profile: Profile, link: Link, devices: int, batch: int, base: int, assu
     terms = step_terms(profile, link, devices, batch, assumptions)
     alone = sum(step_terms(profile, link, base, batch, assumptions).values())
     memory = profile.memory_of(-(-batch // devices), devices)
-    shared = sharing_memory(profile, link, devices)
-    fits = None if memory is None or profile.capacity is None else shared * memory.peak <= profile.capacity
+    shared = profile.sharing(min(devices, link.per_node))
+    fits = None if memory is None or profile.capacity is None else shared * memory.total <= profile.capacity
     seconds = sum(terms.values())
     pays = devices == base or alone / seconds * base / devices >= assumptions.pays
     smallest = 1 if devices == base else _pays_from(profile, link, devices, base, assumptions)
     return Row(devices, batch, seconds, base, alone, terms, memory, fits, pays, smallest)
 
 
-def sharing_memory(profile: Profile, link: Link, devices: int) -> int:
-    """How many devices share one memory: those made of one CPU."""
-    return min(devices, link.per_node) if profile.cores else 1
-
-
 def largest_shard(profile: Profile, link: Link, devices: int) -> int:
     """The most samples that fit into a device's memory; 0 if not even one fits."""
-    capacity = math.inf if profile.capacity is None else profile.capacity / sharing_memory(profile, link, devices)
+    shared = profile.sharing(min(devices, link.per_node))
+    capacity = math.inf if profile.capacity is None else profile.capacity / shared
     return _first(lambda shard: _peak(profile, shard, devices) > capacity, _LARGEST_BATCH) - 1
 
 
 def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> dict[str, float]:
     """Seconds of a step by term; ``computing`` is what perfect scaling would take."""
-    alone = profile.step(batch, 1).total
+    alone = profile.step(batch).total
     together = min(devices, link.per_node)
     prepared = -(-batch // devices) * together / assumptions.input_rate
     if devices == 1:
         return {"computing": alone, "input": max(0.0, prepared - alone)}
-    step = profile.step(-(-batch // devices), together)
-    slowdown = profile.slowdown(together)
+    step = profile.step(-(-batch // devices))
+    slowdown = profile.sharing(together)
     terms = {"computing": alone / devices, "fixed cost": step.total - alone / devices}
     terms["contention"] = step.total * (slowdown - 1)
     step = step.times(slowdown)
     exchange = _exchange(profile, link, devices, batch, step.backward, assumptions)
     terms["contention"] += exchange.pop("contention")
     terms |= exchange
-    terms["stragglers"] = step.total * _straggling(profile, devices, together, assumptions)
+    terms["stragglers"] = step.total * assumptions.jitter * _slowest(devices)
     terms["copies"] = assumptions.copies * profile.gradient_bytes
     terms["host"] = (devices - 1) * profile.fixed if assumptions.one_process else 0.0
     terms["input"] = max(0.0, prepared - sum(terms.values()))
@@ -216,8 +210,8 @@ def _exchange(
         end = max(end, bucket.ready * backward) + took.total
         moving, latency = moving + took.moving, latency + took.latency
     samples = profile.input_bytes * -(-batch // devices) / link.bandwidth(devices) if link.kind == "pcie" else 0.0
-    end, moving = max(end, backward) + 0.0, moving + samples
-    left = end - backward  # after the backward pass, if nothing slows down
+    left = max(0.0, end - backward)  # after the backward pass, if nothing slows down
+    moving += samples
     total = moving + latency
     by_hops = left * latency / total if total else 0.0
     return {
@@ -225,14 +219,6 @@ def _exchange(
         "latency": by_hops,
         "contention": (1 - assumptions.hidden) * max(0.0, total - left),
     }
-
-
-def _straggling(profile: Profile, devices: int, together: int, assumptions: Assumptions) -> float:
-    """How much later than the average the slowest device finishes, as a fraction of a step."""
-    contention = profile.contention(together)
-    if contention is None:
-        return assumptions.jitter * _slowest(devices)
-    return contention.straggling * _slowest(devices) / _slowest(contention.devices)
 
 
 def _slowest(devices: int) -> float:
@@ -264,4 +250,4 @@ def _first(is_true: Callable[[int], bool], last: int) -> int:
 
 def _peak(profile: Profile, shard: int, devices: int) -> float:
     memory = profile.memory_of(shard, devices)
-    return math.inf if memory is None else memory.peak
+    return math.inf if memory is None else memory.total

@@ -1,29 +1,28 @@
-"""``manyhands predict``: what N devices would give in time and memory."""
+"""``manyhands forecast``: what N devices would give in time and memory."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags, script
 from manyhands.errors import BadProfile, BadSettings
-from manyhands.predict.scaling import DEVICES, Assumptions
+from manyhands.forecast.scaling import DEVICES, Assumptions
 
 if TYPE_CHECKING:
-    from manyhands.predict.link import Link
-    from manyhands.predict.prediction import Prediction
+    from manyhands.forecast.forecast import Forecast
+    from manyhands.forecast.links import Link
 
 _DEVICES = ",".join(map(str, DEVICES))
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "predict",
-        help="predict N devices: time per step, efficiency, memory, and whether they pay",
-        description="Measures a training step on one device and predicts N devices: time per step, what limits the "
+        "forecast",
+        help="forecast N devices: time per step, efficiency, memory, and whether they pay",
+        description="Measures a training step on one device and forecasts N devices: time per step, what limits the "
         "gain, the batch size from which they pay, device-hours, and peak memory by category. The first line warns "
         "where more devices do not pay or a batch does not fit.",
     )
@@ -59,8 +58,7 @@ def add(commands: Any) -> None:
     option(
         "--link",
         default="pcie",
-        help="nvlink, pcie, ethernet-100g, pcie+ethernet-25g, measured (between this machine's devices), or a JSON "
-        "file; default: pcie",
+        help="nvlink, pcie, ethernet-100g, pcie+ethernet-25g, or a JSON file; default: pcie",
     )
     option("--per-node", **flags.COUNT, help="devices per machine; default: the usual number for the link")
     option(
@@ -79,10 +77,10 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="name of the optimizer, for example adamw; default: the model's own, else sgd",
     )
-    option("--profile", **flags.FILE, help="predict from a stored profile; default: measure here")
+    option("--profile", **flags.FILE, help="forecast from a stored profile; default: measure here")
     option("--save-profile", **flags.FILE, help="store the measured profile; default: no file")
-    option("--plot", **flags.FILE, help="plot the prediction as .png or .svg; default: no file")
-    option("--json", action="store_true", help="print JSON (docs/predict.md describes it); default: tables")
+    option("--plot", **flags.FILE, help="plot the forecast as .png or .svg; default: no file")
+    option("--json", action="store_true", help="print JSON (docs/forecast.md describes it); default: tables")
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
 
@@ -93,8 +91,7 @@ def _counts(text: str) -> list[int]:
 
 def run(options: argparse.Namespace) -> int:
     from manyhands.files import check_writable
-    from manyhands.predict import link as links
-    from manyhands.predict import plot
+    from manyhands.forecast import links, plot
 
     # Refuse bad options first: measuring takes a while.
     if options.plot is not None:
@@ -102,75 +99,67 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.plot, options.save_profile):
         if path is not None:
             check_writable(path, BadProfile)
-    between = None if options.link == "measured" else links.link(options.link, options.per_node)
-    prediction = _stored(options, between) if options.profile is not None else _measured(options, between)
+    between = links.link(options.link, options.per_node)
+    forecast = _stored(options, between) if options.profile is not None else _measured(options, between)
     if options.save_profile is not None:
-        prediction.profile.save(options.save_profile)
-    text = json.dumps(prediction.as_dict(), indent=2) if options.json else str(prediction)
+        forecast.profile.save(options.save_profile)
+    text = json.dumps(forecast.as_dict(), indent=2) if options.json else str(forecast)
     print(text, flush=True)
     if options.plot is not None:
-        path = prediction.plot(options.plot)
+        path = forecast.plot(options.plot)
         if not options.json:
             print(f"written: {path}")
     return 0
 
 
-def _stored(options: argparse.Namespace, between: Link | None) -> Prediction:
-    from manyhands.predict.prediction import predict
-    from manyhands.predict.profile import Profile
+def _stored(options: argparse.Namespace, between: Link) -> Forecast:
+    from manyhands.forecast.forecast import Forecast
+    from manyhands.forecast.profile import Profile
 
     for name in ("script", "model"):
         if getattr(options, name) is not None:
             raise BadSettings(f"--profile {options.profile} and {getattr(options, name)}: a profile has its own model")
     profile = Profile.load(options.profile)
     devices = options.devices or [count * profile.devices for count in DEVICES]
-    if between is None:
-        between = _framework(flags.framework(options)).measured_link(profile.kind, max(devices))
-    return predict(
+    return Forecast.of(
         profile, between, devices, options.batch_size, per_device=options.per_device, assumptions=_assumptions(options)
     )
 
 
-def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
-    entry = _framework(flags.framework(options))
-    name, model, batch, loss = _subject(options, entry)
-    prediction: Prediction = entry.predict(
+def _measured(options: argparse.Namespace, between: Link) -> Forecast:
+    from manyhands.forecast.measured import forecast
+
+    name, model, batch, loss = _subject(options)
+    made = forecast(
         model,
         batch,
         loss=loss,
         optimizer=options.optimizer,
         precision=options.precision,
         devices=options.devices or DEVICES,
-        link=between or "measured",
+        link=between,
         per_device=options.per_device,
         assumptions=_assumptions(options),
     )
-    return replace(prediction, profile=replace(prediction.profile, name=name))
+    return replace(made, profile=replace(made.profile, name=name))
 
 
 def _assumptions(options: argparse.Namespace) -> Assumptions:
     return Assumptions() if options.input_rate is None else Assumptions(input_rate=options.input_rate)
 
 
-def _framework(name: str) -> Any:
-    """The module with a framework's ``mh.predict``."""
-    from manyhands import door
-    from manyhands.placement.moves import require
-
-    require(name)
-    modules = {**door.LOADED_LATE, **(door.OF_TORCH if name == "torch" else {})}
-    return importlib.import_module(modules["predict"].format(framework=name))
-
-
-def _subject(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
+def _subject(options: argparse.Namespace) -> tuple[str, Any, Any, Any]:
     """A name, model, batch and loss, from one of our models or from the user's script."""
+    from manyhands.forecast import measured
+
     if options.script is None:
-        on_gpu = entry.has_gpu()
+        framework = flags.framework(options)
+        on_gpu = measured.of(framework).has_gpu()
         name = options.model or ("resnet18" if on_gpu else "lenet")
-        return name, *entry.example(name, options.batch_size or (256 if on_gpu else 128)), None
+        return name, *measured.example(framework, name, options.batch_size or (256 if on_gpu else 128)), None
     if options.model is not None:
         raise BadSettings(f"--model {options.model} and {options.script}: give one of them")
     model, batch, loss = script.made_by(options.script)
     if options.batch_size is not None:
-        batch = entry.resized(batch, options.batch_size)
+        batch = measured.of(measured.framework_of(model)).resized(batch, options.batch_size)
     return options.script, model, batch, loss

@@ -1,4 +1,4 @@
-"""The prediction, for people (a table, a plot) and for programs (rows, a dict)."""
+"""The forecast, for people (a table, a plot) and for programs (rows, a dict)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
-from manyhands.errors import BadProfile
-from manyhands.predict import scaling
-from manyhands.predict.files import SCHEMA
-from manyhands.predict.link import Link
-from manyhands.predict.profile import MEMORY_PARTS, Profile
-from manyhands.predict.scaling import Assumptions, Row
+from manyhands.forecast import scaling
+from manyhands.forecast.links import Link
+from manyhands.forecast.memory import MEMORY_PARTS
+from manyhands.forecast.profile import SCHEMA, Profile
+from manyhands.forecast.scaling import Assumptions, Row
 from manyhands.schedule.memory import megabytes
-
-_MOST_EFFICIENT = 1.1  # more than 1 is noise of the measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Forecast:
     """Time and memory of a step on several numbers of devices; ``print`` it, ``plot`` it, or read its ``rows``."""
 
     profile: Profile
@@ -28,6 +25,21 @@ class Prediction:
     rows: tuple[Row, ...]
     assumptions: Assumptions
     per_device: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        link: Link,
+        devices: Sequence[int],
+        batch: int | None = None,
+        *,
+        per_device: bool = False,
+        assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
+    ) -> Forecast:
+        """Forecast from a profile and a link; see :func:`manyhands.forecast.scaling.rows`."""
+        rows = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
+        return cls(profile, link, tuple(rows), assumptions, per_device)
 
     @property
     def headline(self) -> str:
@@ -53,12 +65,12 @@ class Prediction:
         first = min(problems, key=lambda row: row.devices)
         assert first.memory is not None
         assert self.profile.capacity is not None
-        shared = scaling.sharing_memory(self.profile, self.link, first.devices)
+        shared = self.profile.sharing(min(first.devices, self.link.per_node))
         most = scaling.largest_shard(self.profile, self.link, first.devices)
         where = "one device" if first.devices == 1 else f"each of {first.devices} devices"
         return (
             f"the batch does not fit on {counts} device{'s' if counts != '1' else ''}: "
-            f"{counted(first.shard, 'sample')} on {where} would take {megabytes(first.memory.peak)} of "
+            f"{counted(first.shard, 'sample')} on {where} would take {megabytes(first.memory.total)} of "
             f"{megabytes(self.profile.capacity / shared)}, "
             + (f"{most:,} would fit" if most else "and not even one sample would fit")
         )
@@ -81,7 +93,7 @@ class Prediction:
                 "device_hours_per_million_samples": row.device_hours,
                 "memory_bytes": None
                 if row.memory is None
-                else {**row.memory.as_dict(), "peak": round(row.memory.peak)},
+                else {**row.memory.as_dict(), "peak": round(row.memory.total)},
                 "fits": row.fits,
             }
             for row in self.rows
@@ -99,7 +111,7 @@ class Prediction:
         }
 
     def __str__(self) -> str:
-        profile, step = self.profile, self.profile.step(self.profile.batch_size, 1)
+        profile, step = self.profile, self.profile.step(self.profile.batch_size)
         base = profile.devices
         whose = "each device's" if base == 1 else f"each {base} devices'"
         sizes = f"{whose} batch" if self.per_device else "batch size"
@@ -127,39 +139,18 @@ class Prediction:
             f"{'' if base == 1 else f', where {base} devices count as 100%'}; pays from: the smallest batch size for "
             "which it does; device-hours: for a million samples",
         ]
-        if profile.cores and self.link.kind != "measured" and self.link.per_node > 1 and len(self.rows) > 1:
+        if profile.kind == "cpu" and self.link.per_node > 1 and len(self.rows) > 1:
             lines.append(
-                "The devices of a node are made of this CPU here and share its cores. For GPUs measure where one is: "
+                "The devices of a node take turns on the cores of this CPU. For GPUs measure where one is: "
                 "--save-profile FILE there, --profile FILE here."
             )
         return "\n".join([*lines, *profile.notes])
 
     def plot(self, path: str | Path) -> Path:
         """Draw speed-up and memory over the number of devices; ``.png`` or ``.svg``."""
-        from manyhands.predict import plot
+        from manyhands.forecast import plot
 
         return plot.draw(self, path)
-
-
-def predict(
-    profile: Profile,
-    link: Link,
-    devices: Sequence[int],
-    batch: int | None = None,
-    *,
-    per_device: bool = False,
-    assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
-) -> Prediction:
-    """Predict from a profile and a link; see :func:`manyhands.predict.scaling.rows`."""
-    rows = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
-    best = max(rows, key=lambda row: row.efficiency)
-    if best.efficiency > _MOST_EFFICIENT:
-        raise BadProfile(
-            f"{_devices(best.devices)} would be {best.efficiency:.0%} efficient, and parts of a batch cannot be that "
-            "much faster than the whole: the step of one device was slowed down while it was measured, by other "
-            "programs or by more threads than its work is worth (OMP_NUM_THREADS). Measure again on a quiet machine"
-        )
-    return Prediction(profile, link, tuple(rows), assumptions, per_device)
 
 
 def _losing(first: Row, losing: Sequence[Row]) -> str:
@@ -232,7 +223,7 @@ def _memory_columns(rows: Sequence[Row]) -> list[list[str]]:
         if row.memory is not None:
             figures = [megabytes(getattr(row.memory, name)) for name in shown]
             fits = "-" if row.fits is None else "yes" if row.fits else "no"
-            body.append([f"{row.devices:,}", megabytes(row.memory.peak), *figures, fits])
+            body.append([f"{row.devices:,}", megabytes(row.memory.total), *figures, fits])
     return [["devices", "peak memory", *shown, "fits"], *body]
 
 

@@ -1,19 +1,21 @@
 """The step of one device as data: seconds by batch size, gradient buckets, memory by purpose.
 
-A profile is measured (``manyhands.training.torch.predict.measure``), read from a file, or made from published figures:
-one device's seconds and the size of the gradients. Between measured batch sizes, times and bytes are interpolated.
+A profile is measured (:mod:`manyhands.forecast.measured`), read from a file, or made from published figures: one
+device's seconds and the size of the gradients. Between measured batch sizes, times and bytes are interpolated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadSettings
-from manyhands.predict.files import SCHEMA, read, write, wrong
+from manyhands.errors import BadProfile, BadSettings, type_in_words
+from manyhands.forecast.memory import Memory, MemoryLine
 
+SCHEMA = 1
 # The same bucket sizes as in the trainer (training/torch/ranks/gradient_sum.py).
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
@@ -26,13 +28,12 @@ _HOST_SECONDS = (454 / 62 + 4) * 13.4e-6
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of the parts of a step on a shard of this many samples; ``threads`` matter on a CPU only."""
+    """Seconds of the parts of a step on a shard of this many samples."""
 
     batch: int
     forward: float
     backward: float
     optimizer: float
-    threads: int = 0
 
     @property
     def total(self) -> float:
@@ -48,67 +49,11 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Contention:
-    """How much devices made of one CPU slow each other down, measured with this many of them at once.
-
-    ``slowdown``: the mean time of a step while the others run, divided by that of a step alone. ``straggling``: how
-    much later than the average the last device finishes, as a fraction of that mean time.
-    """
-
-    devices: int
-    slowdown: float
-    straggling: float
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are summed together, and when they are ready, as a fraction of the backward pass."""
 
     size: int
     ready: float
-
-
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "batch", "workspace")
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes on one device at the peak of a step. ``buckets``: what buckets take in addition to their gradients."""
-
-    weights: float = 0
-    gradients: float = 0
-    optimizer: float = 0
-    activations: float = 0
-    buckets: float = 0
-    batch: float = 0
-    workspace: float = 0
-
-    @property
-    def peak(self) -> float:
-        return float(sum(getattr(self, name) for name in MEMORY_PARTS))
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: round(getattr(self, name)) for name in MEMORY_PARTS}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLine:
-    """The memory in use on a device at one moment of a step: fixed bytes, and bytes per sample of its shard.
-
-    The peak is the highest of all lines. ``several``: gradients are views of buckets, as with several ranks.
-    """
-
-    several: bool
-    fixed: Memory
-    per_sample: Memory
-
-    def at(self, batch: float) -> Memory:
-        return Memory(
-            **{
-                name: max(0.0, getattr(self.fixed, name) + batch * getattr(self.per_sample, name))
-                for name in MEMORY_PARTS
-            }
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +63,11 @@ class Profile:
     batch_size: int
     times: tuple[StepTime, ...]
     buckets: tuple[Bucket, ...]
-    kind: str = "gpu"
-    cores: int = 0  # of a CPU; its devices share them
+    kind: str = "gpu"  # or "cpu"
     fixed: float = 0.0  # seconds of a step that no smaller batch saves, if only one batch size was measured
     input_bytes: float = 0.0  # of one sample
     memory: tuple[MemoryLine, ...] = ()
     capacity: int | None = None  # bytes of the device
-    contentions: tuple[Contention, ...] = ()  # of devices made of one CPU
     notes: tuple[str, ...] = field(default=())
     devices: int = 1  # that made the step together, each its part of the batch: a node
 
@@ -162,36 +105,13 @@ class Profile:
     def gradient_bytes(self) -> int:
         return sum(bucket.size for bucket in self.buckets)
 
-    def threads(self, devices: int) -> int:
-        """Threads of each virtual CPU device: the devices share the CPU's cores."""
-        return max(1, self.cores // devices) if self.cores else 0
+    def sharing(self, devices: int) -> int:
+        """How many of the devices of a node take turns and share one memory: those made of one CPU do."""
+        return devices if self.kind == "cpu" else 1
 
-    def slowdown(self, devices: int) -> float:
-        """Of a step with this many devices made of one CPU: as measured, and more if threads take turns."""
-        contention = self.contention(devices)
-        if contention is None:
-            return self._turns(devices)
-        return contention.slowdown * self._turns(devices) / self._turns(contention.devices)
-
-    def contention(self, devices: int) -> Contention | None:
-        """The measurement with the number of devices nearest to this one; None if there is none, or for one device."""
-        if devices == 1:
-            return None
-        return min(
-            self.contentions,
-            key=lambda contention: (abs(contention.devices - devices), contention.devices),
-            default=None,
-        )
-
-    def _turns(self, devices: int) -> float:
-        """How many times as many threads as cores there are; at least 1."""
-        return max(1.0, devices * self.threads(devices) / self.cores) if self.cores else 1.0
-
-    def step(self, batch: float, devices: int) -> StepTime:
-        """The parts of a step on one of this many devices, while the others do not run."""
-        threads = self.threads(devices)
-        counts = sorted({point.threads for point in self.times}, key=lambda count: abs(count - threads))
-        points = sorted((point for point in self.times if point.threads == counts[0]), key=lambda point: point.batch)
+    def step(self, batch: float) -> StepTime:
+        """The parts of a step on one device while no other runs."""
+        points = sorted(self.times, key=lambda point: point.batch)
         if len(points) == 1:
             only = points[0]
             fixed = min(self.fixed, only.total)
@@ -201,18 +121,23 @@ class Profile:
             name: _line(_growing([(point.batch, getattr(point, name)) for point in points]), batch)
             for name in ("forward", "backward", "optimizer")
         }
-        return StepTime(round(batch), threads=threads, **parts)
+        return StepTime(round(batch), **parts)
 
     def memory_of(self, batch: float, devices: int) -> Memory | None:
+        """The peak of a step on a shard of this many samples."""
         lines = [line.at(batch) for line in self.memory if line.several == (devices > 1)]
-        return max(lines, key=lambda memory: memory.peak, default=None)
+        return max(lines, key=lambda memory: memory.total, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
     def save(self, path: str | Path) -> Path:
-        """Write the profile as JSON, to predict elsewhere: ``manyhands predict --profile FILE``."""
-        return write(Path(path), self.as_dict(), "profile")
+        """Write the profile as JSON, for a forecast elsewhere: ``manyhands forecast --profile FILE``."""
+        try:
+            Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        except OSError as error:
+            raise BadProfile(f"the profile cannot be written to {str(path)!r}: {error.strerror or error}") from error
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -223,8 +148,6 @@ class Profile:
             chosen: dict[str, Any] = {known.name: values[known.name] for known in fields(cls) if known.name in values}
             chosen["times"] = tuple(StepTime(**point) for point in chosen["times"])
             chosen["buckets"] = tuple(Bucket(**bucket) for bucket in chosen["buckets"])
-            contentions = chosen.get("contentions", values.get("crowds", ()))  # "crowds" in older files
-            chosen["contentions"] = tuple(Contention(**contention) for contention in contentions)
             chosen["memory"] = tuple(
                 MemoryLine(line["several"], Memory(**line["fixed"]), Memory(**line["per_sample"]))
                 for line in chosen.get("memory", ())
@@ -232,7 +155,7 @@ class Profile:
             profile = cls(**{**chosen, "notes": tuple(chosen.get("notes", ()))})
             profile._check()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise wrong(str(path), "profile", f"{type(error).__name__}: {error}") from error
+            raise not_valid(str(path), "profile", f"{type(error).__name__}: {error}") from error
         return profile
 
     def _check(self) -> None:
@@ -242,11 +165,6 @@ class Profile:
             raise ValueError("batch sizes, buckets, times and devices are above 0")
         if not all(point.total > 0 for point in self.times):
             raise ValueError("a step takes time")
-        if not all(
-            contention.devices > 1 and contention.slowdown > 0 and contention.straggling >= 0
-            for contention in self.contentions
-        ):
-            raise ValueError("several devices slow each other down by a factor above 0")
 
 
 def spread_buckets(total: float) -> tuple[Bucket, ...]:
@@ -280,7 +198,7 @@ def _growing(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     """Times that grow with the batch, but never faster than the batch.
 
     Disturbances only add time: if a batch takes longer than a larger one, it gets the larger one's time. And a part of
-    a batch takes at least its part of the time, or the prediction for N devices could be more than N times as fast.
+    a batch takes at least its part of the time, or the forecast for N devices could be more than N times as fast.
     """
     grown = [(x, min(y for _, y in points[number:])) for number, (x, _) in enumerate(points)]
     for number in reversed(range(len(grown) - 1)):
@@ -289,5 +207,26 @@ def _growing(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return grown
 
 
-def from_mapping(values: Mapping[str, float]) -> Memory:
-    return Memory(**{name: values.get(name, 0) for name in MEMORY_PARTS})
+# Profiles and links as JSON files, validated on reading, because a file from outside may contain anything.
+
+
+def read(path: Path, kind: str) -> dict[str, Any]:
+    """Read the fields of a file; raises if the file has another version."""
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise BadProfile(f"the {kind} {str(path)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise not_valid(str(path), kind, f"no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise not_valid(str(path), kind, f"{type_in_words(values)} instead of an object")
+    schema = values.get("schema")
+    if schema != SCHEMA:
+        raise BadProfile(
+            f"the {kind} {str(path)!r} has version {schema!r}, this manyhands reads version {SCHEMA}: measure again"
+        )
+    return values
+
+
+def not_valid(where: str, kind: str, why: str) -> BadProfile:
+    return BadProfile(f"{where!r} is not a {kind} of manyhands: {why}")

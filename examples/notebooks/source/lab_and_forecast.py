@@ -2,11 +2,11 @@
 # # Will it scale? Will it fit?
 #
 # Two GPUs rarely train twice as fast as one: they have to add up their gradients, and each gets a smaller part of the
-# batch. `manyhands predict` says what N devices would give, before they are bought, rented or waited for.
+# batch. `manyhands forecast` says what N devices would give, before they are bought, rented or waited for.
 #
 # ## From published figures
 #
-# A prediction needs the time of a step on one device, the size of the gradients and the link between devices. Here is VGG-16 on an NVIDIA
+# A forecast needs the time of a step on one device, the size of the gradients and the link between devices. Here is VGG-16 on an NVIDIA
 # P100, as TensorFlow's benchmarks of 2017 give it: 32 samples in 0.222 s, 553 MB of gradients.
 
 # %%
@@ -15,20 +15,20 @@ from IPython.display import Image
 from torch import nn
 
 from manyhands import torch as mh
-from manyhands.predict.link import link
-from manyhands.predict.prediction import predict
-from manyhands.predict.profile import Profile
+from manyhands.forecast.forecast import Forecast
+from manyhands.forecast.links import link
+from manyhands.forecast.profile import Profile
 
 one = Profile.of(0.222, 553e6, batch_size=32)
-prediction = predict(one, link("nvlink-p100-nccl1"), [1, 2, 4, 8], per_device=True)
-print(prediction)
+forecast = Forecast.of(one, link("nvlink-p100-nccl1"), [1, 2, 4, 8], per_device=True)
+print(forecast)
 
 # %% [markdown]
 # The first line is the answer. A device *pays* if at least 80% of its time goes into training. The table says why eight devices do not: which cost
-# eats the gain, and from which batch size they would pay. TensorFlow measured 71% for eight devices; 67% are predicted.
+# eats the gain, and from which batch size they would pay. TensorFlow measured 71% for eight devices; 67% are forecast.
 
 # %%
-Image(prediction.plot("scaling.png"), width=720)
+Image(forecast.plot("scaling.png"), width=720)
 
 # %% [markdown]
 # ## Another link
@@ -37,30 +37,30 @@ Image(prediction.plot("scaling.png"), width=720)
 
 # %%
 for name in ("ethernet-10g", "ethernet-100g", "pcie", "nvlink"):
-    row = predict(one, link(name), [1, 8], per_device=True).rows[-1]
+    row = Forecast.of(one, link(name), [1, 8], per_device=True).rows[-1]
     print(f"{name:14} 8 devices: speed-up {row.speed_up:.1f}, most is lost to {row.worst_term}")
 
 # %% [markdown]
 # ## Your own model: will it fit?
 #
-# `mh.predict(model, batch)` measures a step of your model on the device that is here, and then tells the same table. (Measure on a machine
+# `mh.forecast(model, batch)` measures a step of your model on the device that is here, and then tells the same table. (Measure on a machine
 # that is not busy with something else.) It also counts memory, byte by byte, by what it holds; so a small batch on a laptop tells
 # what a large one would take on a GPU.
 
 # %%
 net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 batch = torch.rand(64, 256), torch.randint(10, (64,))
-memory = mh.predict(net, batch, devices=[1, 2], link="nvlink", optimizer="adam").rows[-1].memory
-print(f"peak of each of two devices: {memory.peak / 1e6:.1f} MB")
+memory = mh.forecast(net, batch, devices=[1, 2], link="nvlink", optimizer="adam").rows[-1].memory
+print(f"peak of each of two devices: {memory.total / 1e6:.1f} MB")
 for part, size in memory.as_dict().items():
     print(f"  {part:12} {size / 1e6:6.2f} MB")
 
 # %% [markdown]
-# The command does the same without a program: `manyhands predict train.py:make --link nvlink --devices 1,2,8`.
+# The command does the same without a program: `manyhands forecast train.py:make --link nvlink --devices 1,2,8`.
 #
 # ## The lab
 #
-# Predictions stand on costs that you can measure yourself. The lab has the book's experiments and exercises, each a short file with its
+# Forecasts stand on costs that you can measure yourself. The lab has the book's experiments and exercises, each a short file with its
 # question, the code that a reader would write, the trials and a plot.
 
 # %% [bash]
