@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from parallel_gpu_cases import GPU, assert_same, chains, graph_run_of  # noqa: E402
 
 from manyhands.backends.torch.run import cuda_graph  # noqa: E402
+from manyhands.backends.torch.run.streams import capturing  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 
 MANY = cuda_graph._LIKELY + 8
@@ -171,3 +172,27 @@ def test_calls_that_try_plans_do_not_count() -> None:
     assert_same([one.shape for one in fast(x, y)], [x.shape] * 3)
     assert graph_run_of(fast)._times < 2
     assert graph_run_of(fast)._in_place is None
+
+
+def test_a_capture_that_fails_leaves_nothing_capturing() -> None:
+    """It fails on another stream than the one that it began on, as a lane of a plan may."""
+    before, side = torch.cuda.current_stream(), torch.cuda.Stream(GPU)
+
+    def capture() -> None:
+        with capturing(torch.cuda.CUDAGraph(keep_graph=True), GPU):
+            side.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(side)
+            torch.ones(3, device=GPU).sum().item()
+
+    with pytest.raises(RuntimeError):
+        capture()
+    assert torch.cuda.current_stream() == before
+    for stream in (before, side):
+        with torch.cuda.stream(stream):
+            assert not torch.cuda.is_current_stream_capturing()
+            assert torch.rand(3, device=GPU).sum().item() > 0
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, GPU):
+        result = torch.rand(3, device=GPU) + 1
+    graph.replay()
+    assert float(result.min()) >= 1

@@ -1,4 +1,4 @@
-"""Which memsets of a CUDA graph come at its start, and that everything else keeps its order; on a graph of Python's."""
+"""Memsets of a CUDA graph become kernels, and everything keeps its order; on a graph that stands in for CUDA's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from manyhands.backends.torch.run.graphs import nodes as graph_nodes
-from manyhands.backends.torch.run.graphs.nodes import KERNEL, MEMSET, Memset, may_move
-from manyhands.backends.torch.run.graphs.workspaces import Workspace
+from manyhands.backends.torch.run.graphs.nodes import KERNEL, MEMSET
 
 WAITS, EARLY = bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])
-ROOM = 0x7000_0000
+FILL = (0x7000_0000, 32, 0)
 Fill = tuple[int, int, int]  # target, bytes, pattern
 
 
@@ -49,17 +48,14 @@ class Graph:
     def memsets(self) -> set[int]:
         return {node for node, kind in self.kinds.items() if kind == MEMSET}
 
-    def replaced(self, workspaces: list[Workspace]) -> int:
+    def replaced(self) -> int:
         kernels: Any = SimpleNamespace(driver=self, function=lambda _: ctypes.c_void_p(1))
-        return graph_nodes._replace_memsets(1, kernels, workspaces)
+        return graph_nodes._replace_memsets(1, kernels)
 
     # What the driver is asked
 
     def cuGraphGetNodes(self, _: object, nodes: Any, count: Any) -> int:
         return self._list(sorted(self.kinds), nodes, count)
-
-    def cuGraphGetRootNodes(self, _: object, nodes: Any, count: Any) -> int:
-        return self._list(sorted({*self.kinds} - {second for _, second in self.edges}), nodes, count)
 
     def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
         kind._obj.value = self.kinds[node.value]
@@ -117,162 +113,61 @@ class Graph:
         return self._list([*values], nodes, count)
 
 
-def part(number: int, *before: int) -> Workspace:
-    begin = ROOM + 512 * number
-    return Workspace(begin, begin + 400, frozenset(before))
-
-
-def inside(space: Workspace, size: int = 32) -> Fill:
-    return space.begin + 16, size, 0
-
-
-def test_a_memset_with_which_the_call_of_a_workspace_begins_may_move() -> None:
-    space = part(0, 5, 6)
-    memset = Memset(9, space.begin, 400, 0, frozenset({6, 5}))
-    assert may_move([memset], [part(1), space]) == [memset]
-
-
-@pytest.mark.parametrize(
-    "memset",
-    [
-        Memset(9, ROOM, 401, 0, frozenset({5})),
-        Memset(9, ROOM - 1, 32, 0, frozenset({5})),
-        Memset(9, ROOM + 480, 64, 0, frozenset({5})),
-        Memset(9, ROOM, 32, 0x01010101, frozenset({5})),
-        Memset(9, ROOM, 32, 0, frozenset({5, 6})),
-        Memset(9, ROOM, 32, 0, frozenset()),
-        Memset(9, ROOM, 32, 0, None),
-    ],
-    ids=["too long", "before it", "across two", "not zero", "later", "elsewhere", "more than a wait"],
-)
-def test_other_memsets_stay(memset: Memset) -> None:
-    assert may_move([memset], [part(0, 5), part(1, 5)]) == []
-
-
-def chain(*, first_is_memset: bool = False) -> tuple[Graph, list[Workspace]]:
-    """Two calls, with a kernel in between; the second one clears its workspace twice."""
-    graph = Graph()
-    last = () if first_is_memset else (graph.add(),)
-    first = part(0, *last)
-    middle = graph.add(graph.add(graph.add(*last, fill=inside(first))))
-    second = part(1, middle)
-    call = graph.add(graph.add(middle, fill=inside(second)))
-    graph.add(graph.add(call, fill=inside(second)))
-    return graph, [first, second]
-
-
-@pytest.mark.parametrize("first_is_memset", [False, True])
-def test_one_kernel_at_the_start(first_is_memset: bool) -> None:
-    graph, spaces = chain(first_is_memset=first_is_memset)
-    captured = {*graph.kinds} - graph.memsets()
-    order = graph.order(captured)
-    assert graph.replaced(spaces) == 3
-    start, again = sorted({*graph.kinds} - captured)
-    assert graph.fills[start] == (ROOM + 16, 512 + 32, 0)
-    assert graph.behind(start) == {*graph.kinds} - {start}
-    assert graph.fills[again] == inside(spaces[1])  # a kernel of the call may have written there
-    assert graph.order(captured) == order
-    assert len(graph.edges) == len(graph.kinds) - 1  # a chain has one node less
-
-
-def test_a_single_memset_is_replaced_at_its_place() -> None:
+def test_a_memset_is_replaced_at_its_place() -> None:
     graph = Graph()
     first = graph.add()
-    last = graph.add(graph.add(first, fill=inside(part(0, first))))
-    assert graph.replaced([part(0, first)]) == 1
-    (fill,) = {*graph.kinds} - {first, last}
-    assert graph.edges == {(first, fill): WAITS, (fill, last): WAITS}
+    last = graph.add(graph.add(first, fill=FILL))
+    assert graph.replaced() == 1
+    (kernel,) = {*graph.kinds} - {first, last}
+    assert graph.edges == {(first, kernel): WAITS, (kernel, last): WAITS}
+    assert graph.fills[kernel] == FILL
 
 
-def test_an_edge_that_is_there_is_not_added_again() -> None:
-    graph, spaces = Graph(), []
-    node = graph.add()
-    for number in range(2):
-        spaces.append(part(number, node))
-        memset = graph.add(node, fill=inside(spaces[-1]))
-        node = graph.add(node, memset)
-    assert graph.replaced(spaces) == 2
-    assert sorted(graph.edges) == [(1, 3), (3, 5), (6, 1)]
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_memset_with_more_than_a_wait_stays(place: str) -> None:
+    graph = Graph()
+    first = graph.add()
+    memset = graph.add(first, fill=FILL)
+    last = graph.add(memset)
+    graph.edges[(first, memset) if place == "before" else (memset, last)] = EARLY
+    assert graph.replaced() == 0
+    assert graph.memsets() == {memset}
 
 
-def test_a_memset_beside_a_kernel_that_begins_early_stays_at_its_place() -> None:
-    """The edge of that kernel is less than the wait for the memset was."""
-    graph, spaces = Graph(), []
-    node = graph.add()
-    for number in range(2):
-        spaces.append(part(number, node))
-        memset, before = graph.add(node, fill=inside(spaces[-1])), node
-        node = graph.add(memset)
-    graph.edges[before, node] = EARLY
-    assert graph.replaced(spaces) == 2
-    assert graph.edges[before, node] == EARLY
-    assert [fill for fill in graph.kinds if fill in graph.behind(before) and node in graph.behind(fill)] != []
-
-
-@pytest.mark.parametrize("refused", range(1, 6))
-def test_a_refusal_leaves_a_graph_that_clears_in_time(refused: int) -> None:
-    graph, spaces = chain()
-    graph.refused = {refused}
-    captured = {*graph.kinds} - graph.memsets()
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_refusal_leaves_one_of_the_two(refused: int) -> None:
+    graph = Graph()
+    node, captured = graph.add(), set[int]()
+    for _ in range(2):
+        captured.add(node)
+        node = graph.add(graph.add(node, fill=FILL))
+    captured.add(node)
     order = graph.order(captured)
-    graph.replaced(spaces)
-    assert order <= graph.order(captured)
-    for space, call in zip(spaces, (3, 6), strict=True):
-        assert any(_clears(graph, node, space) and call in graph.behind(node) for node in graph.kinds)
-    for node in {*graph.kinds} - captured:  # nothing clears a workspace while its call may be running
-        for call, space in zip((3, 6), spaces, strict=True):
-            touches = graph.fills[node][0] < space.end and space.begin < sum(graph.fills[node][:2])
-            assert not touches or call in graph.behind(node) or node in graph.behind(call)
+    graph.refused = {refused}
+    assert graph.replaced() == 1
+    assert len(graph.memsets()) == 1
+    assert len(graph.kinds) == 5
+    assert graph.order(captured) == order
 
 
-def _clears(graph: Graph, node: int, space: Workspace) -> bool:
-    target, size, _ = inside(space)
-    begin, length, pattern = graph.fills.get(node, (0, 0, 0))
-    return begin <= target and target + size <= begin + length and pattern == 0
-
-
-def random_graph(seed: int) -> tuple[Graph, list[Workspace]]:
-    """Nodes that wait for any before them, with calls that clear a workspace or memory that is not theirs alone."""
-    chance, graph, spaces = random.Random(seed), Graph(), list[Workspace]()
+@pytest.mark.parametrize("seed", range(30))
+def test_random_graphs_keep_their_order(seed: int) -> None:
+    """Nodes that wait for any before them; half of them are memsets."""
+    chance, graph = random.Random(seed), Graph()
     for number in range(14):
         before = chance.sample(sorted(graph.kinds), min(chance.randrange(4), len(graph.kinds)))
-        if chance.random() < 0.5:
-            graph.add(*before)
-            continue
-        space = part(number, *before)
-        memset = graph.add(*before, fill=inside(space))
-        graph.add(memset, *(node for node in before if chance.random() < 0.3))
-        if chance.random() < 0.7:
-            spaces.append(space)
-    return graph, spaces
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_random_graphs_keep_their_order(seed: int) -> None:
-    graph, spaces = random_graph(seed)
+        fill = (0x7000_0000 + 512 * number, 32, 0) if chance.random() < 0.5 else None
+        graph.add(*before, fill=fill)
     memsets = graph.memsets()
     captured = {*graph.kinds} - memsets
     order = graph.order(captured)
-    around = {
-        graph.fills[m]: (graph.behind(m) & captured, {n for n in captured if m in graph.behind(n)}) for m in memsets
-    }
-    moving = may_move([Memset(m, *graph.fills[m], _before(graph, m)) for m in memsets], spaces)
-    assert graph.replaced(spaces) == len(memsets)
-    assert graph.order(captured) == order
+    around = {graph.fills[m]: _around(graph, m, captured) for m in memsets}
+    assert graph.replaced() == len(memsets)
     assert not graph.memsets()
-    added = {*graph.kinds} - captured
-    if len(moving) > 1:
-        (start,) = (node for node in added if graph.behind(node) == {*graph.kinds} - {node})
-        assert all(_clears(graph, start, space) for space in spaces)
-        added -= {start}
-        assert len(added) == len(memsets) - len(moving)
-    else:
-        assert len(added) == len(memsets)
-    for node in added:
-        behind, before = around[graph.fills[node]]
-        assert graph.behind(node) & captured == behind
-        assert {n for n in captured if node in graph.behind(n)} == before
+    assert graph.order(captured) == order
+    assert {graph.fills[n]: _around(graph, n, captured) for n in {*graph.kinds} - captured} == around
 
 
-def _before(graph: Graph, node: int) -> frozenset[int]:
-    return frozenset(first for first, second in graph.edges if second == node)
+def _around(graph: Graph, node: int, captured: set[int]) -> tuple[set[int], set[int]]:
+    """The captured nodes behind a node, and those before it."""
+    return graph.behind(node) & captured, {other for other in captured if node in graph.behind(other)}

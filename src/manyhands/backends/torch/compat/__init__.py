@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,6 +231,13 @@ def allocating_from(pool: tuple[int, int], device: torch.device) -> Iterator[Non
         yield
     finally:
         torch._C._cuda_endAllocateToPool(number, pool)
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """Stop the allocator from waiting for a capture whose end CUDA refused: it would free no memory between streams."""
+    number = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # the capture has ended, or has never begun
+        torch._C._cuda_endAllocateToPool(number, graph.pool())
 
 
 def hooks_of_every_optimizer() -> SimpleNamespace:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace, is_check
 from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
-from manyhands.backends.torch.run.graphs.workspaces import arena_for_workspaces
 
 _MUCH = 16 << 20  # bytes to the host: above this, copying a graph's results on the host takes too long
 
@@ -148,14 +148,21 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> Iterator[None]:
-    """Capture a CUDA graph. Other threads, such as data loaders, may allocate and copy during the capture."""
+    """Capture a CUDA graph. Other threads, such as data loaders, may allocate and copy during the capture.
+
+    Whatever fails inside, nothing is being captured afterwards.
+    """
+    before = torch.cuda.current_stream(device)
     try:
-        with (
-            torch.cuda.graph(graph, capture_error_mode="thread_local", **how),
-            arena_for_workspaces(graph, device),
-        ):
-            yield
+        with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
+            stream = torch.cuda.current_stream(device)
+            try:
+                yield
+            finally:  # the code inside may have failed on another stream, and a capture ends only where it began
+                torch.cuda.set_stream(stream)
     except BaseException:
+        torch.cuda.set_stream(before)  # PyTorch leaves the capture's stream only if it could end the capture
+        compat.end_failed_capture(graph, device)
         reset_generator(device)
         raise
 

@@ -8,29 +8,16 @@ captured graph is instantiated here::
     with capturing(graph, device):
         ...
     instantiate(graph, device)
-
-Dozens of such kernels still add up, though they write little. If a call has a workspace to itself
-(:mod:`.workspaces`) and begins with the memset, nothing earlier in the graph writes there. So the memset can run at
-the start of the graph, where one kernel does the work of all of them::
-
-    captured:      copy -> memset 1 -> convolution 1 -> norm -> memset 2 -> convolution 2
-    instantiated:  fill 1 and 2 -> copy -> convolution 1 -> norm -> convolution 2
-
-The kernel is a node of the graph, so it clears the workspaces on every replay, whatever the last replay left there. It
-clears everything from the first workspace to the last: between them are only other workspaces, whose contents do not
-matter before their calls. All other memsets become kernels at their places.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
 from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
-from manyhands.backends.torch.run.graphs.workspaces import Workspace, workspaces_of
 from manyhands.errors import CannotCompile
 
 KERNEL, MEMSET = 0, 2  # types of nodes
@@ -38,10 +25,8 @@ _ALLOCATIONS = (10, 11)  # allocating and freeing memory: nodes of a graph with 
 _LONG = 1 << 16  # bytes
 _THREADS = 128
 _MOST_BLOCKS = 1024
-_WORTH = 2  # memsets: moving a single one to the start of a graph gains nothing
 _NEEDED = (  # of CUDA's driver, to replace a node
     "cuGraphGetNodes",
-    "cuGraphGetRootNodes",
     "cuGraphNodeGetType",
     "cuGraphMemsetNodeGetParams",
     "cuGraphNodeGetDependencies_v2",
@@ -89,26 +74,14 @@ class _Edge(ctypes.Structure):
 _WAITS = bytes(_Edge())
 
 
-@dataclass(frozen=True, slots=True)
-class Memset:
-    """A memset of contiguous bytes; ``before``: the nodes that it waits for, None if an edge is not a plain wait."""
-
-    node: int
-    target: int
-    size: int
-    pattern: int
-    before: frozenset[int] | None
-
-
 def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     """Make a graph that was captured with ``keep_graph=True`` ready to be replayed.
 
-    Returns how many memsets were replaced by kernels, at their places or at the start of the graph. If that is not
-    possible, the graph stays as captured.
+    Returns how many memsets were replaced by kernels. If that is not possible, the graph stays as captured.
     """
     with torch.cuda.device(device):
         try:
-            replaced = _replace_memsets(graph.raw_cuda_graph(), compiled("fill.cu", device), workspaces_of(graph))
+            replaced = _replace_memsets(graph.raw_cuda_graph(), compiled("fill.cu", device))
         except CannotCompile:  # no NVRTC, an old driver
             replaced = 0
         graph.instantiate()
@@ -118,102 +91,38 @@ def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
 def nodes_of(driver: ctypes.CDLL, graph: int, kind: int) -> Iterator[int]:
     """The nodes of one type."""
     node_type = ctypes.c_int()
-    for node in _listed(driver.cuGraphGetNodes, graph):
+    for node in _nodes(driver, graph):
         status = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(node_type))
         if status == 0 and node_type.value == kind:
             yield node
 
 
-def may_move(memsets: Iterable[Memset], workspaces: Sequence[Workspace]) -> list[Memset]:
-    """The memsets that may move to the start of the graph: they write zeros, and a workspace's call begins with them.
-
-    A later memset of the same call stays: an earlier kernel of the call may have written there.
-    """
-    return [
-        memset
-        for memset in memsets
-        if memset.pattern == 0
-        and any(
-            space.begin <= memset.target and memset.target + memset.size <= space.end and memset.before == space.before
-            for space in workspaces
-        )
-    ]
-
-
-def _replace_memsets(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]) -> int:
+def _replace_memsets(graph: int, kernels: Kernels) -> int:
     driver = kernels.driver
     if not all(hasattr(driver, name) for name in _NEEDED):
         return 0
     if any(True for kind in _ALLOCATIONS for _ in nodes_of(driver, graph, kind)):
         return 0
-    moved = _move_to_start(graph, kernels, workspaces) if workspaces else 0
-    return moved + sum(_replace_memset(graph, node, kernels) for node in list(nodes_of(driver, graph, MEMSET)))
-
-
-def _move_to_start(graph: int, kernels: Kernels, workspaces: Sequence[Workspace]) -> int:
-    """Replace memsets of workspaces by one kernel at the start; returns how many.
-
-    The kernel is added first, then the memsets are removed one by one. If the driver refuses a removal, the graph is
-    still right, because clearing twice does no harm.
-    """
-    driver = kernels.driver
-    memsets = [_memset(driver, node) for node in nodes_of(driver, graph, MEMSET)]
-    moving = may_move([memset for memset in memsets if memset is not None], workspaces)
-    if len(moving) < _WORTH:
-        return 0
-    roots = _listed(driver.cuGraphGetRootNodes, graph)
-    begin = min(memset.target for memset in moving) // 16 * 16  # still in the workspace, which is aligned
-    end = max(memset.target + memset.size for memset in moving)
-    start = _add_fill(graph, kernels, [], begin, end - begin, 0)
-    if not _connect(driver, graph, [(start, root) for root in roots]):
-        _check(driver.cuGraphDestroyNode(ctypes.c_void_p(start)))
-        return 0
-    return sum(_remove(driver, graph, memset.node) for memset in moving)
-
-
-def _remove(driver: ctypes.CDLL, graph: int, node: int) -> bool:
-    """Remove a node and connect its successors to its predecessors; False if it stays."""
-    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
-    after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
-    if before is None or after is None:
-        return False
-    new = []
-    for first in before:
-        edges = _edges(driver.cuGraphNodeGetDependentNodes_v2, first)
-        if any(second in after and edge != _WAITS for second, edge in edges):  # such a node may start early
-            return False
-        behind = {second for second, _ in edges}  # CUDA refuses duplicate edges
-        new += [(first, second) for second in after if second not in behind]
-    if not _connect(driver, graph, new):
-        return False
-    _check(driver.cuGraphDestroyNode(ctypes.c_void_p(node)))
-    return True
+    return sum(_replace_memset(graph, node, kernels) for node in list(nodes_of(driver, graph, MEMSET)))
 
 
 def _replace_memset(graph: int, node: int, kernels: Kernels) -> bool:
-    """Replace a memset by a kernel; False if the memset stays."""
-    driver, memset = kernels.driver, _memset(kernels.driver, node)
+    """Replace a memset by a kernel that waits for the same nodes; False if the memset stays."""
+    driver, settings = kernels.driver, _Memset()
+    _check(driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(settings)))
+    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
     after = _neighbours(driver.cuGraphNodeGetDependentNodes_v2, node)
-    if memset is None or memset.before is None or after is None:
+    size = settings.width * settings.element_bytes
+    if settings.height != 1 or before is None or after is None:
         return False
-    if memset.size > _LONG and memset.target % 16:  # the kernel would write it byte by byte
+    if size > _LONG and settings.target % 16:  # the kernel would write it byte by byte
         return False
-    added = _add_fill(graph, kernels, list(memset.before), memset.target, memset.size, memset.pattern)
+    pattern = _pattern(settings.value, settings.element_bytes)
+    added = _add_fill(graph, kernels, before, settings.target, size, pattern)
     replaced = _connect(driver, graph, [(added, following) for following in after])
     # Remove one of the two: both would write, and nothing would wait for the kernel.
     _check(driver.cuGraphDestroyNode(ctypes.c_void_p(node if replaced else added)))
     return replaced
-
-
-def _memset(driver: ctypes.CDLL, node: int) -> Memset | None:
-    """The memset of a node; None if it writes more than one row."""
-    settings = _Memset()
-    _check(driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(settings)))
-    if settings.height != 1:
-        return None
-    before = _neighbours(driver.cuGraphNodeGetDependencies_v2, node)
-    size, pattern = settings.width * settings.element_bytes, _pattern(settings.value, settings.element_bytes)
-    return Memset(node, settings.target, size, pattern, None if before is None else frozenset(before))
 
 
 def _add_fill(graph: int, kernels: Kernels, before: list[int], target: int, size: int, pattern: int) -> int:
@@ -237,29 +146,22 @@ def _connect(driver: ctypes.CDLL, graph: int, edges: list[tuple[int, int]]) -> b
     return not edges or driver.cuGraphAddDependencies_v2(ctypes.c_void_p(graph), first, second, None, count) == 0
 
 
-def _listed(ask: ctypes._NamedFuncPointer, graph: int) -> list[int]:
-    """The nodes that a function of the driver lists."""
+def _nodes(driver: ctypes.CDLL, graph: int) -> list[int]:
     count = ctypes.c_size_t()
-    _check(ask(ctypes.c_void_p(graph), None, ctypes.byref(count)))
+    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)))
     nodes = (ctypes.c_void_p * count.value)()
-    _check(ask(ctypes.c_void_p(graph), nodes, ctypes.byref(count)))
+    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)))
     return [node for node in nodes if node is not None]
 
 
 def _neighbours(ask: ctypes._NamedFuncPointer, node: int) -> list[int] | None:
     """The predecessors or successors of a node; None if an edge is not a plain wait."""
-    edges = _edges(ask, node)
-    return None if any(edge != _WAITS for _, edge in edges) else [neighbour for neighbour, _ in edges]
-
-
-def _edges(ask: ctypes._NamedFuncPointer, node: int) -> list[tuple[int, bytes]]:
-    """The predecessors or successors of a node, with CUDA's description of the edges."""
     count = ctypes.c_size_t()
     _check(ask(ctypes.c_void_p(node), None, None, ctypes.byref(count)))
     nodes, edges = (ctypes.c_void_p * count.value)(), (_Edge * count.value)()
     if count.value:
         _check(ask(ctypes.c_void_p(node), nodes, edges, ctypes.byref(count)))
-    return [(neighbour or 0, bytes(edge)) for neighbour, edge in zip(nodes, edges, strict=True)]
+    return None if any(bytes(edge) != _WAITS for edge in edges) else [neighbour or 0 for neighbour in nodes]
 
 
 def _pattern(value: int, size: int) -> int:
