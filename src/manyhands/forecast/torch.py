@@ -28,8 +28,7 @@ from manyhands.placement.moves import Placement
 from manyhands.training.loss import own_step
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
-from manyhands.training.torch.data.batches import Batch, cut, map_tensors, pick, rows, tensors_in
-from manyhands.training.torch.data.samples import as_the_model
+from manyhands.training.torch.data.batches import Batch, as_the_model, cut, map_tensors, pick, rows, tensors_in
 from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
 from manyhands.training.torch.preflight import checks, precision

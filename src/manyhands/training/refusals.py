@@ -1,7 +1,7 @@
 """What went wrong, and what to write instead: the trainers' errors, in the same words in every framework.
 
 Other trainers call options by other names, and some options belong to a topic: ``Trainer(accumulate=4)`` is an error
-that says ``Trainer(step=mh.Step(accumulate=4))``. What PyTorch refuses: :mod:`.torch.preflight.diagnose`.
+that says ``Trainer(step=mh.Step(accumulate=4))``. What PyTorch refuses: :mod:`.torch.preflight.lessons`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, NotATensor, UnknownOption, type_in_words
 
 _Arguments = ParamSpec("_Arguments")
@@ -216,14 +218,22 @@ def other_step(model: object, name: str) -> BadSettings | None:
     return None
 
 
-def unlike_target(output: Sequence[int], target: Sequence[int]) -> BadBatch:
-    """The error for a loss that compares number with number, of a batch's outputs and targets of these shapes."""
+def unlike_target(output: Sequence[int], target: Sequence[int], *, may_be_classes: bool = False) -> BadBatch:
+    """The error for a loss that compares number with number, of a batch's outputs and targets of these shapes.
+
+    ``may_be_classes``: the loss is for yes and no, and the targets are whole numbers.
+    """
     output_shape, target_shape = tuple(output[1:]), tuple(target[1:])
     cure = "give targets of the output's shape"
     if output_shape == (1,) and target_shape == ():
         cure = "give y.reshape(-1, 1)"
     elif output_shape == () and target_shape == (1,):
         cure = "give y.reshape(-1)"
+    if may_be_classes and math.prod(output_shape) == math.prod(target_shape):
+        cure += ", as floating-point numbers (.float())"
+    elif may_be_classes:
+        cure += ". If the targets are numbers of classes, give loss='cross_entropy', and a model without sigmoid at "
+        cure += "its end"
     return BadBatch(
         f"the model's output for a sample has shape {output_shape}, and its target {target_shape}: the loss compares "
         f"each number of the output with one target; {cure}"
@@ -252,5 +262,7 @@ def in_words(value: object) -> str:
         return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
     if (shape := getattr(value, "shape", None)) is not None:
         return f"an array of shape {tuple(shape)}"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"
+    if isinstance(value, (tuple, list)):
+        shapes = ", ".join(str(tuple(part.shape)) if hasattr(part, "shape") else "?" for part in value)
+        return f"{type_in_words(value)} of {counted(len(value), 'part')} ({shapes})"
+    return type_in_words(value)

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Arrays
-from manyhands.training.loss.loss_trial import DRAWS, Pass, Term, check, choose, chosen_from, note, partial_note
+from manyhands.training.loss.loss_trial import DRAWS, Pass, Term, check, choose, note, unlike
 
 X = np.random.default_rng(0).normal(size=(6, 3))
 Y = np.linspace(-1, 1, 6)
@@ -33,7 +33,7 @@ def mean(rows: Sequence[int], weight: Any = WEIGHT) -> Pass:
 
 
 def tried(compute: Any, size: int = 6, precision: str = "float64", *, own_step: bool = False) -> str | None:
-    return check([(compute, size)], precisions=[precision], own_step=own_step)
+    return check([(compute, size)], [precision], own_step=own_step)
 
 
 def test_a_mean_over_samples_passes() -> None:
@@ -95,7 +95,6 @@ def test_why_it_is_not_known() -> None:
         return mean(rows)
 
     assert "fails" in str(tried(of_all))
-    assert note(None) is None
     assert "not checked" in str(note("there is only one sample"))
     assert "(ValueError: too few)" in str(note(ValueError("too few\nand more")))
 
@@ -127,35 +126,25 @@ def test_samples_that_are_unlike() -> None:
     labels[123] = 1
     inputs = np.random.default_rng(2).normal(size=(500, 4))
     chosen = choose(Arrays((inputs, texts, labels)))
-    assert {321, 123} <= set(chosen.batches[0])
-    assert len(chosen.batches[0]) == 8
-    assert chosen.seen is None
-    assert chosen_from([], 3).batches == [[0, 1, 2]]
+    assert {321, 123} <= set(chosen[0])
+    assert len(chosen[0]) == 8
+    assert unlike([], 3, lambda number, samples: samples) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("dtype", [int, float, np.uint8])
 def test_every_label_is_tried(dtype: Any) -> None:
-    """Of many samples too; where there are more labels than can be tried, the rarest, and that is said."""
+    """Of many samples too; where there are more labels than can be tried, the rarest."""
     labels = np.arange(50_000) % 20
     labels[40_001] = 20
     chosen = choose(Arrays((np.zeros((50_000, 2)), labels.astype(dtype))))
-    tried_labels = labels[[*itertools.chain(*chosen.batches)]]
+    tried_labels = labels[[*itertools.chain(*chosen)]]
     assert set(tried_labels) == set(range(21))
-    assert max(map(len, chosen.batches)) <= 8
-    assert min(map(len, chosen.batches)) >= 2
-    assert chosen.seen is None
+    assert max(map(len, chosen)) <= 8
+    assert min(map(len, chosen)) >= 2
     labels = np.arange(50_000) % 100
     labels[31_313] = 100
     chosen = choose(Arrays((np.zeros((50_000, 2)), labels.astype(dtype))))
-    assert 100 in labels[[*itertools.chain(*chosen.batches)]]
-    assert chosen.seen == "samples with 32 of 101 labels"
-    assert "was tried on samples with 32 of 101 labels" in str(partial_note(chosen.seen))
-
-
-def test_what_is_large_is_looked_at_in_part() -> None:
-    wide = np.zeros((5000, 4096), np.uint8)
-    assert choose(Arrays((wide, np.zeros(5000, int)))).seen is None  # all of one label
-    assert choose(Arrays((wide,))).seen == "1,024 of 5,000 samples"
+    assert 100 in labels[[*itertools.chain(*chosen)]]
 
 
 def test_a_rare_label_that_weighs_more_is_found() -> None:
@@ -176,4 +165,4 @@ def test_a_rare_label_that_weighs_more_is_found() -> None:
 
     chosen = choose(Arrays((X, labels)))
     with pytest.raises(BadSettings, match="not a mean over the samples"):
-        check(list(map(weighted, chosen.batches)), precisions=["float32"], own_step=False)
+        check(list(map(weighted, chosen)), ["float32"], own_step=False)

@@ -310,21 +310,6 @@ def test_the_trial_of_a_loss_runs_the_users_code_once_and_draws_no_random_number
     assert np.random.get_state()[2] == before
 
 
-def test_a_trial_that_saw_a_part_of_the_data_is_noted() -> None:
-    X, y = vectors(FEW)
-    batches = [(X[i : i + 8], y[i : i + 8]) for i in range(0, FEW, 8)]
-
-    def own(y_true: Any, y_pred: Any) -> Any:
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y_true, tf.int32), y_pred))
-
-    def tried(data: Any, loss: Any, **how: Any) -> list[str]:
-        return [note for note in fit(mlp(), data, 2, loss=loss, **how).notes if "was tried on" in note]
-
-    assert "tried on the first batch of the loader: " in tried(batches, own, batch_size=None)[0]
-    assert not tried(batches, sparse(), batch_size=None)
-    assert not tried((X, y), own)
-
-
 def test_a_rare_class_is_found_in_many_samples() -> None:
     X, y = vectors(3000)
     y = np.where(y == 2, 1, y)

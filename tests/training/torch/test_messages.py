@@ -62,7 +62,7 @@ def test_a_model_that_gives_several_things(ranks: int) -> None:
         train(Several(lambda scores: (scores, None)), data(), ranks)
     assert raised.value.__cause__ is not None
     if ranks == 1:
-        with pytest.raises(BadBatch, match=r"a dict with 'logits', and .*output\['logits'\], y\)"):
+        with pytest.raises(BadBatch, match=r"a dict of 'logits', and .*output\['logits'\], y\)"):
             train(Several(lambda scores: {"logits": scores}), data())
         train(Several(lambda scores: (scores, None)), data(), loss=lambda a, y: nn.functional.cross_entropy(a[0], y))
 

@@ -6,7 +6,6 @@ and a loss that we do not know is tried (:mod:`manyhands.training.loss.loss_tria
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,9 +77,9 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
         return loss_trial.note(loss_trial.READ_ONCE)
     arrays = loss_trial.arrays_of(data)
     chosen, numbers = loss_trial.choose(arrays), skeleton.numbers(model)
-    seen, is_own_step = loss_trial.seen_of(data, chosen), not isinstance(objective, Supervised)
+    is_own_step = not isinstance(objective, Supervised)
     if isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy:
-        chosen, seen = dataclasses.replace(chosen, batches=chosen.batches[:1]), None  # no label weighs more
+        chosen = chosen[:1]  # no label weighs more
 
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
         copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
@@ -98,4 +97,4 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
         return Pass([Term(float(total), float(count), arrays_of)])
 
     precisions = {str(leaf.dtype) for leaf in jax.tree.leaves(numbers["parameters"])}
-    return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=is_own_step)
+    return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=is_own_step)

@@ -11,8 +11,8 @@ tokens, of two texts with 1 and 3 tokens whose losses are 4 and 2, 2, 2::
 
 Three things make the trial sensitive:
 
-- The samples are as unlike as possible: targets with little and with much padding, and labels of every kind, each
-  once, the rarest first where there are many.
+- The samples are as unlike as possible: targets with little and with much padding, and labels of every kind, the
+  rarest first where there are many.
 - Gradients are compared, not values alone: with a last layer of zeros every sample has the same loss.
 - Parts are single samples, and halves with the small losses in one and the large ones in the other.
 
@@ -27,12 +27,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.data.loader_batches import preserve_host_random_state
 from manyhands.training.data.order import spread
@@ -41,7 +39,7 @@ from manyhands.training.data.sources import Array, Arrays, Source
 FEW = 8  # samples of a batch that is tried
 WIDTH = 4096  # numbers of a sample that are looked at
 _LOOKED_AT = 1 << 22  # numbers of a part of the data in memory; labels, one number for each sample, are all looked at
-_LABELS = 32  # distinct ones, each of which is tried
+_LABELS = 32  # distinct ones that are tried
 # By precision, how far apart losses and gradients may be. Rounding switches a ReLU on or off here and there, which
 # moves gradients far more than the loss: of 20 convolutions in float32 by 4e-3.
 _CLOSE = {"float64": (1e-7, 1e-7), "float32": (1e-4, 3e-2), "tf32": (1e-3, 3e-2)}
@@ -123,11 +121,39 @@ _DIVIDED = {
 _COUPLED = "it needs the whole batch: one device, and accumulate=1"
 
 
-def check(batches: Sequence[tuple[Compute, int]], *, precisions: Iterable[str], own_step: bool) -> str | None:
-    """Refuse a loss whose parts do not add up; or say why that is not known (:func:`compare`).
+Batches = Sequence[tuple[Compute, int]]  # what computes some rows of a batch, and how many rows it has
 
-    ``own_step``: the loss comes from ``training_step``.
+DRAWS = "it draws random numbers, or counts its calls: two passes over the same samples differ"
+READ_ONCE = "the loader can be read only once"
+
+
+def note(why: str | Exception) -> str:
+    """The note for a trial without an answer; an error will be raised again by the first step."""
+    if isinstance(why, Exception):
+        why = f"{type(why).__name__}: {why}".splitlines()[0][:200]
+    return f"it was not checked whether the loss is a mean over samples, which batches in several parts need ({why})"
+
+
+def note_of(
+    compute: Callable[..., Pass], chosen: Sequence[Sequence[int]], *, precisions: Iterable[str], own_step: bool
+) -> str | None:
+    """Refuse a loss whose parts do not add up over the chosen samples; or a note, where that is not known.
+
+    ``compute`` gives the pass of some rows of a batch. ``own_step``: the loss comes from ``training_step``. An error of
+    the user's code is no reason to refuse a job: the first step raises it.
     """
+    try:
+        with preserve_host_random_state():
+            why = check([(partial(compute, batch), len(batch)) for batch in chosen], precisions, own_step=own_step)
+    except BadSettings:
+        raise
+    except Exception as error:
+        return note(error)
+    return None if why is None else note(why)
+
+
+def check(batches: Batches, precisions: Iterable[str], *, own_step: bool) -> str | None:
+    """Refuse a loss whose parts do not add up; or say why that is not known (:func:`compare`)."""
     outcome = compare(batches, tolerances(precisions))
     if isinstance(outcome, Difference):
         raise BadSettings(outcome.refusal(own_step))
@@ -139,11 +165,13 @@ def tolerances(precisions: Iterable[str]) -> tuple[float, float]:
     return max(_CLOSE.get(name, _OTHERWISE_CLOSE) for name in precisions)
 
 
-def compare(batches: Sequence[tuple[Compute, int]], close: tuple[float, float]) -> Difference | str | None:
+# Whole and parts
+
+
+def compare(batches: Batches, close: tuple[float, float]) -> Difference | str | None:
     """How the parts of the batches differ from the whole, or why that is not known; None: they add up.
 
-    Of each batch there are a function that gives the pass of some of its rows, and the number of its samples; the
-    first one is tried most thoroughly.
+    The first batch is tried most thoroughly.
     """
     outcomes: list[str | None] = []
     for number, (compute, size) in enumerate(batches):
@@ -170,151 +198,6 @@ def _compared(compute: Compute, size: int, close: tuple[float, float], *, halves
             return DRAWS
         return Difference(whole, passes, size)
     return why
-
-
-DRAWS = "it draws random numbers, or counts its calls: two passes over the same samples differ"
-READ_ONCE = "the loader can be read only once"
-
-
-def note(why: str | Exception | None) -> str | None:
-    """The note for a trial without an answer; an error will be raised again by the first step."""
-    if why is None:
-        return None
-    if isinstance(why, Exception):
-        why = f"{type(why).__name__}: {why}".splitlines()[0][:200]
-    return f"it was not checked whether the loss is a mean over samples, which batches in several parts need ({why})"
-
-
-def partial_note(seen: str | None) -> str | None:
-    """The note for a loss that passed with samples chosen from a part of the data."""
-    if seen is None:
-        return None
-    return (
-        f"whether the loss is a mean over samples was tried on {seen}: where others may weigh more or less, return "
-        "mh.LossSum(total, count) to be sure"
-    )
-
-
-def note_of(compute: Callable[..., Pass], chosen: Chosen, seen: str | None, **how: Any) -> str | None:
-    """Refuse a loss whose parts do not add up over the chosen samples; or a note, where that is not known.
-
-    ``compute`` gives the pass of some rows of a batch; ``how`` is for :func:`check`. An error of the user's code is
-    no reason to refuse a job: the first step raises it.
-    """
-    batches = [(partial(compute, batch), len(batch)) for batch in chosen.batches]
-    try:
-        with preserve_host_random_state():
-            why: str | Exception | None = check(batches, **how)
-    except BadSettings:
-        raise
-    except Exception as error:
-        why = error
-    return outcome(why, seen)
-
-
-def outcome(why: str | Exception | None, seen: str | None) -> str | None:
-    """The note of a trial that came to no answer, or that passed on a part of the data."""
-    return note(why) if why is not None else partial_note(seen)
-
-
-# Samples
-
-
-@dataclass(frozen=True)
-class Look:
-    """One part of the data: its numbers for some samples, and which samples these are."""
-
-    numbers: Array
-    samples: NDArray[np.int64]
-
-    @property
-    def labels(self) -> Array | None:
-        """The numbers, where each sample has one that is whole."""
-        flat = self.numbers.reshape(-1)
-        if len(flat) != len(self.samples) or flat.dtype.kind not in "biuf":
-            return None
-        return flat if flat.dtype.kind != "f" or (np.isfinite(flat) & (flat == np.round(flat))).all() else None
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Samples to try a loss on, in batches; ``seen``: what they were chosen from, if not all of the data."""
-
-    batches: list[list[int]]
-    seen: str | None
-
-
-def arrays_of(data: Source) -> Arrays:
-    """The arrays to choose samples from: the data, or the first batch of a loader."""
-    return data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
-
-
-def seen_of(data: Source, chosen: Chosen) -> str | None:
-    """In words, what samples were chosen from; None: all of the data."""
-    return chosen.seen if isinstance(data, Arrays) else "the first batch of the loader"
-
-
-def sampled_rows(count: int, width: int) -> NDArray[np.int64]:
-    """The samples of a part in memory that are looked at: all, or as many from everywhere as is quick."""
-    return spread(count, count if width <= 1 else max(4 * FEW, _LOOKED_AT // width))
-
-
-def choose(data: Arrays) -> Chosen:
-    """Samples of arrays in memory that differ as much as possible."""
-
-    def look(array: Array) -> Look:
-        samples = sampled_rows(data.count, math.prod(array.shape[1:]))
-        return Look(array if len(samples) == data.count else array[samples], samples)
-
-    return chosen_from([look(array) for array in data.arrays], data.count)
-
-
-def chosen_from(looks: Sequence[Look], count: int) -> Chosen:
-    """A batch of samples that differ as much as possible, and further ones with the labels that are not in it."""
-    first, seen = _unlike(looks, count), None
-    looked = min((len(look.samples) for look in looks), default=count)
-    if looked < count:
-        seen = f"{looked:,} of {counted(count, 'sample')}"
-    others: list[int] = []
-    for look in looks:
-        if (labels := look.labels) is None:
-            continue
-        kinds, firsts, counts = np.unique(labels, return_index=True, return_counts=True)
-        rarest = counts.argsort(kind="stable")[:_LABELS]
-        covered = labels[np.isin(look.samples, first)]
-        others += look.samples[firsts[rarest][~np.isin(kinds[rarest], covered)]].tolist()
-        if len(look.samples) == count:
-            seen = f"samples with {_LABELS} of {len(kinds)} labels" if len(kinds) > _LABELS else None
-    others = list(dict.fromkeys(others))[:_LABELS]
-    further = [others[start : start + FEW] for start in range(0, len(others), FEW)]
-    return Chosen([first, *(rows if len(rows) > 1 else [first[0], *rows] for rows in further)], seen)
-
-
-def _unlike(looks: Sequence[Look], count: int) -> list[int]:
-    """Samples that differ as much as possible: in the target first, which is the last part of most batches."""
-    wishes = [look.samples[list(_extremes(look.numbers))].tolist() for look in reversed(looks)]
-    in_turns = [row for turn in itertools.zip_longest(*wishes) for row in turn if row is not None]
-    return sorted(list(dict.fromkeys([*in_turns, *spread(count, FEW).tolist()]))[:FEW])
-
-
-def _extremes(array: Array) -> Iterator[int]:
-    """The rows of an array that are the furthest apart: by padding, by kind of label, and by value."""
-    flat = array.reshape(len(array), -1)[:, :WIDTH]
-    if not flat.shape[1] or flat.dtype.kind not in "biuf":
-        return
-    if flat.dtype.kind != "f":
-        kinds, firsts, counts = np.unique(flat, return_index=True, return_counts=True)
-        for padding in (kinds[counts.argmax()], kinds[0]):
-            amount = (flat == padding).sum(1)
-            yield from (int(amount.argmax()), int(amount.argmin()))
-        if flat.shape[1] == 1:
-            yield from firsts[:: max(1, len(kinds) // FEW)].tolist()
-    means = flat.mean(1, dtype=np.float64)
-    if np.isfinite(means).all():
-        yield from (int(means.argmax()), int(means.argmin()))
-
-
-# Whole and parts
 
 
 def _divisions(compute: Compute, size: int, *, halves: bool) -> Iterator[list[Pass]]:
@@ -359,3 +242,57 @@ def are_close(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[floa
     least = _SMALL * math.hypot(*scales) or 1.0
     gaps = [float(np.linalg.norm(a - b)) for a, b in zip(whole.gradients, other.gradients, strict=True)]
     return all(gap <= close[1] * max(scale, least) for gap, scale in zip(gaps, scales, strict=True))
+
+
+# Samples
+
+
+def arrays_of(data: Source) -> Arrays:
+    """The arrays to choose samples from: the data, or the first batch of a loader."""
+    return data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
+
+
+def choose(data: Arrays) -> list[list[int]]:
+    """Batches of samples of arrays in memory: :func:`unlike`."""
+    widths = [math.prod(array.shape[1:]) for array in data.arrays]
+    return unlike(widths, data.count, lambda number, samples: data.arrays[number][samples])
+
+
+def unlike(widths: Sequence[int], count: int, read: Callable[[int, NDArray[np.int64]], Array]) -> list[list[int]]:
+    """A batch of samples that differ as much as possible, and further ones with the labels that are not in it.
+
+    ``widths``: how many numbers each part of the data has for a sample; ``read`` gives those of some samples. Of a wide
+    part in memory samples from everywhere are looked at, as many as is quick.
+    """
+    wishes, labels = [], list[tuple[NDArray[np.int64], Array]]()
+    for number, width in reversed(list(enumerate(widths))):  # the target, which is the last part of most batches, first
+        samples = spread(count, count if width <= 1 else max(4 * FEW, _LOOKED_AT // width))
+        numbers = read(number, samples).reshape(len(samples), -1)[:, :WIDTH]
+        if numbers.shape[1] and numbers.dtype.kind in "biuf":
+            wishes.append(samples[list(_extremes(numbers))].tolist())
+            whole = numbers.dtype.kind != "f" or (np.isfinite(numbers) & (numbers == np.round(numbers))).all()
+            labels += [(samples, numbers[:, 0])] if width <= 1 and whole else []
+    in_turns = [row for turn in itertools.zip_longest(*wishes) for row in turn if row is not None]
+    first = sorted(list(dict.fromkeys([*in_turns, *spread(count, FEW).tolist()]))[:FEW])
+    others: list[int] = []
+    for samples, values in labels:
+        kinds, firsts, counts = np.unique(values, return_index=True, return_counts=True)
+        rarest = counts.argsort(kind="stable")[:_LABELS]
+        others += samples[firsts[rarest][~np.isin(kinds[rarest], values[np.isin(samples, first)])]].tolist()
+    others = list(dict.fromkeys(others))[:_LABELS]
+    further = [others[start : start + FEW] for start in range(0, len(others), FEW)]
+    return [first, *(rows if len(rows) > 1 else [first[0], *rows] for rows in further)]
+
+
+def _extremes(numbers: Array) -> Iterator[int]:
+    """The rows that are the furthest apart: by padding, by kind of label, and by value."""
+    if numbers.dtype.kind != "f":
+        kinds, firsts, counts = np.unique(numbers, return_index=True, return_counts=True)
+        for padding in (kinds[counts.argmax()], kinds[0]):
+            amount = (numbers == padding).sum(1)
+            yield from (int(amount.argmax()), int(amount.argmin()))
+        if numbers.shape[1] == 1:
+            yield from firsts[:: max(1, len(kinds) // FEW)].tolist()
+    means = numbers.mean(1, dtype=np.float64)
+    if np.isfinite(means).all():
+        yield from (int(means.argmax()), int(means.argmin()))

@@ -7,7 +7,6 @@ batch to get their shapes, and on several devices, or with ``accumulate``, a los
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,9 +129,8 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
         return loss_trial.note(loss_trial.READ_ONCE)
     arrays = loss_trial.arrays_of(data)
     chosen = loss_trial.choose(arrays)
-    seen = loss_trial.seen_of(data, chosen)
     if objective.is_gluons:
-        chosen, seen = dataclasses.replace(chosen, batches=chosen.batches[:1]), None  # how labels weigh is known
+        chosen = chosen[:1]  # how labels weigh is known
     trained = [parameter.list_data()[0] for parameter in replicas.distinct(model) if parameter.grad_req != "null"]
 
     def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:
@@ -140,7 +138,7 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
         return _pass(objective, laid_for(model, arrays.prepare(tuple(map(modes.native, picked)))), trained)
 
     precisions = {np.dtype(array.dtype).name for array in trained}
-    return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=objective.loss is None)
+    return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=objective.loss is None)
 
 
 def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:

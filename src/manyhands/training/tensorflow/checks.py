@@ -134,8 +134,8 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
     if train.is_read_once:
         return loss_trial.note(loss_trial.READ_ONCE)
     try:
-        why, chosen = try_loss(Function(model, objective, 0), loss_trial.arrays_of(train))
-        return loss_trial.outcome(why, None if _is_of_keras(objective) else loss_trial.seen_of(train, chosen))
+        why = try_loss(Function(model, objective, 0), loss_trial.arrays_of(train))
+        return None if why is None else loss_trial.note(why)
     except BadSettings as error:
         if isinstance(objective, Supervised) and (name := keras_losses.of_whole_batch(objective.loss.loss)):
             raise BadSettings(
@@ -145,13 +145,6 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
                 "devices can train with"
             ) from error
         raise
-
-
-def _is_of_keras(objective: Objective) -> bool:
-    """Whether the loss is known: then the samples that were tried stand for all others."""
-    if isinstance(objective, Supervised):
-        return keras_losses.are_of_keras(objective.loss.loss)
-    return objective.is_mean
 
 
 def few_samples(data: Source, count: int) -> Batch | None:

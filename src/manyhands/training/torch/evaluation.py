@@ -34,7 +34,7 @@ from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_s
 from manyhands.training.learner import Take
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.running_sums import Figures, together
-from manyhands.training.torch.data import dict_batches, feed, samples
+from manyhands.training.torch.data import dict_batches, feed
 from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.objective import Objective, mixes_samples, widened
@@ -147,7 +147,7 @@ def _are_dicts(data: Source) -> bool:
     """Whether the batches of these data are dicts; False for a loader, whose batches are checked one by one."""
     if isinstance(data, Arrays):
         return isinstance(data.prepare, dict_batches.Named)
-    return isinstance(data, Samples) and is_by_name(samples.few_samples(data, 1))
+    return isinstance(data, Samples) and is_by_name(data.few(1))
 
 
 class _RecordedOutputs:

@@ -21,7 +21,7 @@ from manyhands.training.data.sources import bad_numbers
 from manyhands.training.learner import Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
-from manyhands.training.torch.data import feed, samples
+from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.batches import Shard, tensors_in
 from manyhands.training.torch.data.drawn_samples import generator_of
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
@@ -394,7 +394,7 @@ class Rank:
         """Which of these samples of a dataset have NaN or infinity, in words."""
         if not isinstance(self.data, Samples):
             return None
-        parts = [part for part in tensors_in(samples.take(self.data, numbers)) if part.shape[:1] == numbers.shape]
+        parts = [part for part in tensors_in(self.data.pick(numbers)) if part.shape[:1] == numbers.shape]
         return bad_numbers(parts, numbers.tolist())
 
     # Checkpoints

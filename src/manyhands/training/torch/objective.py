@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,9 +21,11 @@ from manyhands.training import refusals
 from manyhands.training.loss.own_step import LossSum, is_default, plots_of, plotted_loss
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
-from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.ranks.whole_batch import Rows
 from manyhands.training.torch.step.known_means import ClassWeightsCast, KnownMeans, function_and_options
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.preflight.checks import LabelRange
 
 
 class Scored(NamedTuple):
@@ -295,17 +297,23 @@ def _loss_from(value: Any, who: str) -> torch.Tensor:
     raise refusals.not_a_loss(who, value)
 
 
-_OF_PAIRS = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss)
-_PAIRING = tuple(getattr(torch.nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
+_OF_YES_AND_NO: tuple[Any, ...] = (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
+_OF_YES_AND_NO += (torch.nn.functional.binary_cross_entropy, torch.nn.functional.binary_cross_entropy_with_logits)
+_OF_PAIRS: tuple[Any, ...] = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss)
+_OF_PAIRS += tuple(
+    getattr(torch.nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+)
 
 
 def _check_shapes(loss: Any, output: Any, target: Any) -> None:
-    """Refuse shapes (n, 1) and (n,), which PyTorch would broadcast to n * n pairs."""
-    if not (type(loss) in _OF_PAIRS or any(loss is function for function in _PAIRING)):
+    """Refuse shapes such as (n, 1) and (n,), which PyTorch would broadcast to n * n pairs."""
+    kind = loss if inspect.isfunction(loss) else type(loss)
+    if kind not in (*_OF_PAIRS, *_OF_YES_AND_NO):
         return
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.shape == target.shape:
         return
-    raise refusals.unlike_target(output.shape, target.shape)
+    classes = kind in _OF_YES_AND_NO and not target.is_floating_point()
+    raise refusals.unlike_target(output.shape, target.shape, may_be_classes=classes)
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:

@@ -38,7 +38,7 @@ from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.preflight import checks, diagnose, gradient_hooks
+from manyhands.training.torch.preflight import checks, gradient_hooks, lessons, loss_trial
 from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
@@ -124,16 +124,14 @@ class Trainer(BaseTrainer):
         before = checks.copied(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
-        diagnosed = _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error))
+        diagnosed = _diagnosed(lambda error: lessons.of(dataclasses.replace(job, model=before), error))
         with own_step.plots_taken_over(model), diagnosed:
             device = self._launched_device() if launcher.is_launched() else self.ranks[0]
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
                 gradient_hooks.check(model, settings.step, launcher.size() or len(self.ranks))
-                warnings = checks.check_loss(model, job, launcher.size() or len(self.ranks), device)
-            for text in warnings:
-                dispatcher.event({"kind": "warning", "text": text})
+                loss_trial.check_loss(model, job, launcher.size() or len(self.ranks), device)
             return self._fit(job, dispatcher)
 
     def _launched_device(self) -> torch.device:
@@ -272,7 +270,7 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        with own_step.plots_taken_over(model), _diagnosed(lambda error: diagnose.of(job, error)):
+        with own_step.plots_taken_over(model), _diagnosed(lambda error: lessons.of(job, error)):
             with modes_preserved(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)
@@ -300,7 +298,7 @@ class Trainer(BaseTrainer):
     def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         job = self._other_job(model, source, settings, "predict")
         job.inputs = inputs
-        with _diagnosed(lambda error: diagnose.of_prediction(job)):
+        with _diagnosed(lambda error: lessons.of_prediction(job)):
             return collect_outputs(lambda _, take: self._computed(job, take), self._joined)
 
     def _other_job(

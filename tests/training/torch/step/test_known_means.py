@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from training_cases import CLASSES, convnet, difference, fit, images, mlp, vecto
 from manyhands.errors import BadSettings
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
-from manyhands.training.torch.preflight import loss_trial, trial_model
+from manyhands.training.torch.preflight import trial_model
 
 WEIGHT = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
@@ -240,29 +239,6 @@ def test_a_rare_class_of_a_dataset_is_found() -> None:
     for data in ((X.float(), y), TensorDataset(X.float(), y)):
         with pytest.raises(BadSettings, match="not a mean over the samples"):
             fit(model, data, loss=rarely_weighed, step=Step(accumulate=4), max_epochs=1)
-
-
-def test_how_many_samples_were_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(scores, y) * 2
-
-    X, y = vectors()
-    monkeypatch.setattr(loss_trial, "_POOL_BYTES", 56 * 40)  # 6 numbers and a label take 56 bytes
-
-    def tried(data: Any, loss: Any) -> list[str]:
-        with (
-            pytest.warns(UserWarning, match="was tried on")
-            if not isinstance(data, (list, tuple, TensorDataset))
-            else nullcontext()
-        ):
-            _, result = fit(mlp(), data, step=Step(accumulate=2), max_epochs=1, loss=loss)
-        return [note for note in result.notes if "was tried on" in note]
-
-    assert "tried on 40 of 90 samples: " in tried(list(zip(X, y, strict=True)), own)[0]
-    assert "tried on the first 2 batches of the loader: " in tried([(X, y)].__iter__(), own)[0]
-    assert not tried(list(zip(X[:40], y[:40], strict=True)), own)
-    assert not tried(TensorDataset(X, y), own)  # every label is tried
-    assert not tried((X, X[:, :CLASSES]), nn.MSELoss())
 
 
 def test_sparse_and_large_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

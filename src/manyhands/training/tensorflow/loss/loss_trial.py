@@ -24,8 +24,8 @@ from manyhands.training.tensorflow.objective import OwnStep
 from manyhands.training.tensorflow.step.function import Function
 
 
-def try_loss(function: Function, data: Arrays) -> tuple[str | None, loss_trial.Chosen]:
-    """Refuse a loss whose parts do not add up; or say why that could not be tried, and on which samples it was."""
+def try_loss(function: Function, data: Arrays) -> str | None:
+    """Refuse a loss whose parts do not add up; or say why that could not be tried."""
     chosen, seeds = loss_trial.choose(data), itertools.count()
     with (
         _quiet(function.model),
@@ -42,8 +42,8 @@ def try_loss(function: Function, data: Arrays) -> tuple[str | None, loss_trial.C
 
         precisions = {str(layer.compute_dtype) for layer in function.model._flatten_layers()}
         own_step = isinstance(function.objective, OwnStep)
-        batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
-        return loss_trial.check(batches, precisions=precisions, own_step=own_step), chosen
+        batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen]
+        return loss_trial.check(batches, precisions, own_step=own_step)
 
 
 def _graph(function: Function, data: Arrays) -> Any:

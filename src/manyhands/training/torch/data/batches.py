@@ -62,6 +62,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -
     return tree.map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
+def as_the_model(model: torch.nn.Module, batch: Batch) -> Batch:
+    """The batch on the model's device, with floating-point numbers in the model's dtype."""
+    first = next(model.parameters())
+    return map_tensors(lambda leaf: leaf.to(first.device, first.dtype if leaf.is_floating_point() else None), batch)
+
+
 def rows(batch: Batch) -> int:
     """The number of samples in a batch that may be cut."""
     if (count := rows_or_none(batch)) is not None:

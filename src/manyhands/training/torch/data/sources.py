@@ -8,8 +8,11 @@ own (an iterable dataset, a custom sampler): every rank reads all of it and take
 
 from __future__ import annotations
 
+import abc
+import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +36,7 @@ from manyhands.training.torch.state import randomness
 _KINDS = "(X, y) tensors or arrays, a Dataset, or a DataLoader"
 Prepare = Callable[[Batch], Batch]
 Look = Callable[[Batch], None]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def scale_images(batch: Batch) -> Batch:
@@ -41,8 +45,26 @@ def scale_images(batch: Batch) -> Batch:
     return images.unsqueeze(1).float().div_(255), labels.long()
 
 
+class _Numbered(abc.ABC):
+    """Data with a number for each sample."""
+
+    rereadable = True  # the first samples can be read without consuming them
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int: ...
+
+    @abc.abstractmethod
+    def pick(self, numbers: Numbers, draws: int | None = None) -> Batch:
+        """The samples of these numbers; ``draws``: the seed of what a collate function draws."""
+
+    def few(self, count: int) -> Batch:
+        """The first samples, or for a stream its first batch; nothing is consumed, and random numbers stay."""
+        return self.pick(np.arange(min(count, self.count)))
+
+
 @dataclass
-class Arrays:
+class Arrays(_Numbered):
     """Tensors with one row per sample; ``prepare`` makes a batch of the gathered rows, on the device."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -60,6 +82,9 @@ class Arrays:
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def pick(self, numbers: Numbers, draws: int | None = None) -> Batch:
+        return self.take(torch.from_numpy(numbers).to(self.tensors[0].device))
 
     def take(self, index: torch.Tensor) -> Batch:
         """The samples of those numbers; everything happens on the device that the arrays are on."""
@@ -84,7 +109,7 @@ class Arrays:
 
 
 @dataclass
-class Samples:
+class Samples(_Numbered):
     """A dataset that gives one sample for one number."""
 
     dataset: Dataset[Any]
@@ -110,8 +135,15 @@ class Samples:
         """Only the first samples."""
         return dataclasses.replace(self, dataset=torch.utils.data.Subset(self.dataset, range(count)))
 
+    def pick(self, numbers: Numbers, draws: int | None = None) -> Batch:
+        plain = dataclasses.replace(self, workers=0, look=None)
+        if self.collate is not None and draws is not None:
+            plain.collate = functools.partial(_collated, self.collate, draws)
+        (batch,) = plain.batches([numbers], seed=0, draws=0)
+        return batch
+
     def batches(
-        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, draws: int, pin: bool = False, divided: bool = False
+        self, parts: Sequence[Numbers], *, seed: int, draws: int, pin: bool = False, divided: bool = False
     ) -> Iterator[Batch]:
         """A batch for each list of numbers; for an empty list a batch of no samples.
 
@@ -154,6 +186,20 @@ class Stream:
     look: Look | None = None
     required_size: int | None = None  # the trainer's, where the loader does not say its own
     divided: bool = False  # whether its batches are cut, for several devices or into micro-batches
+
+    @property
+    def rereadable(self) -> bool:
+        return not isinstance(self.loader, Iterator)
+
+    def few(self, count: int) -> Batch:
+        return next(dataclasses.replace(self, loader=_without_workers(self.loader), look=None).batches(0))
+
+    def first_batch(self) -> tuple[Batch, Stream]:
+        """The first batch, and the stream with all batches: an iterator gets it back."""
+        if self.rereadable:
+            return self.few(1), self
+        batch = next(self.loader)
+        return _plain_dict(batch), dataclasses.replace(self, loader=itertools.chain([batch], self.loader))
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
@@ -251,6 +297,23 @@ def _gives_each_once(loader: DataLoader[Any]) -> bool:
     else:
         plain = type(sampler) is SequentialSampler
     return plain and loader.batch_size is not None
+
+
+def _collated(collate: Callable[[list[Any]], Any], seed: int, samples: list[Any]) -> Any:
+    randomness.seed_all(seed)
+    return collate(samples)
+
+
+def _without_workers(loader: Any) -> Any:
+    """A copy of the loader that reads in this process; the state of its sampler does not change."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    try:
+        plain = copy.deepcopy(loader, {id(loader.dataset): loader.dataset})
+    except Exception:  # it holds something that cannot be copied
+        return loader
+    plain.num_workers = plain.timeout = 0
+    return plain
 
 
 def _plain_dict(batch: Batch) -> Batch:

@@ -1,37 +1,46 @@
 """Checks before a job begins. On one device they make no pass through the model or the loss.
 
 There are two exceptions: lazy layers need a few samples to get their shapes, and on several devices, or with
-``accumulate``, model and loss are tried once, on a copy (:mod:`manyhands.training.loss.loss_trial`).
+``accumulate``, model and loss are tried once, on a copy (:mod:`.loss_trial`).
+
+Labels that a model has no output for would break a GPU's process much later. The number of outputs is known after the
+forward pass of the first step. Labels are looked at on the host, where it costs next to nothing: those of arrays all at
+once, others batch by batch, before they go to the device. Until the number of outputs is known, their range is
+recorded; then it is compared, before the loss sees the labels. Where the user has not chosen a loss, targets that are
+neither classes nor probabilities are refused, and so is a model with one output: its cross-entropy is always 0.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from manyhands.errors import BadSettings, type_in_words
+from manyhands.errors import BadLabels, BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import why_no_classes
+from manyhands.training.data.labels import out_of_range, why_no_classes
 from manyhands.training.loss import own_step
 from manyhands.training.loss.own_step import step_name
 from manyhands.training.torch.data import dict_batches
-from manyhands.training.torch.data.batches import Batch
-from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
+from manyhands.training.torch.data.batches import Batch, as_the_model
 from manyhands.training.torch.data.sources import Arrays, Source, Stream
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates
-from manyhands.training.torch.preflight import loss_trial
-from manyhands.training.torch.preflight.label_range import LabelRange
-from manyhands.training.torch.ranks.whole_batch import Rows
+from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 
-_HOST = torch.device("cpu")
 _FEW = 2  # normalisation over a batch wants more than one
+_CLOSE = 1e-2  # to 1: the sum of a sample's probabilities, in any precision
+_ROWS = 4096  # whose sums are computed
+_CURE = (
+    "and the loss where none is given is cross_entropy, {}: give loss='mse' to predict numbers, or "
+    "loss='bce_with_logits' for yes and no"
+)
 
 
 def check_is_module(model: Any) -> None:
@@ -77,7 +86,7 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
     """Give lazy layers their shapes, by a few samples: they must be the same on every rank."""
     if not is_lazy(model):
         return
-    batch = few_samples(data, _FEW)
+    batch = data.few(_FEW)
     with torch.no_grad(), evaluating(model):
         _call(copied(model), batch)  # if that fails, the layers stay as they are
         _call(model, batch)
@@ -98,7 +107,7 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
             return own_step.why_no_accuracy(model, training=training)
     if isinstance(data, Stream):
         return None
-    batch = few_samples(data, 1)
+    batch = data.few(1)
     if isinstance(batch, Mapping):
         target = batch.get("labels")
     else:
@@ -106,6 +115,9 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
     if not isinstance(target, torch.Tensor):
         return None
     return why_no_classes(str(target.dtype).removeprefix("torch."), (data.count, *target.shape[1:]))
+
+
+# Labels
 
 
 def check_labels(job: Job) -> None:
@@ -132,58 +144,55 @@ def _of_classes(loss: Any) -> bool:
     return is_mean_of_classes(loss) or isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss))
 
 
-_MEAN_OF_SUM = (
-    "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on the "
-    "batch size. To minimise the sum, multiply lr by the batch size"
-)
+@dataclass
+class LabelRange:
+    """Refuses labels that are not 0 to (number of outputs - 1), except the one that the loss ignores."""
+
+    ignored: int
+    is_default: bool = False  # the user has not chosen the loss
+    classes: int | None = None
+    low: int = sys.maxsize  # of the labels seen so far
+    high: int = -sys.maxsize
+
+    def __call__(self, batch: Batch) -> None:
+        """Look at the labels of a batch."""
+        if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], torch.Tensor):
+            self.look(batch[-1])
+
+    def look(self, labels: torch.Tensor) -> None:
+        if self.is_default and labels.is_floating_point() and not _may_be_classes(labels[:_ROWS]):
+            raise BadLabels(f"the targets are numbers, {_CURE.format('for class numbers or probabilities')}")
+        if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+            return
+        labels = labels[labels != self.ignored]
+        if not len(labels):
+            return
+        # Recorded first: the first output may come in another thread, between these lines.
+        self.low, self.high = min(self.low, int(labels.min())), max(self.high, int(labels.max()))
+        if self.classes is not None:
+            self._check(self.classes)
+
+    def learn(self, output: Any) -> None:
+        """The first output: it has a column per class."""
+        if self.is_default and isinstance(output, torch.Tensor) and output.dim() > 1 and output.shape[1] == 1:
+            raise BadLabels(f"the model has one output, {_CURE.format('which takes one for each class')}")
+        if not isinstance(output, torch.Tensor) or output.dim() != 2:
+            return
+        self.classes = output.shape[1]
+        try:
+            self._check(output.shape[1])
+        except BadLabels:
+            self.classes = None  # so that a repeated step raises it again
+            raise
+
+    def _check(self, classes: int) -> None:
+        if self.low < 0 or self.high >= classes:
+            raise out_of_range(self.low, self.high, classes)
 
 
-_OF_UPDATES = (
-    "training_step(batch, optimizers): several devices make the update of one if each loss is a mean over samples or "
-    "an mh.LossSum, which the trainer cannot try out here"
-)
-
-
-def check_loss(model: torch.nn.Module, job: Job, ranks: int, device: torch.device = _HOST) -> list[str]:
-    """Find out how the parts of a batch are put together, where it is processed in parts; refuse what cannot be.
-
-    PyTorch's means over classes come as sums and counts where class weights, or labels that are left out, ask for it.
-    The model is tried on ``device``. The result are warnings.
-    """
-    objective, parts = job.objective, ranks > 1 or job.settings.step.accumulate > 1
-    if isinstance(objective, OwnStep) and makes_updates(model):  # to try a loss would be to train
-        job.notes += [_OF_UPDATES] if parts else []
-        objective.rows = Rows() if parts else None
-        return []
-    if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
-        job.notes.append(_MEAN_OF_SUM)
-    if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss) and not _loss_of_model(job, parts):
-        objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
-    if not parts:
-        return []
-    answer = loss_trial.try_parts(model, job, ranks=ranks, device=device)
-    objective.sums, objective.rows = answer.sums, answer.rows
-    job.notes += answer.notes
-    return answer.warnings
-
-
-def _loss_of_model(job: Job, parts: bool) -> bool:
-    """Whether batches are dicts, so that the loss is the one in the model's output; checked only if it matters."""
-    data = job.train
-    if isinstance(data, Arrays):
-        return isinstance(data.prepare, dict_batches.Named)
-    if not parts or not getattr(job.objective, "is_default", False):
-        return False
-    first = next(first_batches(job)) if isinstance(data, Stream) else few_samples(data, 1)
-    return isinstance(first, Mapping)
-
-
-def _weighs(loss: Any, data: Source) -> bool:
-    """Whether labels may weigh differently in a mean over classes; labels that come later may."""
-    options = function_and_options(loss)[1]
-    if options.get("weight") is not None or not isinstance(data, Arrays):
-        return True
-    labels = data.tensors[-1]
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        return False
-    return bool((labels == options.get("ignore_index", IGNORED)).any())
+def _may_be_classes(labels: torch.Tensor) -> bool:
+    """Whether floating-point targets may be class numbers, or probabilities of classes."""
+    if labels.dim() == 1:
+        return bool((labels == labels.round()).all())
+    sums = labels.sum(1, dtype=torch.float32) if labels.dim() > 1 else labels
+    return bool((labels >= 0).all() and ((sums - 1).abs() < _CLOSE).all())

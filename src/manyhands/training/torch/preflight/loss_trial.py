@@ -1,85 +1,83 @@
-"""PyTorch's part of the trial whether the parts of a batch add up (:mod:`manyhands.training.loss.loss_trial`).
+"""The rule of exactness: some real samples are computed whole and in unlike parts, and the two must agree.
 
-It runs once per job, on a copy of model and loss, in float64 where that works, and leaves the process's random numbers
-as they are. Where the parts do not add up, but would with the rows of all devices, these are gathered in every step.
+Model and loss, value and gradient, and the state that a forward pass leaves behind are compared
+(:mod:`manyhands.training.loss.loss_trial` has the comparison). Where the parts do not add up, but would with the rows
+of all devices, these are gathered in every step; else the job is refused. BatchNorm's statistics and random draws are
+the exceptions.
+
+It runs once per job with more than one part, on a copy of model and loss, in float64 where that works, and leaves the
+process's random numbers as they are. Samples are chosen from all of an array, from 256 samples of a dataset, and from
+the first batch of a loader.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manyhands.amounts import bytes_in_words
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.order import spread
+from manyhands.training.data.sources import Array
 from manyhands.training.loss import loss_trial
-from manyhands.training.loss.loss_trial import FEW, WIDTH, Difference, Look
-from manyhands.training.torch.data import samples
+from manyhands.training.loss.loss_trial import FEW, WIDTH, Difference, Pass
 from manyhands.training.torch.data.batches import Batch, check_asked, pick, rows, tensors_in
-from manyhands.training.torch.data.sources import Arrays, Samples, Stream
+from manyhands.training.torch.data.sources import Arrays, Stream
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective, OwnStep
-from manyhands.training.torch.preflight.trial_model import TrialModel, numbers
+from manyhands.training.torch.objective import OwnStep, Supervised, makes_updates
+from manyhands.training.torch.preflight.trial_model import Part, TrialModel, numbers
 from manyhands.training.torch.ranks.whole_batch import Rows
 from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.known_means import is_mean_of_classes
 
-# Samples of a dataset among which unlike ones are searched for: reading one may take milliseconds. A count, not a time:
-# all ranks must read the same ones.
+# Samples of a dataset among which unlike ones are searched for. A count, not a time: all ranks must read the same ones.
 _POOL = 256
-_POOL_BYTES = 1 << 27  # of these samples together: large ones, pictures from files say, take long to read
-_STREAMED = 2  # batches of a loader
 _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
 _PRECISIONS = {torch.float64: "float64", torch.float32: "tf32"}  # a GPU may multiply float32 in TF32
 _GATHERED = 2 << 30  # bytes of a batch that are gathered at most
+_READ_BACK = 1e-6  # relative: what a pass may differ from the one before that has changed the state
+_MEAN_OF_SUM = (
+    "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on the "
+    "batch size. To minimise the sum, multiply lr by the batch size"
+)
+_OF_UPDATES = (
+    "training_step(batch, optimizers): several devices make the update of one if each loss is a mean over samples or "
+    "an mh.LossSum, which the trainer cannot try out here"
+)
+_NO_BATCH = "no device has the whole batch at once: leave accumulate=1, on more devices or with smaller batches"
+_IN_PARTS = f"it needs the whole batch, and with accumulate {_NO_BATCH}"
+_TOGETHER = (
+    "gather the rows that are compared from all devices, tensor = mh.whole_batch(tensor), in the model or its "
+    "training_step, or train on one device with accumulate=1"
+)
 
 
-@dataclass
-class Answer:
-    """How the parts of a batch are put together, and what is to be said about it."""
-
-    sums: bool = False  # sums and their counts are added up; otherwise means over samples
-    rows: Rows | None = None  # what is gathered, for a loss that needs the whole batch
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Few:
-    """A few samples: any of them can be had as a batch."""
-
-    take: Callable[[Sequence[int]], Batch]
-    size: int
-
-    def part(self, begin: int, end: int) -> tuple[Batch, int]:
-        return self.take(range(begin, end)), end - begin
-
-    @property
-    def whole(self) -> tuple[Batch, int]:
-        return self.part(0, self.size)
-
-    @property
-    def divisions(self) -> list[list[tuple[Batch, int]]]:
-        """In two unlike parts."""
-        middles = sorted({1, 3 * self.size // 8} - {0})
-        return [[self.part(0, middle), self.part(middle, self.size)] for middle in middles]
-
-
-def try_parts(model: torch.nn.Module, job: Job, *, ranks: int, device: torch.device) -> Answer:
-    """How parts add up to the batch. Refuses a model or a loss whose parts are known not to."""
+def check_loss(model: torch.nn.Module, job: Job, ranks: int, device: torch.device) -> None:
+    """Find out how the parts of a batch are put together, where it is processed in parts; refuse what cannot be."""
+    objective = job.objective
+    if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
+        job.notes.append(_MEAN_OF_SUM)
+    if ranks == 1 and job.settings.step.accumulate == 1:
+        return
+    if isinstance(objective, OwnStep) and makes_updates(model):  # to try a loss would be to train
+        job.notes.append(_OF_UPDATES)
+        objective.rows = Rows()
+        return
     try:
         with randomness.preserved(device):
-            return _Trial(model, job, ranks, device).answer()
+            _Trial(model, job, ranks, device).decide()
     except (BadBatch, BadSettings):
         raise
     except Exception as error:
-        note = loss_trial.note(error)
-        return Answer(sums=bool(job.objective.sums), notes=[] if note is None else [note])
+        job.notes.append(loss_trial.note(error))
+        is_mean = isinstance(objective, Supervised) and is_mean_of_classes(objective.loss)
+        objective.sums = is_mean and not getattr(objective, "is_default", False)
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -90,84 +88,87 @@ class _Trial:
 
     def __init__(self, model: torch.nn.Module, job: Job, ranks: int, device: torch.device) -> None:
         self._job, self._ranks, self._micro = job, ranks, job.settings.step.accumulate > 1
-        self._batches, self._seen = _batches(job)
-        few = self._batches[0]
+        self._batches = _batches(job)
+        self._few = few = self._batches[0]
         self._copy = TrialModel(model, job.objective, device)
-        if sum(p.numel() for p in model.parameters()) < _DOUBLE and not self._copy.becomes_double(*few.whole):
+        if sum(p.numel() for p in model.parameters()) < _DOUBLE and not self._copy.becomes_double(few.whole):
             self._copy = TrialModel(model, job.objective, device)
-        if self._copy.objective.sums is None:
-            self._copy.objective.sums = self._copy.gives_sum(few.whole[0])
-        self._differing: set[str] = set()  # what parts of a batch change in another way than the whole
+        objective = self._copy.objective
+        objective.sums = self._copy.gives_sum(few.whole)
+        if objective.sums or objective.is_mean(model):  # how labels weigh in it is known
+            self._batches = [few]
         self._close = loss_trial.tolerances([_PRECISIONS.get(self._copy.precision, "half")])
-        if self._copy.objective.sums or _is_torchs(job.objective):
-            self._batches, self._seen = self._batches[:1], None  # how labels weigh in it is known
 
-    def answer(self) -> Answer:
-        copy = self._copy
+    def decide(self) -> None:
+        """How the parts of the job's batches are put together."""
+        copy, objective = self._copy, self._copy.objective
         outcome = self._compared()
-        answer = Answer(sums=bool(copy.objective.sums))
         if copy.asks_for_rows:
-            answer.rows = copy.objective.rows = Rows()
+            objective.rows = Rows()
             if self._micro:
                 raise BadSettings(f"mh.whole_batch is called, and with accumulate {_NO_BATCH}")
         draws = outcome == loss_trial.DRAWS
-        self._check_state(answer, draws=draws)
-        if draws:  # once more, where no layer draws
-            copy.evaluate()
+        differing = self._check_state(draws=draws)
+        if draws:  # once more, where no layer draws, of whatever kind
+            copy.model.eval()
             outcome = self._compared()
         if isinstance(outcome, Difference) or (copy.asks_for_rows and outcome is None):
             try:
-                self._gather(answer, outcome)
+                self._gather(outcome)
             except BadSettings:
                 raise
             except Exception as error:  # rows of other widths, say: what is known to differ must not begin
                 raise BadSettings(self._refusal(outcome)) from error
-            outcome = None
-        if self._ranks > 1 and copy.changed and answer.rows is None and not self._differing:
-            answer.rows = Rows()  # every rank changes it in every step, also one without samples
-        said = loss_trial.outcome(outcome, self._seen)
-        if said is not None:
-            answer.notes.append(said)
-            if outcome is None and isinstance(self._job.train, Stream):
-                answer.warnings.append(said)
-        return answer
+        elif outcome is not None:
+            self._job.notes.append(loss_trial.note(outcome))
+        if self._ranks > 1 and copy.changed and objective.rows is None and not differing:
+            objective.rows = Rows()  # every rank changes it in every step, also one without samples
+        self._job.objective.sums, self._job.objective.rows = objective.sums, objective.rows
 
     def _compared(self) -> Difference | str | None:
-        def compute(few: Few, chosen: Sequence[int]) -> loss_trial.Pass:
-            return self._copy.compute(few.take(chosen), len(chosen), whole=len(chosen) == few.size)
+        def compute(few: Few, chosen: Sequence[int]) -> Pass:
+            return self._copy.compute(few.part(chosen))
 
         return loss_trial.compare([(functools.partial(compute, few), few.size) for few in self._batches], self._close)
 
-    def _check_state(self, answer: Answer, *, draws: bool) -> None:
-        """Refuse a forward pass that leaves another state behind for parts, unless training does not read it."""
-        copy, few = self._copy, self._batches[0]
+    def _check_state(self, *, draws: bool) -> set[str]:
+        """What parts leave in another state than the whole; refused, unless training does not read it."""
+        copy, few = self._copy, self._few
         if not copy.changed:
-            return
-        names = copy.differing_state(few.whole, few.divisions[-1], devices=self._ranks > 1, micro_batches=self._micro)
-        self._differing = names
+            return set()
+        (expected,), parts = copy.one_by_one([few.whole]), few.divisions[-1]
+        runs = [copy.one_by_one(parts)[-1]] if self._micro else []
+        if self._ranks > 1 and copy.objective.rows is not None:
+            runs += copy.together(parts)
+        elif self._ranks > 1:
+            runs += [copy.one_by_one([part])[0] for part in parts]
+        names = {name for run in runs for name in copy.differing(expected, run)}
         if not names:
-            return
+            return names
         trained = names & {name for name, _ in copy.model.named_parameters()}
-        if not draws and (trained or copy.reads_back(*few.whole)):
+        if not draws and (trained or self._reads_back()):
             raise BadSettings(
                 f"the forward pass changes {_listed(names)}, and for parts of a batch in another way than for the "
                 "whole: on several devices, or with accumulate, a batch is processed in parts, and training would "
                 "compute something else than on one device. Train on one device with accumulate=1, change it in the "
                 "optimizer's step (optimizer.register_step_post_hook), or compute it from mh.whole_batch(tensor)"
             )
-        answer.notes.append(
+        self._job.notes.append(
             f"{_listed(names)}: updated from each part of a batch for itself, as the statistics of BatchNorm are"
         )
+        return names
 
-    def _gather(self, answer: Answer, outcome: Difference | str | None) -> None:
+    def _reads_back(self) -> bool:
+        """Whether a pass has another loss or gradient after what the one before it has changed."""
+        before, after = self._copy.compute(self._few.whole), self._copy.compute_again(self._few.whole)
+        return not loss_trial.are_close(before, after, [before], (_READ_BACK, _READ_BACK))
+
+    def _gather(self, outcome: Difference | str | None) -> None:
         """Find what has to be gathered, so that all devices together compute what one does; else refuse."""
-        copy, few = self._copy, self._batches[0]
-        width = 0
-        if answer.rows is None and self._ranks > 1 and not self._micro:
-            found = copy.find_rows(few.whole, few.divisions[-1][1])
-            answer.rows, width = found or (None, 0)
-        copy.objective.rows = answer.rows
-        if answer.rows is None or not self._is_exact_together():
+        copy, width = self._copy, 0
+        if copy.objective.rows is None and self._ranks > 1 and not self._micro:
+            copy.objective.rows, width = copy.find_rows(self._few.whole, self._few.divisions[-1][1]) or (None, 0)
+        if copy.objective.rows is None or not self._is_exact_together():
             raise BadSettings(self._refusal(outcome))
         if width * self._job.settings.batch_size > _GATHERED:
             raise BadSettings(
@@ -176,14 +177,14 @@ class _Trial:
                 "smaller batches, or train on one device"
             )
         if width:
-            answer.notes.append(
+            self._job.notes.append(
                 "the loss needs the whole batch: outputs and targets of all devices are gathered in every step, "
                 f"{bytes_in_words(width)} a sample"
             )
 
     def _is_exact_together(self) -> bool:
         for few in self._batches:
-            whole = self._copy.compute(*few.whole)
+            whole = self._copy.compute(few.whole)
             for parts in few.divisions:
                 together = self._copy.compute_together(parts)
                 if not loss_trial.are_close(whole, together, [together], self._close):
@@ -200,83 +201,64 @@ class _Trial:
         return outcome.refusal(own_step, _TOGETHER if self._ranks > 1 and not self._micro else _IN_PARTS)
 
 
-_NO_BATCH = "no device has the whole batch at once: leave accumulate=1, on more devices or with smaller batches"
-_IN_PARTS = f"it needs the whole batch, and with accumulate {_NO_BATCH}"
-_TOGETHER = (
-    "gather the rows that are compared from all devices, tensor = mh.whole_batch(tensor), in the model or its "
-    "training_step, or train on one device with accumulate=1"
-)
-
-
 def _listed(names: set[str]) -> str:
     shown = sorted(names)[:3]
     return ", ".join(map(repr, shown)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _is_torchs(objective: Objective) -> bool:
-    loss = getattr(objective, "loss", None)
-    module: str = (loss if inspect.isfunction(loss) else type(loss)).__module__
-    return module.startswith("torch.nn.")
-
-
 # Samples
 
 
-def _batches(job: Job) -> tuple[list[Few], str | None]:
-    """A few batches: the most unlike samples first, then the first ones; and what they were chosen from."""
-    data = job.train
+@dataclass(frozen=True)
+class Few:
+    """A few samples, any of which can be had as a batch."""
+
+    take: Callable[[list[int]], Batch]
+    samples: Sequence[int]  # their numbers
+
+    @property
+    def size(self) -> int:
+        return len(self.samples)
+
+    def part(self, chosen: Sequence[int]) -> Part:
+        return self.take([self.samples[each] for each in chosen]), len(chosen)
+
+    @property
+    def whole(self) -> Part:
+        return self.part(range(self.size))
+
+    @property
+    def divisions(self) -> list[list[Part]]:
+        """In two unlike parts."""
+        middles = sorted({1, 3 * self.size // 8} - {0})
+        return [[self.part(range(middle)), self.part(range(middle, self.size))] for middle in middles]
+
+
+def _batches(job: Job) -> list[Few]:
+    """A few batches of real samples, the most unlike ones first."""
+    data, seeds = job.train, itertools.count()
     if isinstance(data, Stream):
-        pools = list(itertools.islice(samples.first_batches(job), _STREAMED))
-        return [few for pool in pools for few in _unlike(pool)], f"the first {_STREAMED} batches of the loader"
-    if isinstance(data, Arrays):
-        chosen = loss_trial.chosen_from([_look(tensor) for tensor in data.tensors], data.count)
-        seen, picked = chosen.seen, chosen.batches
+        batch, job.train = data.first_batch()
+        size = rows(batch)
+        looked_at: Sequence[int] = range(size)
+
+        def take(chosen: list[int]) -> Batch:
+            return pick(batch, chosen)
+
     else:
-        size = _pool_size(data)
-        seen = f"{size:,} of {data.count:,} samples" if size < data.count else None
-        pool = spread(data.count, size)
-        picked = [pool[each].tolist() for each in _chosen(samples.take(data, pool), size)]
-    return [_numbered(data, each) for each in [*picked, list(range(min(FEW, data.count)))]], seen
+        looked_at = range(data.count) if isinstance(data, Arrays) else spread(data.count, _POOL).tolist()
+        batch, size = data.tensors if isinstance(data, Arrays) else data.pick(np.array(looked_at)), len(looked_at)
 
+        def take(chosen: list[int]) -> Batch:  # collated anew: what a collate function draws (mixup) is drawn anew
+            part = data.pick(np.array(chosen), next(seeds))
+            check_asked(part, len(chosen))
+            return part
 
-def _numbered(data: Arrays | Samples, chosen: Sequence[int]) -> Few:
-    """Samples by their numbers: each part is collated for itself, and draws for itself (mixup)."""
-    seeds = itertools.count()
+    tensors = [tensor.reshape(size, -1) for tensor in tensors_in(batch) if tensor.shape[:1] == (size,)]
 
-    def take(some: Sequence[int]) -> Batch:
-        batch = samples.take(data, np.array([chosen[each] for each in some]), next(seeds))
-        check_asked(batch, len(some))
-        return batch
+    def read(number: int, samples: NDArray[np.int64]) -> Array:
+        flat = tensors[number][:, :WIDTH]
+        return numbers(flat[torch.from_numpy(samples).to(flat.device)])
 
-    return Few(take, len(chosen))
-
-
-def _unlike(pool: Batch) -> Iterator[Few]:
-    """Samples of a loader's batch, which is cut: the most unlike ones, then some as they come."""
-    size = rows(pool)
-    for chosen in [*_chosen(pool, size), list(range(min(FEW, size)))]:
-        yield Few(functools.partial(_picked, pool, chosen), len(chosen))
-
-
-def _picked(pool: Batch, chosen: Sequence[int], some: Sequence[int]) -> Batch:
-    return pick(pool, [chosen[each] for each in some])
-
-
-def _chosen(pool: Batch, size: int) -> list[list[int]]:
-    tensors = [tensor for tensor in tensors_in(pool) if tensor.shape[:1] == (size,)]
-    return loss_trial.chosen_from([_look(tensor) for tensor in tensors], size).batches
-
-
-def _pool_size(data: Samples) -> int:
-    """How many samples to read: at most _POOL, fewer where they are large."""
-    first = samples.few_samples(data, FEW)
-    count = min(FEW, data.count)
-    size = max(1, sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first)) // count)
-    return min(data.count, _POOL, max(4 * FEW, _POOL_BYTES // size))
-
-
-def _look(tensor: torch.Tensor) -> Look:
-    flat = tensor.reshape(len(tensor), -1)
-    seen = loss_trial.sampled_rows(*flat.shape)
-    sampled = flat if len(seen) == len(flat) else flat[torch.from_numpy(seen).to(flat.device)]
-    return Look(numbers(sampled[:, :WIDTH]), seen)
+    chosen = loss_trial.unlike([tensor.shape[1] for tensor in tensors], size, read)
+    return [Few(take, [looked_at[each] for each in few]) for few in [*chosen, list(range(min(FEW, size)))]]

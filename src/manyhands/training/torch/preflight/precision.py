@@ -31,8 +31,7 @@ import torch
 
 from manyhands import machine
 from manyhands.backends.torch import compat
-from manyhands.training.torch.data import samples
-from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.batches import Batch, as_the_model
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm
@@ -125,12 +124,12 @@ def bf16_format(model: torch.nn.Module) -> NumberFormat:
 
 def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: torch.device) -> Choice | None:
     """Float32, where a pass fails in bfloat16 and not in float32."""
-    if not samples.can_be_read(job.train):
+    if not job.train.rereadable:
         return None
     number_format = bf16_format(model)
     with randomness.preserved(device):
         try:
-            batch = samples.few_samples(job.train, _TWO)
+            batch = job.train.few(_TWO)
             _make_pass(model, objective, batch, number_format)
         except Exception as error:
             error_in_bf16 = error
@@ -179,7 +178,7 @@ def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, numbe
     global_batch_norm.use_local_statistics(trial)  # the other ranks are not asked
     if number_format.channels_last:
         trial.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    cast_batch = number_format.cast(samples.as_the_model(trial, batch))
+    cast_batch = number_format.cast(as_the_model(trial, batch))
     with number_format.scope(next(trial.parameters()).device):
         loss, _ = objective(trial, cast_batch)
     loss.backward()

@@ -4,8 +4,8 @@ The copy is in training mode, as in the job, but without what may differ between
 out, and layers that normalise over a batch, are in evaluation mode. What else the forward pass changes, parameters and
 buffers, is put back before every pass, and remembered by name.
 
-Parts of a batch are computed as they will be in the job: one after the other, each alone; or, where the loss needs the
-whole batch, as several devices compute it together (:meth:`TrialModel.compute_together`).
+Parts of a batch are computed as they will be in the job: each alone, one after the other, or, where the loss needs the
+whole batch, as several devices compute it together (:meth:`TrialModel.together`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import cloudpickle
 import numpy as np
@@ -22,23 +23,30 @@ import torch
 from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Array
-from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
-from manyhands.training.torch.data import samples
-from manyhands.training.torch.data.batches import Batch, tensors_in
+from manyhands.training.torch.data.batches import Batch, as_the_model, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, placed
 from manyhands.training.torch.ranks import whole_batch
-from manyhands.training.torch.ranks.whole_batch import Rows
+from manyhands.training.torch.ranks.whole_batch import Gather, Rows
 from manyhands.training.torch.state.module_state import modes_preserved
 from manyhands.training.torch.workers import job_bytes
 
 _COMPARED = 4_000_000  # numbers of a gradient; a larger one is sampled evenly
-_READ_BACK = 1e-6  # relative: what a pass may differ from the one before that has changed the state
 _MOVED = 0.01
-_STATE_CLOSE = 1e-4  # relative: the state that parts of a batch and the whole leave behind
+_STATE_CLOSE = 1e-4  # relative
+_MOST_CALLS = 16  # of whole_batch in a step
 _CALM = (compat.BatchNorm, compat.Dropout, torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
 State = dict[str, torch.Tensor]
-Sized = tuple[Batch, int]  # a part of a batch, and how many samples it has
+Part = tuple[Batch, int]  # of a batch, and how many samples it has
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a pass gave, a sum and what it is divided by, and the state that it left behind."""
+
+    total: torch.Tensor
+    count: torch.Tensor | float
+    state: State
 
 
 class TrialModel:
@@ -76,10 +84,6 @@ class TrialModel:
                     noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                     parameter.mul_(1 + _MOVED * noise.to(parameter.device, parameter.dtype))
 
-    def evaluate(self) -> None:
-        """From now on the model is in evaluation mode: no layer draws random numbers, of whatever kind."""
-        self.model.eval()
-
     def _remember(self) -> None:
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._start = {name: tensor.detach().clone() for name, tensor in self._state().items()}
@@ -93,32 +97,6 @@ class TrialModel:
             for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix))
         }
 
-    @property
-    def precision(self) -> torch.dtype:
-        return self._parameters[0].dtype
-
-    def becomes_double(self, batch: Batch, size: int) -> bool:
-        """Compute in float64 from now on; False where that does not work, and the copy is spoilt."""
-        self.model.double()
-        self._remember()
-        try:
-            self.compute(batch, size, whole=True)
-        except Exception:  # it has tensors of its own that stay in float32
-            return False
-        return True
-
-    def gives_sum(self, batch: Batch) -> bool:
-        """Whether the loss comes as a sum and its count."""
-        self._put_back()
-        with torch.no_grad(), whole_batch.gathered_by(self._noted):
-            found = self.objective.as_sum(self.model, samples.as_the_model(self.model, batch))[0]
-        self._see_changes()
-        return found is not None
-
-    def _see_changes(self) -> None:
-        state = self._state()
-        self.changed |= {name for name, start in self._start.items() if not _equal(state[name], start)}
-
     def _put_back(self) -> None:
         state = self._state()
         with torch.no_grad():
@@ -128,95 +106,110 @@ class TrialModel:
                 else:  # a queue that grows
                     state[name].data = self._start[name].clone()
 
+    @property
+    def precision(self) -> torch.dtype:
+        return self._parameters[0].dtype
+
+    def becomes_double(self, part: Part) -> bool:
+        """Compute in float64 from now on; False where that does not work, and the copy is spoilt."""
+        self.model.double()
+        self._remember()
+        try:
+            self.compute(part)
+        except Exception:  # it has tensors of its own that stay in float32
+            return False
+        return True
+
     # Passes
 
-    def compute(self, batch: Batch, size: int, *, whole: bool = False) -> Pass:
-        """Loss and gradients of these samples alone; after a ``whole`` batch, see what it has changed."""
-        self._put_back()
-        with whole_batch.gathered_by(self._noted):
-            total, count = self._loss(batch, size)
-        if whole:
-            self._see_changes()
-        return self._pass(total, count)
+    def compute(self, part: Part) -> Pass:
+        """Loss and gradients of these samples alone."""
+        return self._pass([self.one_by_one([part])[0]])
 
-    def compute_together(self, parts: Sequence[Sized]) -> Pass:
-        """Loss and gradients of these parts, each on a device of its own, which gather rows from each other.
+    def compute_together(self, parts: Sequence[Part]) -> Pass:
+        """Loss and gradients of these parts, each on a device of its own, which gather rows from each other."""
+        return self._pass(self.together(parts))
+
+    def compute_again(self, part: Part) -> Pass:
+        """The same as :meth:`compute`, after what the pass before has changed."""
+        return self._pass([self._run(part, self._noted)])
+
+    def gives_sum(self, part: Part) -> bool:
+        """Whether the loss comes as a sum and its count."""
+        self._put_back()
+        with torch.no_grad(), whole_batch.gathered_by(self._noted):
+            found = self.objective.as_sum(self.model, as_the_model(self.model, part[0]))[0]
+        self._see_changes()
+        return found is not None
+
+    def one_by_one(self, parts: Sequence[Part]) -> list[Run]:
+        """A pass over each of these parts, on one device."""
+        self._put_back()
+        return [self._run(part, self._noted) for part in parts]
+
+    def together(self, parts: Sequence[Part]) -> list[Run]:
+        """A pass over each of these parts, on a device of its own, which gather rows from each other.
 
         What a device gives in its n-th call may depend on what it got in earlier ones: the calls become known one
         after the other, in as many rounds.
         """
-        return self._pass(*self._together(parts)[0])
-
-    def _together(self, parts: Sequence[Sized]) -> tuple[tuple[torch.Tensor, torch.Tensor | float], list[State]]:
-        """The sum of losses and counts, and the state of each device afterwards."""
         before: list[list[torch.Tensor]] = [[] for _ in parts]
         for number in range(_MOST_CALLS):
-            given, sums, states, failed = _round(self, parts, before)
+            given, runs, failed = list[list[torch.Tensor]](), list[Run](), list[Exception]()
+            for rank, part in enumerate(parts):
+                given.append([])
+                self._put_back()
+                try:
+                    runs.append(self._run(part, functools.partial(_gathered, rank, part[1], given[-1], before)))
+                except Exception as error:  # a loss of too few rows may fail: only the last round counts
+                    failed.append(error)
             if len({len(calls) for calls in given}) > 1:
                 raise BadSettings("mh.whole_batch is called more often on one device than on another")
             if number >= len(given[0]):
-                if failed is not None:
-                    raise failed
-                return (sum(total for total, _ in sums), sum(count for _, count in sums)), states  # type: ignore[return-value]
+                if failed:
+                    raise failed[0]
+                return runs
             before = given
         raise BadSettings(f"mh.whole_batch is called more than {_MOST_CALLS} times in a step")
+
+    def _run(self, part: Part, gather: Gather) -> Run:
+        batch, size = as_the_model(self.model, part[0]), part[1]
+        with torch.enable_grad(), whole_batch.gathered_by(gather):
+            if self.objective.sums:
+                both = self.objective.in_parts(self.model, batch)[0]
+                total, count = both.total, both.count
+            else:
+                total, count = self.objective(self.model, batch, part=True)[0] * size, size
+        self._see_changes()
+        state = self._state()
+        return Run(total, count, {name: state[name].detach().clone() for name in self.changed})
+
+    def _see_changes(self) -> None:
+        state = self._state()
+        self.changed |= {name for name, start in self._start.items() if not _equal(state[name], start)}
+
+    def differing(self, first: Run, second: Run) -> set[str]:
+        """The parameters and buffers that these passes left behind in different states."""
+        return {
+            name
+            for name in self.changed
+            if not _close(*(run.state.get(name, self._start[name]) for run in (first, second)))
+        }
 
     def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
         self.asks_for_rows = True
         return tensor
 
-    def _loss(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """A sum, and what it is divided by."""
-        moved = samples.as_the_model(self.model, batch)
-        with torch.enable_grad():
-            if self.objective.sums:
-                both = self.objective.in_parts(self.model, moved)[0]
-                return both.total, both.count
-            return self.objective(self.model, moved, part=True)[0] * size, size
-
-    def _pass(self, total: torch.Tensor, count: torch.Tensor | float) -> Pass:
+    def _pass(self, runs: Sequence[Run]) -> Pass:
+        total, count = sum(run.total for run in runs), sum(float(run.count) for run in runs)
+        assert isinstance(total, torch.Tensor)
         computed = torch.autograd.grad(total, self._parameters, allow_unused=True, materialize_grads=True)
-        return Pass([Term(float(total.detach()), float(count), [numbers(_sampled(each)) for each in computed])])
+        return Pass([Term(float(total.detach()), count, [numbers(_sampled(each)) for each in computed])])
 
-    # What passes leave behind
-
-    def differing_state(self, whole: Sized, parts: Sequence[Sized], *, devices: bool, micro_batches: bool) -> set[str]:
-        """The parameters and buffers that parts of a batch change in another way than the whole does."""
-        expected, states = self._after([whole])[0], []
-        if devices:
-            rows = self.objective.rows is not None
-            states += self._together(parts)[1] if rows else [self._after([part])[0] for part in parts]
-        if micro_batches:
-            states.append(self._after(parts)[-1])
-        return {name for name in self.changed for state in states if not _close(expected[name], state[name])}
-
-    def reads_back(self, batch: Batch, size: int) -> bool:
-        """Whether a pass has another loss or gradient after what the one before it has changed."""
-        before = self.compute(batch, size)
-        with whole_batch.gathered_by(self._noted):
-            after = self._pass(*self._loss(batch, size))
-        return not loss_trial.are_close(before, after, [before], (_READ_BACK, _READ_BACK))
-
-    def _after(self, parts: Sequence[Sized]) -> list[State]:
-        """The state after each of these passes, one after the other."""
-        self._put_back()
-        states = []
-        for batch, size in parts:
-            with whole_batch.gathered_by(self._noted):
-                self._loss(batch, size)
-            states.append(self._copied_state())
-        return states
-
-    def _copied_state(self) -> State:
-        state = self._state()
-        return {name: state[name].detach().clone() for name in self.changed}
-
-    # Rows
-
-    def find_rows(self, whole: Sized, part: Sized) -> tuple[Rows, int] | None:
+    def find_rows(self, whole: Part, part: Part) -> tuple[Rows, int] | None:
         """Which tensors of output and target have a row for each sample, and their bytes for a sample; None: none."""
         self._put_back()
-        batches = [samples.as_the_model(self.model, batch) for batch, _ in (whole, part)]
+        batches = [as_the_model(self.model, batch) for batch, _ in (whole, part)]
         with modes_preserved(self.model):
             self._train()  # there may be fewer outputs in evaluation
             both = [self.objective.output_and_target(self.model, batch) for batch in batches]
@@ -225,43 +218,13 @@ class TrialModel:
         flags, width = [], 0
         for first, second in zip(*both, strict=True):
             pairs = list(zip(tensors_in(first), tensors_in(second), strict=True))
-            flags.append(tuple(_is_of(a, whole[1]) and _is_of(b, part[1]) for a, b in pairs))
+            flags.append(tuple(a.shape[:1] == (whole[1],) and b.shape[:1] == (part[1],) for a, b in pairs))
             width += sum(a[0].numel() * a.element_size() for (a, _), rows in zip(pairs, flags[-1], strict=True) if rows)
         return (Rows(*flags), width) if any(flags[0]) else None
 
 
-_MOST_CALLS = 16
-
-
-def _round(
-    trial: TrialModel, parts: Sequence[Sized], before: Sequence[Sequence[torch.Tensor]]
-) -> tuple[list[list[torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor | float]], list[State], Exception | None]:
-    """One round: what each device gave in its calls, given what all gave in the round before."""
-    given: list[list[torch.Tensor]] = []
-    sums: list[tuple[torch.Tensor, torch.Tensor | float]] = []
-    states: list[State] = []
-    failed: Exception | None = None
-    for number, (batch, size) in enumerate(parts):
-        calls: list[torch.Tensor] = []
-
-        gather = functools.partial(_gathered, number, size, calls, before)
-        trial._put_back()
-        try:
-            with whole_batch.gathered_by(gather):
-                sums.append(trial._loss(batch, size))
-        except Exception as error:  # a loss of too few rows may fail: only the last round counts
-            failed = error
-        given.append(calls)
-        states.append(trial._copied_state())
-    return given, sums, states, failed
-
-
 def _gathered(
-    number: int,
-    size: int,
-    calls: list[torch.Tensor],
-    before: Sequence[Sequence[torch.Tensor]],
-    tensor: torch.Tensor,
+    rank: int, size: int, calls: list[torch.Tensor], before: Sequence[Sequence[torch.Tensor]], tensor: torch.Tensor
 ) -> torch.Tensor:
     """The rows of all devices in the next call of this one, as far as the others' are known."""
     whole_batch.check_rows(tensor, size)
@@ -269,11 +232,7 @@ def _gathered(
     if any(len(other) < len(calls) for other in before):
         return tensor
     rows = [other[len(calls) - 1] for other in before]
-    return torch.cat([*rows[:number], tensor, *rows[number + 1 :]])
-
-
-def _is_of(tensor: torch.Tensor, size: int) -> bool:
-    return bool(tensor.dim()) and len(tensor) == size
+    return torch.cat([*rows[:rank], tensor, *rows[rank + 1 :]])
 
 
 def _copies(model: torch.nn.Module, objective: Objective) -> tuple[torch.nn.Module, Objective]:

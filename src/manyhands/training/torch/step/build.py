@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training.torch.data import samples
 from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.data.sources import Stream
 from manyhands.training.torch.objective import Objective
@@ -45,7 +44,7 @@ def build_step(rank: Rank) -> PlainStep:
         steps[key] = _eager_step(rank, each, objective, parameters, rows, number=len(steps))
 
     def first_sample() -> Batch:
-        return map_tensors(lambda tensor: tensor.to(rank.world.device), samples.few_samples(rank.data, 1))
+        return map_tensors(lambda tensor: tensor.to(rank.world.device), rank.data.few(1))
 
     can_look = not isinstance(rank.data, Stream)
     return OwnUpdates(steps, optimizer, rank.model, rank.average, first_sample if can_look else None)
