@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from whole_cases import needs_compiler
 
-from manyhands.backends.torch.compat import FakeTensorMode, decompositions, inductor, inductor_compile, prepare_inductor
+from manyhands.backends.torch.compat import FakeTensorMode, inductor, inductor_compile, prepare_inductor
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
@@ -58,7 +58,17 @@ def of_constant(x: torch.Tensor, w: torch.Tensor) -> Any:
     return ((x + w) * torch.arange(8.0).to(x),)
 
 
-PURE = [norm, write_at_end, of_constant]
+def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+    """Operations with several results, lists of tensors, the same layer twice, and one that nobody uses."""
+    for _ in range(2):
+        x, _, _ = torch.native_layer_norm(x, (8,), w, None, 1e-5)
+        x = torch.cat([*x.split(4, dim=1), x.new_full((4, 8), 2.0)], dim=1)[:, :8]
+        x = torch.addmm(x, x.t().contiguous().t(), torch.outer(w, w))
+    x.softmax(0)
+    return torch.var_mean(x, 0)[0], torch.nn.functional.gelu(x, approximate="tanh")
+
+
+PURE = [norm, step, write_at_end, of_constant]
 OTHERS = [write_twice, write_before_use, write_in_place, write_inside, alone]
 
 
@@ -78,53 +88,6 @@ def arguments() -> list[torch.Tensor]:
 def test_which_graphs_are_pure(function: Callable[..., Any]) -> None:
     module, _ = traced(function)
     assert inductor._is_pure(module.graph) is (function in PURE)
-
-
-def step(x: torch.Tensor, w: torch.Tensor) -> Any:
-    """Operations with several results, lists of tensors, the same layer twice, and one that nobody uses."""
-    for _ in range(2):
-        x, _, _ = torch.native_layer_norm(x, (8,), w, None, 1e-5)
-        x = torch.cat([*x.split(4, dim=1), x.new_full((4, 8), 2.0)], dim=1)[:, :8]
-        x = torch.addmm(x, x.t().contiguous().t(), torch.outer(w, w))
-    unused = x.softmax(0)
-    return torch.var_mean(x, 0)[0], torch.nn.functional.gelu(x, approximate="tanh"), len(unused)
-
-
-def the_same_and_others(x: torch.Tensor, w: torch.Tensor) -> Any:
-    """The same operations, first on one tensor twice, then on two."""
-    y = x.cos()
-    return [
-        operation(*pair)
-        for operation in (torch.logaddexp, torch.rsub, torch.nn.functional.mse_loss, lambda a, b: torch.stack([a, b]))
-        for pair in ((x, x), (x, y), (y, x))
-    ]
-
-
-@pytest.mark.parametrize("function", [*PURE, step, the_same_and_others])
-def test_decompositions_are_those_of_a_whole_trace(function: Callable[..., Any]) -> None:
-    from torch._inductor.decomposition import select_decomp_table
-
-    module, inputs = traced(function)
-    with torch.no_grad(), inputs[0].fake_mode:
-        expected = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
-        expected.graph.eliminate_dead_code()
-        pure = decompositions.decomposed(module, inputs)
-    assert pure is not None
-    assert [str(node.target) for node in operations(pure)] == [str(node.target) for node in operations(expected)]
-    for node, other in zip(operations(pure), operations(expected), strict=True):
-        assert forms(node.meta["val"]) == forms(other.meta["val"])
-    with torch.no_grad():
-        torch.testing.assert_close(pure(*arguments()), module(*arguments()))
-
-
-def operations(module: GraphModule) -> list[Any]:
-    return [node for node in module.graph.nodes if node.op == "call_function"]
-
-
-def forms(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    return [forms(part) for part in value] if isinstance(value, (tuple, list)) else value
 
 
 @needs_compiler

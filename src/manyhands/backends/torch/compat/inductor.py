@@ -15,8 +15,6 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from manyhands.backends.torch.compat.decompositions import decomposed
-
 _starting = threading.Lock()  # two threads at the same time would each start processes
 
 
@@ -50,16 +48,34 @@ def inductor_compile(
     """Compile a graph with Inductor, without Dynamo, under these settings of Inductor.
 
     ``inputs`` are fake tensors. By default Inductor lets ``aot_autograd`` make a pure graph first, which takes a tenth
-    of the time; most of our graphs are pure, and are only decomposed.
+    of the time; most of our graphs are pure, and are only traced in the operations that Inductor knows.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     with config.patch(settings):
-        graph = decomposed(module, inputs) if inputs and _is_pure(module.graph) else None
+        graph = _decomposed(module, inputs) if inputs and _is_pure(module.graph) else None
         if graph is not None and _is_pure(graph.graph):
             return _compile_pure(graph, inputs)
         return cast(Callable[..., Any], compile_fx(module, inputs))
+
+
+def _decomposed(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+    """The graph in the operations that Inductor knows; each node knows its result."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with cast(FakeTensor, inputs[0]).fake_mode:
+        decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+    decomposed.graph.eliminate_dead_code(_has_effect)
+    decomposed.recompile()
+    return decomposed
+
+
+def _has_effect(node: torch.fx.Node) -> bool:
+    """Whether a node must stay although nobody uses its result: it writes, or has no result, as a check."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("placeholder", "output") or (schema is not None and (schema.is_mutable or not schema.returns))
 
 
 def _is_pure(graph: torch.fx.Graph) -> bool:
