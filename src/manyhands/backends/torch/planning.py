@@ -26,7 +26,7 @@ from manyhands.backends.torch.capture.facts import (
     written_values,
 )
 from manyhands.backends.torch.capture.trace import Trace, meaningless_outputs
-from manyhands.backends.torch.passes.whole import compile_whole
+from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.run import costs
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from manyhands import torch as mh
+from manyhands.backends.torch import passes
 from manyhands.backends.torch.dynamo import backend as dynamo
-from manyhands.backends.torch.passes import whole
 from manyhands.book import torch as models
 from manyhands.errors import EngineError
 from manyhands.parallel.graphs import Graphs
@@ -43,7 +43,7 @@ def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest
     def wrong(module: Any, metas: Any) -> Callable[..., Any]:
         return lambda *arguments: [torch.zeros_like(value) for value in module(*arguments)]
 
-    monkeypatch.setattr(whole, "inductor", wrong)
+    monkeypatch.setattr(passes, "inductor", wrong)
     x = torch.rand(64, 64)
 
     def function(x: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.capture.trace import Trace, trace_of_graph
 from manyhands.backends.torch.compat import FakeTensor, tree_flatten
-from manyhands.backends.torch.passes.split import split
+from manyhands.backends.torch.passes import split_convolutions
 from manyhands.errors import CannotTrace
 
 _SYMBOLIC = torch.SymInt, torch.SymFloat, torch.SymBool
@@ -29,10 +29,7 @@ class CapturedGraph(GraphModule):
 
 def trace_captured(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:
     """The trace of a captured graph for these arguments, numbers among them."""
-    whole = _as_captured(graph, arguments) or _traced_again(graph, arguments)
-    trace = split(whole)
-    trace.unsplit = whole if trace is not whole else None
-    return trace
+    return split_convolutions(_as_captured(graph, arguments) or _traced_again(graph, arguments))
 
 
 def _traced_again(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:

@@ -37,7 +37,7 @@ from manyhands.backends.torch.compat import (
     no_dispatch_modes,
     tree_leaves,
 )
-from manyhands.backends.torch.passes.split import split
+from manyhands.backends.torch.passes import split_convolutions
 from manyhands.backends.torch.virtual import VirtualTensor, home, no_hooks
 from manyhands.errors import CannotTrace, NotYet, type_in_words
 
@@ -112,8 +112,7 @@ def trace_whole(function: Callable[..., Any], call: Call) -> Whole:
     scope.check()
     whole = trace_of_graph(module)
     _refuse_memory(whole, call, structure.num_leaves)
-    trace = split(whole)
-    trace.unsplit = whole if trace is not whole else None
+    trace = split_convolutions(whole)
     return Whole(trace, structure, gradients, outside.checks(trace.constant_values()))
 
 

@@ -21,7 +21,7 @@ from manyhands.backends.torch.capture.trace import is_check
 from manyhands.backends.torch.compat import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch_modes
 
 # In-place updates of all weights of an optimizer; their first two arguments are the weights and the gradients.
-FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
+_FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 _aten = torch.ops.aten
 _MANY = 4096
@@ -31,7 +31,7 @@ _known: dict[Any, Callable[..., Any]] = {}
 def native(node: Node) -> Callable[..., Any]:
     """The function to call for an operation of a trace."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    if str(target).startswith(FUSED_UPDATES):
+    if str(target).startswith(_FUSED_UPDATES):
         return _of_any_layout(target)
     if target is _aten.mkldnn_rnn_layer.default:
         return _recurrent_layer

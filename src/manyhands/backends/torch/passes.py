@@ -1,7 +1,10 @@
-"""Compiles a whole trace into one task: nothing is left for lanes, but the compiler sees all of it.
+"""Rewrites of a trace: gradients of convolutions are split for lanes, or a compiler makes one task of everything.
 
-The compiler fuses small operations, and chooses layouts. Whether that is faster than lanes of PyTorch's own kernels is
-measured.
+A convolution's backward is one operation in ATen. It computes the gradient of the input, which the rest of the backward
+pass waits for, and those of weight and bias, which nothing waits for: it becomes two operations.
+
+Compiling a whole trace leaves nothing for lanes, but the compiler sees all of it: it fuses small operations, and
+chooses layouts. Whether that is faster than lanes of PyTorch's own kernels is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from manyhands.addresses import Span, joined
 from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import reach
-from manyhands.backends.torch.capture.trace import Trace, is_check
+from manyhands.backends.torch.capture.trace import Trace, has_effects, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.errors import CannotFuse
 
@@ -32,8 +35,39 @@ _LOW = (torch.bfloat16, torch.float16)
 
 _aten = torch.ops.aten
 
+_BACKWARD = _aten.convolution_backward.default
+
 # Compiles a graph to a function, given tensors like its inputs.
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+
+def split_convolutions(trace: Trace) -> Trace:
+    """Two operations for every convolution's backward that returns both input and weight gradients."""
+    whole = [step.node for step in trace.steps if _gives_both(step.node)]
+    if not whole:
+        return trace
+    graph, new = trace.copied_graph()
+    for node in map(new.__getitem__, whole):
+        all_arguments: Any = node.args
+        *arguments, mask = all_arguments
+        with graph.inserting_before(node):
+            for_input = graph.call_function(_BACKWARD, (*arguments, [True, False, False]))
+            for_weight = graph.call_function(_BACKWARD, (*arguments, [False, True, mask[2]]))
+        result = node.meta["val"]
+        for_input.meta["val"] = (result[0], None, None)
+        for_weight.meta["val"] = (None, result[1], result[2])
+        for user in list(node.users):
+            user.replace_input_with(node, for_input if user.args[1] == 0 else for_weight)
+        graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=has_effects)  # the input's gradient may be unused
+    split = trace.rewritten(graph)
+    split.unsplit = trace
+    return split
+
+
+def _gives_both(node: Node) -> bool:
+    mask: Any = node.args[-1] if node.target is _BACKWARD else (False, False)
+    return bool(mask[0] and mask[1])
 
 
 class Compiled:

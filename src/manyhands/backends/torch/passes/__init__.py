@@ -1,1 +1,0 @@
-"""Rewrites of a trace: operations are split, fused or batched."""
