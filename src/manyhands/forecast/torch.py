@@ -31,12 +31,12 @@ from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.batches import Batch, as_the_model, cut, map_tensors, pick, rows, tensors_in
 from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
+from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.preflight import checks, precision
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.several_optimizers import Several
 
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most

@@ -63,9 +63,11 @@ class Learner(Protocol):
     optimizer_name: str
     # The options of the optimizer (rate, betas, ...) as JSON, as far as the framework reports them.
     optimizer_options: dict[str, Any]
-    # Notes about how the job runs, for the user; and how a batch is divided over the devices now.
-    notes: list[str]
-    shares: list[float] | None
+    notes: list[str]  # about how the job runs, for the user
+
+    @property
+    def shares(self) -> list[float] | None:
+        """How a batch is divided over the devices now."""
 
     @property
     def data(self) -> Data:

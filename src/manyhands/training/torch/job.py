@@ -15,12 +15,10 @@ from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
-from manyhands.training.torch.configured import Configured, configured
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, check_arguments, makes_updates
-from manyhands.training.torch.optimizers import MakeOptimizer
+from manyhands.training.torch.optimizers import Configured, MakeOptimizer, Several, configured
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.several_optimizers import Several
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings, type_in_words
+from manyhands.training.learner import named_rates
 from manyhands.training.schedules import PerEpoch, PerStep
-from manyhands.training.torch.configured import Configured
-from manyhands.training.torch.state import module_state
+from manyhands.training.torch.optimizers import Configured
+from manyhands.training.torch.state import job_state, module_state
 
 _NOT_COPIED = ("params", "capturable", "fused", "foreach", "differentiable")
 _NOT_PLAIN = object()
@@ -239,6 +240,44 @@ class Schedulers:
     def close(self) -> None:
         for part in self.parts.values():
             part.close()
+
+
+class Rates:
+    """The learning rates of a job's steps, and how its optimizer ran before the job changed that."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Schedulers | None) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._run_options = job_state.run_options(optimizer)
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._factor = 1.0
+
+    def set(self, factor: float | None) -> None:
+        """Set the rates of the next step: those of the scheduler, or the first ones times ``factor``."""
+        if self._scheduler is not None:
+            self._scheduler.apply()
+        if factor is None:
+            return
+        self._factor = factor
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+
+    def by_name(self) -> dict[str, float]:
+        """The rates as the host set them: a captured step keeps its own on the device."""
+        if self._scheduler is not None:
+            return named_rates(self._scheduler.rates(self._optimizer))
+        return named_rates([base * self._factor for base in self._base])
+
+    def restore_options(self) -> None:
+        """The optimizer runs as it did before the job, with its first rates."""
+        job_state.restore_run_options(self._optimizer, self._run_options, self._base)
+
+    def close(self) -> None:
+        self.restore_options()
+        if self._scheduler is not None:
+            self._scheduler.close()
 
 
 def schedulers_of(schedule: Any, configured: Configured) -> Schedulers | None:

@@ -36,10 +36,9 @@ from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, evaluation_job, optimizers, schedulers
 from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.preflight import checks, gradient_hooks, lessons, loss_trial
-from manyhands.training.torch.ranks import sharding, world
+from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
 from manyhands.training.torch.workers import job_bytes, pool
@@ -147,6 +146,8 @@ class Trainer(BaseTrainer):
         ranks = [] if launcher.is_launched() else self.ranks
         count = launcher.size() if launcher.is_launched() else len(ranks)
         if job.settings.step.shard and count > 1:
+            from manyhands.training.torch.ranks import sharding  # FSDP2, which few jobs need
+
             sharding.check(job.settings, job.optimizer, ranks)
         job.settings.check_devices(count)
         if launcher.is_launched():
@@ -336,6 +337,8 @@ def _too_few(gpus: int, processes: int) -> str:
 
 def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     """Train in this process; leave the model, and the caller's random numbers, where they were."""
+    from manyhands.training.torch.learner import loop_of  # what a job in worker processes does not need here
+
     device = next(job.model.parameters()).device
     dtypes = {name: tensor.dtype for name, tensor in evaluation_job.model_tensors(job.model)}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from training_cases import difference, mlp, vectors
 
 from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.build import captured
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
-from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.number_format import NumberFormat
+from manyhands.training.torch.step.part import Part
+from manyhands.training.torch.step.plain import PlainStep
 from manyhands.training.torch.step.running_sums import RunningSums
 
 CPU = torch.device("cpu")
@@ -80,9 +83,9 @@ class Failing:
         return nn.functional.cross_entropy(scores, y)
 
 
-def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy) -> EagerStep:
+def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy, parts: Sequence[Part] = ()) -> PlainStep:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
-    return EagerStep(net, optimizer, Supervised(loss), RunningSums(CPU), CPU, NumberFormat())
+    return PlainStep(net, optimizer, Supervised(loss), RunningSums(CPU), CPU, NumberFormat(), parts)
 
 
 def sixteen(data: Arrays, step: int) -> Shard:
@@ -92,10 +95,10 @@ def sixteen(data: Arrays, step: int) -> Shard:
 
 def graph_step(
     net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy, *, compiled: bool = False
-) -> tuple[GraphStep, EagerStep]:
+) -> tuple[GraphStep, PlainStep]:
     """Makes steps as a rank does: from the graph where there is one, else plainly."""
     eager, data = eager_step(net, loss), Arrays(vectors(COUNT))
-    graph = GraphStep(eager, data, 16, compiled=compiled, changing_rate=False)
+    graph = captured(eager, data, 16, compiled=compiled)
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for step in range(steps):
         if not graph(16):
@@ -103,7 +106,7 @@ def graph_step(
     return graph, eager
 
 
-def assert_as_plain_steps(net: nn.Module, eager: EagerStep, steps: int) -> None:
+def assert_as_plain_steps(net: nn.Module, eager: PlainStep, steps: int) -> None:
     """Weights, statistics and figures are those of plain steps, with all biases."""
     expected = mlp(norm=True)
     plain = eager_step(expected)

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import CLASSES, difference, mlp, vectors
 
 from manyhands.training.data.order import Window
-from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
@@ -27,6 +26,7 @@ from manyhands.training.torch.learner import Rank
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.step.running_sums import RunningSums
+from manyhands.training.torch.step.undo import StepUndo
 
 
 class Changing(nn.Module):
@@ -221,32 +221,38 @@ def test_where_the_compiler_fails_the_graph_is_made_without(monkeypatch: pytest.
 class Ended(GraphStep):
     """A graph that has come to its end."""
 
+    compiled = False
+
     def __init__(self) -> None:
         self.ended = "for a test"
 
 
-@pytest.mark.parametrize(("on_nan", "on_device"), [("continue", True), ("stop", False)])
-def test_a_graph_that_ends_leaves_the_optimizer_as_plain_steps_want_it(
-    on_nan: Any, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps that may be taken back are counted on the GPU, without a graph, too; others as the user has them."""
+def test_a_graph_that_ends_leaves_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    net = mlp()
     job = Job(
-        net,
+        mlp(),
         Supervised(nn.functional.cross_entropy),
         Arrays(vectors()),
         None,
-        Settings(max_epochs=1, step=Step(on_nan=on_nan)),
-        lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+        Settings(max_epochs=1),
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.1, capturable=False),
     )
     rank = Rank(job, World(0, 1, CPU))
-    gpu = torch.device("cuda", 1)
-    rank.world = World(0, 1, gpu)
-    rank.graph = Ended()
-    assert not rank._graph_step(Window(0, 0, 8, 0), None)
-    assert rank.graph is None
+    rank.steps.captured = Ended()
+    rank.optimizer.param_groups[0]["capturable"] = True  # as a capture wants it
+    rank.step(Window(0, 0, 8, 0), None, None)
+    assert rank.steps.captured is None
     assert rank.notes == ["plain steps: for a test"]
-    assert waited == [gpu]
-    assert rank.optimizer.param_groups[0]["capturable"] is on_device
+    assert waited == [CPU]
+    assert rank.optimizer.param_groups[0]["capturable"] is False
+    assert rank.read()[0].count == 8
+
+
+def test_steps_that_may_be_taken_back_are_counted_on_the_gpu() -> None:
+    net = mlp()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    StepUndo(net, optimizer, CPU, []).prepare()
+    assert optimizer.param_groups[0]["capturable"] is False
+    StepUndo(net, optimizer, torch.device("cuda", 1), []).prepare()
+    assert optimizer.param_groups[0]["capturable"] is True

@@ -17,10 +17,11 @@ from training_cases import difference, mlp, vectors
 
 from manyhands.book import torch as models
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.fast.build import captured
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, may_have_redundant_biases
-from manyhands.training.torch.step.skip_nan import StepUndo
+from manyhands.training.torch.step.undo import StepUndo
+from manyhands.training.torch.step.update import Clip
 
 
 class Net(nn.Module):
@@ -253,8 +254,8 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
     for fast in (True, False):
         net = mlp(norm=True)
         eager, data = eager_step(net), Arrays((X, y))
-        eager.clip, eager.undo = 0.1, StepUndo(net, eager.optimizer)
-        graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
+        eager.parts = [StepUndo(net, eager.optimizer, eager.device, []), Clip(0.1)]
+        graph = captured(eager, data, 16)
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         for step in range(5):
             if not (fast and graph(16)):

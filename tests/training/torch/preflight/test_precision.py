@@ -204,6 +204,6 @@ def test_all_others_compute_in_bfloat16(
     """Where it can be computed with; where float32 would not do either; and where it was asked for."""
     monkeypatch.setattr(precision, "_WIDE", 1)
     rank = rank_of(model, **settings)
-    rank._choose_precision()
+    rank.steps.precision.choose()
     assert rank.number_format.autocast is torch.bfloat16
     assert not [note for note in rank.notes if "cannot" in note]

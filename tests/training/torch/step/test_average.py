@@ -15,6 +15,7 @@ from manyhands import torch as mh
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.options import Step
 from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.part import Turn
 
 DECAY = 0.9
 
@@ -81,20 +82,20 @@ def test_half_precision_and_tied_weights() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)).bfloat16()
     net[1].weight = net[0].weight
     average = Average(net, Averaging(0.999))
-    before = average.tensors[0].clone()
+    before = average.tensors()[0].clone()
     assert before.dtype == torch.float32
     with torch.no_grad():
         net[0].weight += 1
     for _ in range(10):
-        average.update()
-    moved = (average.tensors[0] - before).mean()
+        average.after_update(Turn(0))
+    moved = (average.tensors()[0] - before).mean()
     assert 0.0095 < float(moved) < 0.0105, "bfloat16 would have lost most of it"
     again = Average(net, Averaging(0.999))
-    assert again.restore({"average": average.saved()})
-    assert torch.equal(again.tensors[0], average.tensors[0])
+    assert again.restore(*average.saved()) is None
+    assert torch.equal(again.tensors()[0], average.tensors()[0])
     weights = net[0].weight.detach().clone()
     with average.in_model():
-        assert torch.equal(net[1].weight, average.tensors[0].bfloat16())
+        assert torch.equal(net[1].weight, average.tensors()[0].bfloat16())
     assert torch.equal(net[0].weight, weights)
 
 
@@ -115,15 +116,15 @@ def test_buffers_that_cannot_be_averaged_stay() -> None:
     net = Net()
     average = Average(net, Averaging(0.5, buffers=True))
     net.mean, net.count = torch.ones(2), torch.tensor(4)
-    average.update()
+    average.after_update(Turn(0))
     with average.in_model():
         assert net.mean.tolist() == [0.5, 0.5]
     assert net.mean.tolist() == [1, 1]
-    average.put_into_model()
+    average.close()
     assert (net.mask == -torch.inf).all()
     assert net.count == 4
     again = Average(net, Averaging(0.5, buffers=True))
-    assert again.restore({"average": average.saved()})
+    assert again.restore(*average.saved()) is None
     assert again.of_buffers[0].tolist() == [0.5, 0.5]
 
 

@@ -14,6 +14,8 @@ from training_cases import difference, fit, vectors
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training.options import Step
 from manyhands.training.torch.step.loss_scale import LossScale
+from manyhands.training.torch.step.part import Turn
+from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.trainer import Trainer
 
 
@@ -88,7 +90,8 @@ def test_a_scale_that_collapses_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_the_scale_follows_the_rules_of_torch() -> None:
-    ours, theirs = LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu")
+    cpu = torch.device("cpu")
+    ours, theirs = LossScale(cpu, RunningSums(cpu)), torch.amp.GradScaler("cpu")
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], 0.1)
     for gradient in (1.0, math.inf, 2.0, math.nan, *[1.0] * 2001):
@@ -97,13 +100,13 @@ def test_the_scale_follows_the_rules_of_torch() -> None:
         theirs.scale(loss).backward()
         parameter.grad, scaled = None, parameter.grad.clone()
         parameter.grad = scaled
-        ours.unscale([parameter])
-        ours.update()
+        ours.after_backward(Turn(0), [parameter])
+        ours.after_update(Turn(0))
         parameter.grad = scaled
         theirs.step(optimizer)
         theirs.update()
         assert float(ours.scale) == theirs.get_scale()
-    assert ours.saved()["skipped"] == 2
+    assert ours.saved()[0]["loss_scale"]["skipped"] == 2
 
 
 def test_what_cannot_be() -> None:

@@ -26,7 +26,7 @@ from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.step import running_sums
-from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.plain import PlainStep
 
 WARM = 3  # steps
 # Operations whose result the host has to know, in its value or in its shape.
@@ -94,7 +94,7 @@ class Arrived:
         return self.tensor
 
 
-class WatchedStep(EagerStep):
+class WatchedStep(PlainStep):
     waits: Waits
 
     def __call__(self, batch: Any, whole: int, step: int, batch_idx: int = 0) -> None:
@@ -118,8 +118,8 @@ def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
     monkeypatch.setattr(running_sums.backend, "start_move", start_move)
     said: list[Any] = []
     loop, rank = loop_of(job, World(0, 1, torch.device("cpu")), said.append)
-    rank.plain_step.__class__ = WatchedStep
-    watched: Any = rank.plain_step
+    rank.steps.plain.__class__ = WatchedStep
+    watched: Any = rank.steps.plain
     watched.waits = found
     with found, Asks(found):
         assert loop._make_steps()

@@ -7,7 +7,7 @@ A dispatch mode batches them in a running step:
 
     count += 1    deferred until something reads the counter, or the pass ends
 
-The casts depend on nothing else in the pass. If there are side lanes (:mod:`.lanes.forked`), one of them starts the
+The casts depend on nothing else in the pass. If there are side lanes (:mod:`.lanes.lanes`), one of them starts the
 casts at the beginning of the pass, in parallel with the gather of the batch; the main lane waits when it needs w1.
 
 The results are equal to the bit. If something writes to a weight after its early cast, the weight is cast again.
@@ -24,12 +24,29 @@ from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.training.torch.fast.capture_stream import current_stream
-from manyhands.training.torch.fast.lanes.forked import ForkedWork
-from manyhands.training.torch.fast.operation_memory import is_view, memories_of, written_by
+from manyhands.training.torch.fast.extension import Extension, SizedStep
+from manyhands.training.torch.fast.lanes.lanes import ForkedWork
+from manyhands.training.torch.fast.operations import is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 
 _SINGULAR = {"casts of weights": "cast of weights", "counts of batches": "count of batches"}
+
+
+class Casts(Extension):
+    """The extension of a captured step, around each forward pass."""
+
+    is_mode = True
+
+    def __init__(self) -> None:
+        self._mode = BatchedCasts()
+
+    def forward(self, sized: SizedStep) -> BatchedCasts:
+        self._mode.forked = None if sized.lanes is None else sized.lanes.forked
+        return self._mode
+
+    def explain(self, sized: SizedStep) -> str | None:
+        return self._mode.explain() if self._mode.counts else None
 
 
 class BatchedCasts(TorchDispatchMode):

@@ -1,8 +1,8 @@
 """The whole step in one CUDA graph: gather, forward, backward, update and metrics, with nothing left for the host.
 
 The host limits the step of a small model, because it issues hundreds of kernels one by one. A CUDA graph holds them all
-and is launched at once. For that, all memory that a step reads must stay at the same address: the data and the epoch's
-order of samples are on the device, and so is the position in that order, which the step itself advances.
+and is launched at once. :class:`GraphStep` wraps a plain step: it calls the same parts at the same moments, on batches
+that come from a :class:`~.batches.BatchSource`.
 
 There is a graph for each batch size: the usual one, and the short last batch of an epoch. The first steps of a size
 are real training steps without a graph, on the capture stream; they warm up kernels, optimizer state and compiler.
@@ -11,59 +11,42 @@ host waits, which cannot be captured. It is better to find these before the capt
 PyTorch (2.11 loses memory and can draw no more random numbers). If a warm-up step fails before its update, or if the
 capture fails, nothing has changed yet and a plain step runs instead.
 
-Two steps as written, neither compiled nor on lanes, may come first. The second searches for redundant biases, which
-are left out from then on (:mod:`.redundant_biases`).
-
-With side lanes, three kinds of work run in parallel with the main chain of kernels: casts of weights during the gather
-of the batch (:mod:`.batched_casts`), weight gradients during the backward pass (:mod:`.lanes`), and metrics during
-everything after the forward pass (:mod:`.forward`).
+Extensions (:mod:`.extension`) act on the passes. One that searches wants two steps as written first, neither compiled
+nor on lanes, and looks at the second. With side lanes, three kinds of work run in parallel with the main chain of
+kernels: casts of weights during the gather of the batch (:mod:`.batched_casts`), weight gradients during the backward
+pass (:mod:`.lanes`), and metrics during everything after the forward pass (:mod:`.batches`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
-from manyhands.errors import CannotCompile
-from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
-from manyhands.training.torch.fast.batched_casts import BatchedCasts
-from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
+from manyhands.training.torch.fast.batches import (
+    CountCorrect,
+    ResidentBatches,
+    already_counted,
+    forward,
+    forward_counting_later,
+)
 from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_of
-from manyhands.training.torch.fast.forward import CountCorrect, already_counted, forward, forward_counting_later
+from manyhands.training.torch.fast.extension import Extension, SizedStep
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
-from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
-from manyhands.training.torch.fast.norms.choice import fused_norms
-from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
-from manyhands.training.torch.fast.position import Position
-from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
-from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
-from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.part import Turn, entered
+from manyhands.training.torch.step.plain import PlainStep
 
 _WARM_UP = 3
 _AS_WRITTEN = 2  # steps before the warm-up, if something is searched for (in the last of these steps)
 _LONGEST_REASON = 300  # characters
-# Takes an epoch's order, and positions in it.
-_Forward = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, CountCorrect]]
-
-
-@dataclass
-class _SizedStep:
-    """The step for one batch size, and its graph."""
-
-    window: torch.Tensor
-    forward: _Forward
-    warm: int = 0  # warm-up steps so far; negative: this many steps as written are still to run
-    redundant: RedundantBiases | None = None
-    replay: Callable[[], object] | None = None  # replays the graph
-    notes: list[str] = field(default_factory=list)  # what our kernels replace and what runs on side lanes, in words
+_FEATURES = ("norms", "lanes", "compiler")  # what a failure may turn off, in this order
 
 
 @dataclass
@@ -80,44 +63,32 @@ class _FailedBeforeUpdate(Exception):
 
 
 class GraphStep:
-    """Does the eager step's work on data that are on the device, batch by batch in the epoch's order."""
+    """Makes a plain step's updates on data that are on the device, batch by batch in the epoch's order."""
 
     def __init__(
         self,
-        eager: EagerStep,
-        data: Arrays,
+        step: PlainStep,
+        batches: ResidentBatches,
         batch_size: int,
+        extensions: Sequence[Extension],
         *,
-        compiled: bool,
-        changing_rate: bool,
-        side_lanes: bool = False,
-        fused_norms: bool = False,
-        checkpointed: ActivationCheckpoints | None = None,
+        lanes: StepLanes | None = None,
+        compiled: bool = False,
+        reasons: Mapping[str, str] | None = None,
     ) -> None:
-        self._eager, self._data, self._size = eager, data, batch_size
-        self.compiled = compiled
-        self._position = Position(data.count, eager.device)
-        self._stream = stream_of(eager.device)
-        trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
-        # Side lanes may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
-        held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._lanes = StepLanes.on_streams(eager.device, self._stream, max_held=held) if side_lanes else None
-        # By feature ("norms", "lanes", "compiler"): why it is not used although it was wanted.
-        self.reasons: dict[str, str] = {}
-        self._norms = self._fused_norms() if fused_norms else None
-        # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
-        self._casts = BatchedCasts() if not is_compiled(eager.model) and checkpointed is None else None
-        self._searching = checkpointed is None and may_have_redundant_biases(eager.model, eager.optimizer)
-        self._checkpointed = checkpointed
-        self._sized: dict[int, _SizedStep] = {}
+        """``reasons``: why one of the ``_FEATURES`` is not used although it was wanted."""
+        self._step, self._batches, self._batch_size = step, batches, batch_size
+        self._extensions, self._lanes, self.compiled = list(extensions), lanes, compiled
+        self._stream = stream_of(step.device)
+        self.reasons = {feature: reason[:_LONGEST_REASON] for feature, reason in (reasons or {}).items()}
+        self._sized: dict[int, SizedStep] = {}
         # Why there will be no more graphs, from this step on.
-        self.ended: str | None = python_state.hooks(eager.model, eager.optimizer)
-        self._watch = python_state.Watch([eager.model, getattr(eager.objective, "loss", None)], eager.optimizer)
-        make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
+        self.ended: str | None = python_state.hooks(step.model, step.optimizer)
+        self._watch = python_state.Watch([step.model, getattr(step.objective, "loss", None)], step.optimizer)
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
         """Take the order of an epoch, and where in it to begin."""
-        self._position.begin(order, sample, step)
+        self._batches.begin(order, sample, step)
 
     def __call__(self, size: int) -> bool:
         """Make the step of the epoch's next batch; False where it and all later steps have to be plain.
@@ -131,7 +102,7 @@ class GraphStep:
         sized = self._sized[size]
         if sized.replay is None:
             try:
-                with on(self._stream, self._eager.device):
+                with on(self._stream, self._step.device):
                     if sized.warm < _WARM_UP:
                         self._warm_up(sized)
                     else:  # the capture computes nothing yet
@@ -148,23 +119,23 @@ class GraphStep:
             sized.replay()
         return True
 
-    def _turn_feature_off(self, sized: _SizedStep, why: str) -> bool:
+    def _turn_feature_off(self, sized: SizedStep, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written: the search for redundant biases. Later: our own kernels, the lanes, the compiler.
+        In a step as written: the search. Later: our own kernels with all modes, the lanes, the compiler.
         """
-        size = len(sized.window)
         if sized.warm < 0:
-            self._searching = False
-            del self._sized[size]  # only this size: others may have their graphs
+            self._extensions = [each for each in self._extensions if not each.searches]
+            del self._sized[sized.size]  # only this size: others may have their graphs
             return True
-        if self._norms is not None and not self._is_compiled(size):  # a compiled step uses no dispatch modes
-            self._norms = self._casts = None  # casts are a mode, too, around the forward pass only
-            self._note_reason("norms", f"normalisation not fused ({why})")
+        blamed = [] if sized.compiled else [each.without for each in self._extensions if each.without]
+        if blamed:
+            self._extensions = [each for each in self._extensions if not each.is_mode]
+            self._note_reason("norms", f"{blamed[0]} ({why})")
         elif self._lanes is not None:
             self._lanes = None
             self._note_reason("lanes", f"no side lanes ({why})")
-        elif self._is_compiled(size):
+        elif sized.compiled:
             self._compile_nothing(why)
         else:
             return False
@@ -178,159 +149,131 @@ class GraphStep:
     def _note_reason(self, feature: str, reason: str) -> None:
         self.reasons[feature] = reason[:_LONGEST_REASON]
 
-    def _new(self, size: int) -> _SizedStep:
-        warm = -_AS_WRITTEN if self._searching else 0
-        return _SizedStep(torch.arange(size, device=self._eager.device), self._forward_of(size), warm)
-
-    def _forward_of(self, size: int) -> _Forward:
-        """The forward pass of a batch size; it is compiled when it is called for the first time."""
-        if self._is_compiled(size):
+    def _new(self, size: int) -> SizedStep:
+        """Only the usual size is worth the half minute that compiling takes."""
+        run: Callable[..., Any] = functools.partial(forward_counting_later, self._step, self._batches)
+        is_compiled = self.compiled and size == self._batch_size
+        if is_compiled:
             try:
-                return self._compiled_forward()
+                run = self._compiled_forward()
             except Exception as error:  # there may be no compiler for this version of Python
+                is_compiled = False
                 self._compile_nothing(f"{type(error).__name__}: {error}")
-        return functools.partial(forward_counting_later, self._eager, self._data)
+        warm = -_AS_WRITTEN if any(each.searches for each in self._extensions) else 0
+        return SizedStep(torch.arange(size, device=self._step.device), run, is_compiled, self._lanes, warm)
 
-    def _compiled_forward(self) -> _Forward:
+    def _compiled_forward(self) -> Callable[..., tuple[torch.Tensor, CountCorrect]]:
+        """The forward pass; it is compiled when it is called for the first time."""
         options: dict[str, Any] = {}
         if self._lanes is not None:
             options["post_grad_custom_post_pass"] = self._lanes.inductor_pass()
         compiled = torch.compile(self._forward, dynamic=False, options=options)
 
-        def forward(order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, CountCorrect]:
-            loss, correct = compiled(order, places)  # the compiled function also counts correct predictions
+        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, CountCorrect]:
+            loss, correct = compiled(*inputs)  # the compiled function also counts correct predictions
             return loss, already_counted(correct)
 
-        return forward
+        return run
 
-    def _fused_norms(self) -> FusedBatchNorms | FusedGroupNorms | None:
-        try:
-            return fused_norms(self._eager)
-        except CannotCompile as error:
-            self._note_reason("norms", f"normalisation not fused ({error})")
-            return None
-
-    def _is_compiled(self, size: int) -> bool:
-        """Whether this size is compiled: only the usual size is worth the half minute that compiling takes."""
-        return self.compiled and size == self._size
+    def _forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return forward(self._step, self._batches, *inputs)
 
     def notes(self) -> list[str]:
         """For the job's result: which features are not used and why."""
-        return [self.reasons[feature] for feature in ("norms", "lanes", "compiler") if feature in self.reasons]
+        return [self.reasons[feature] for feature in _FEATURES if feature in self.reasons]
 
     def explain(self) -> str:
         """The step of each batch size: its graph, its kernels, its lanes."""
         lines = []
         for size, sized in self._sized.items():
             graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
-            kernels = "compiled" if self._is_compiled(size) else "not compiled"
-            lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
-            features = ["compiler", "norms"] if size == self._size else ["norms"]
+            lines.append(f"a batch of {size}: {graph}, kernels {'compiled' if sized.compiled else 'not compiled'}")
+            features = ["compiler", "norms"] if size == self._batch_size else ["norms"]
             reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
-            redundant = [] if sized.redundant is None else [sized.redundant.explain()]
-            lines += [f"  {note}" for note in (*redundant, *sized.notes, *reasons)]
+            lines += [f"  {note}" for note in (*sized.notes, *reasons)]
             if self._lanes is not None:
                 lines += self._lanes.explain(size)
             else:
                 lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
         return "\n".join(lines)
 
-    def _warm_up(self, sized: _SizedStep) -> None:
-        eager = self._eager
-        statistics = [buffer.clone() for buffer in eager.model.buffers()]
-        before = eager.versions()
+    def _warm_up(self, sized: SizedStep) -> None:
+        step = self._step
+        statistics = [buffer.clone() for buffer in step.model.buffers()]
+        before = step.versions()
         self._watch.before()
-        reserve_workspaces([self._stream], eager.device)
+        reserve_workspaces([self._stream], step.device)
         try:
             with nullcontext() if self._lanes is None else self._lanes.on_one_stream():
                 self._work(sized)
         except Exception as error:
-            if eager.versions() != before:
+            if step.versions() != before:
                 raise  # the update has begun, and cannot be repeated
             with torch.no_grad():
-                for buffer, before_step in zip(eager.model.buffers(), statistics, strict=True):
+                for buffer, before_step in zip(step.model.buffers(), statistics, strict=True):
                     buffer.copy_(before_step)
             raise _FailedBeforeUpdate from error
         sized.warm += 1
-        self.ended = self._watch.after()
-        if self._checkpointed is not None and self._checkpointed.drew:
-            self.ended = self.ended or "checkpointed blocks draw random numbers, whose state a graph cannot restore"
+        reasons = (self._watch.after(), *(part.why_not_captured() for part in step.parts))
+        self.ended = next((reason for reason in reasons if reason is not None), None)
 
-    def _captured(self, sized: _SizedStep) -> torch.cuda.CUDAGraph:
-        self._eager.optimizer.zero_grad(set_to_none=True)
-        reserve_workspaces([self._stream], self._eager.device)
+    def _captured(self, sized: SizedStep) -> torch.cuda.CUDAGraph:
+        self._step.optimizer.zero_grad(set_to_none=True)
+        reserve_workspaces([self._stream], self._step.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with capturing(graph, self._eager.device, stream=self._stream):
+            with capturing(graph, self._step.device, stream=self._stream):
                 self._work(sized)
         except Exception as error:
             raise _FailedBeforeUpdate from error
         return graph
 
-    def _work(self, sized: _SizedStep) -> None:
+    def _work(self, sized: SizedStep) -> None:
         """Run the whole step."""
-        eager, size = self._eager, len(sized.window)
-        if eager.undo is not None:
-            eager.undo.keep(eager.average)
-        eager.optimizer.zero_grad(set_to_none=True)
+        step, batches = self._step, self._batches
+        turn = Turn(batches.step, sized.size)
+        step.begin(turn)
         # Only up to the update: a step that fails after it cannot be repeated.
         with rehearsal() if sized.warm == _WARM_UP - 1 else nullcontext():
             results = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
-            eager.prepare_gradients()
-        eager.update([results.loss.detach()], self._position.step)
+            turn.marks.append(results.loss.detach())
+            step.after_backward(turn)
+        step.update(turn)
         # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
         # They are issued last, so that a step that fails before its update has changed nothing.
         lanes = None if results.after_forward is None else self._lanes
         with nullcontext() if lanes is None else lanes.on_metrics_lane(results.after_forward):
-            eager.metrics.add(results.loss, results.count_correct(), size, self._position.step)
-        self._position.advance(size)
+            step.metrics.add(results.loss, results.count_correct(), sized.size, turn.step)
+        batches.advance(sized.size)
 
-    def _passes(self, sized: _SizedStep) -> _PassResults:
+    def _passes(self, sized: SizedStep) -> _PassResults:
         """Forward and backward."""
-        size, lanes = len(sized.window), self._lanes
-        compiled = self._is_compiled(size)
-        norms, casts = (None, None) if compiled else (self._norms, self._casts)
-        if casts is not None:
-            casts.forked = None if lanes is None else lanes.forked
-        if norms is not None:
-            norms.begin(poison=sized.warm == 0)
-        with sized.redundant.left_out() if sized.redundant is not None else nullcontext():
-            with casts or nullcontext(), norms or nullcontext():
-                loss, count_correct = sized.forward(*self._places(sized))
-            # No mark with a loss scale: then the update writes to the metrics, too.
-            mark = None if lanes is None or self._eager.scale is not None else lanes.mark()
-            side_lanes = nullcontext() if lanes is None else lanes.during_backward(size, compiled=compiled)
-            with side_lanes, norms or nullcontext():
-                self._eager.scaled(loss).backward()
-        if sized.redundant is not None:
-            sized.redundant.settle()
-        sized.notes = [mode.explain() for mode in (casts, norms) if mode is not None and mode.counts]
+        step, lanes = self._step, self._lanes
+        acting = [each for each in self._extensions if not (sized.compiled and each.is_mode)]
+        for each in acting:
+            each.begin(sized)
+        with entered([each.forward(sized) for each in acting]):
+            loss, count_correct = sized.forward(*self._batches.inputs(sized.window))
+        # No mark with a loss scale: then the update writes to the metrics, too.
+        marks_metrics = lanes is None or any(part.scales_loss for part in step.parts)
+        mark = None if marks_metrics or lanes is None else lanes.mark()
+        side_lanes = nullcontext() if lanes is None else lanes.during_backward(sized.size, compiled=sized.compiled)
+        with side_lanes, entered([each.backward(sized) for each in acting]):
+            step.scaled(loss).backward()
+        for each in acting:
+            each.after_backward(sized, loss)
+        sized.notes = [note for each in acting if (note := each.explain(sized)) is not None]
         if mark is not None:
             sized.notes.append("metrics: on a lane of their own, in parallel with the backward pass and the update")
-        if norms is not None and sized.warm == 0:
-            self._check_for_poison(loss)
         return _PassResults(loss, count_correct, mark)
 
-    def _check_for_poison(self, loss: torch.Tensor) -> None:
-        gradients = [parameter.grad for parameter in self._eager.parameters if parameter.grad is not None]
-        if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
-            why = "the model's own, or something reads memory past PyTorch"
-            raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
-
-    def _as_written(self, sized: _SizedStep) -> _PassResults:
+    def _as_written(self, sized: SizedStep) -> _PassResults:
         """Forward and backward without dispatch modes, but for the one that searches in the last such step."""
-        search = Search(self._eager.model) if sized.warm == -1 and self._searching else None
-        with search or nullcontext():
-            loss, correct = self._forward(*self._places(sized))
-            if search is not None:
-                search.trace(loss)
-            self._eager.scaled(loss).backward()
-        if search is not None:
-            sized.redundant = search.redundant_biases()
+        searching = [each for each in self._extensions if each.searches and sized.warm == -1]
+        with entered([each.search(sized) for each in searching]):
+            loss, correct = self._forward(*self._batches.inputs(sized.window))
+            for each in searching:
+                each.after_forward(loss)
+            self._step.scaled(loss).backward()
+        sized.notes = [note for each in searching if (note := each.explain(sized)) is not None]
         return _PassResults(loss, already_counted(correct))
-
-    def _places(self, sized: _SizedStep) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._position.order, self._position.sample + sized.window
-
-    def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return forward(self._eager, self._data, order, places)

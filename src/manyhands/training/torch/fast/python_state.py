@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from manyhands.backends.torch import compat
+from manyhands.training.torch.state.module_state import OF_EVERY_MODULE
 
-OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -81,6 +81,11 @@ class Watch:
             looks = {f"{name!r} of the optimizer's group {number}": _look(value) for name, value in group.items()}
             seen |= {name: look for name, look in looks.items() if look is not None}
         return seen
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the caller has compiled the model or a part of it: then other code runs than its modules'."""
+    return any(map(compat.is_compiled, model.modules()))
 
 
 def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

@@ -31,7 +31,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id, tree_leaves
-from manyhands.training.torch.fast.capturable import is_compiled
-from manyhands.training.torch.fast.lanes.weight_gradients import leads_to
+from manyhands.training.torch.fast.extension import Extension, SizedStep
+from manyhands.training.torch.fast.operations import leads_to
+from manyhands.training.torch.fast.python_state import is_compiled
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -54,6 +55,43 @@ def may_have_redundant_biases(model: nn.Module, optimizer: torch.optim.Optimizer
     """Whether a search can succeed: there are candidates, and the optimizer can handle gradients of zeros."""
     layers, norms = _candidates(model)
     return bool(layers and norms) and _ignores_zero_gradients(optimizer)
+
+
+class Biases(Extension):
+    """The extension of a captured step: searches in a step as written, then leaves the biases out."""
+
+    searches = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._search: Search | None = None
+        self._of_size: dict[int, RedundantBiases] = {}
+
+    @contextmanager
+    def search(self, sized: SizedStep) -> Iterator[None]:
+        self._of_size.pop(sized.size, None)
+        with Search(self._model) as self._search:
+            yield
+        if (redundant := self._search.redundant_biases()) is not None:
+            self._of_size[sized.size] = redundant
+        self._search = None
+
+    def after_forward(self, loss: torch.Tensor) -> None:
+        if self._search is not None:
+            self._search.trace(loss)
+
+    def forward(self, sized: SizedStep) -> AbstractContextManager[None]:
+        redundant = self._of_size.get(sized.size)
+        return nullcontext() if redundant is None else redundant.left_out()
+
+    backward = forward
+
+    def after_backward(self, sized: SizedStep, loss: torch.Tensor) -> None:
+        if sized.size in self._of_size:
+            self._of_size[sized.size].settle()
+
+    def explain(self, sized: SizedStep) -> str | None:
+        return self._of_size[sized.size].explain() if sized.size in self._of_size else None
 
 
 class RedundantBiases:

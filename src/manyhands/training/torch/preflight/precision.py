@@ -37,8 +37,8 @@ from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
-from manyhands.training.torch.step.build import PlainStep
 from manyhands.training.torch.step.number_format import NumberFormat
+from manyhands.training.torch.step.part import Step
 
 CONTINUED = "as in the checkpoint that this job continues"
 _TWO = 2
@@ -151,7 +151,7 @@ def refused(model: torch.nn.Module, error: Exception) -> Choice:
 class BeforeStep:
     """Copies of what a step changes before its update: statistics, metrics and random numbers."""
 
-    def __init__(self, step: PlainStep) -> None:
+    def __init__(self, step: Step) -> None:
         self._step = step
         self._versions = step.versions()
         self._copies = [tensor.clone() for tensor in self._tensors()]

@@ -24,6 +24,11 @@ from manyhands.backends.torch import compat
 _group: Any = None
 
 
+def normalises_batches(model: torch.nn.Module) -> bool:
+    """Whether the model has a BatchNorm in training mode."""
+    return any(isinstance(layer, compat.BatchNorm) and layer.training for layer in model.modules())
+
+
 def use_global_statistics(model: torch.nn.Module) -> None:
     """Make every BatchNorm layer of the model use the statistics of all ranks while it trains.
 

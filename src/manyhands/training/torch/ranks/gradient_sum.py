@@ -50,28 +50,91 @@ class _Bucket:
         return len(self.arrived) == len(self.parameters)
 
 
-class LossAndWeight:
-    """Summed over the ranks with the gradients: whether each loss is finite, and the weight of the labels."""
+class Gradients:
+    """The gradients of a step: of one rank alone, or the sum over all ranks. One interface for both.
 
-    loss_mark: torch.Tensor  # zero, or NaN where the loss of a rank is not finite
+    Beside them it knows whether each loss is finite, and sums the weight of the labels.
+    """
+
+    # NaN where the loss of a rank is not finite, else zero; None for a rank alone, whose losses are its marks.
+    loss_mark: torch.Tensor | None = None
+    every_rank = False  # whether a rank without samples has to make every pass
     _weight: torch.Tensor
-    _weight_work: Any
+
+    def begin(self) -> None:
+        """No gradients yet."""
+        raise NotImplementedError
+
+    def arm(self, armed: bool) -> None:
+        """Whether the backward pass that comes is the last of this step: only then sums may start."""
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Tell all ranks whether this loss is finite; call before its backward pass."""
-        loss = loss.detach()
-        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, NaN for anything else
+        """Remember whether this loss is finite; call before its backward pass."""
+        raise NotImplementedError
+
+    def marks(self) -> list[torch.Tensor]:
+        """Numbers that are finite if all losses of the step are."""
+        raise NotImplementedError
 
     def sum_weight(self, weight: torch.Tensor) -> None:
         """Sum the weight of the labels over all shards; call once, before the (last) backward pass of the step."""
         self._weight = weight
+
+    def finish(self) -> None:
+        """After the last backward pass: the gradients are those of the whole batch."""
+
+    def divide(self) -> torch.Tensor:
+        """Divide the gradients by the weight of all labels, and return it. Call after :meth:`finish`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the parameters without hooks."""
+
+
+class LocalGradients(Gradients):
+    """Those of one rank alone, of which nothing is exchanged."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._losses: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        self._losses = []
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def marks(self) -> list[torch.Tensor]:
+        return self._losses
+
+    def divide(self) -> torch.Tensor:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        compat.foreach_div_(gradients, self._weight.to(gradients[0].dtype))
+        return self._weight
+
+
+class SummedGradients(Gradients):
+    """Those that are summed over the ranks, and with them whether each loss is finite and the weight of the labels."""
+
+    loss_mark: torch.Tensor
+    _weight_work: Any
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        loss = loss.detach()
+        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, NaN for anything else
+
+    def marks(self) -> list[torch.Tensor]:
+        return [self.loss_mark]
+
+    def sum_weight(self, weight: torch.Tensor) -> None:
+        super().sum_weight(weight)
         self._weight_work = dist.all_reduce(weight, async_op=True)
 
 
-class GradientSum(LossAndWeight):
+class GradientSum(SummedGradients):
     """The gradients of a model's parameters, summed over all ranks."""
-
-    every_rank = False  # one without samples makes no pass
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
@@ -100,7 +163,6 @@ class GradientSum(LossAndWeight):
             _lay_views(bucket)
 
     def arm(self, armed: bool) -> None:
-        """Whether the backward pass that comes is the last of this step: only then sums may start."""
         self._armed = armed
 
     def note_loss(self, loss: torch.Tensor) -> None:
@@ -109,7 +171,6 @@ class GradientSum(LossAndWeight):
             compat.run_last(parameter, handle.id)
 
     def divide(self) -> torch.Tensor:
-        """Divide the sums of gradients by the weight of all labels, and return it. Call after :meth:`finish`."""
         self._weight_work.wait()
         for bucket in self._buckets:
             bucket.flat[: bucket.elements] /= self._weight

@@ -1,25 +1,81 @@
-"""Compares the replicas of a model. Every rank makes the same update of the same weights, so these stay equal.
+"""The model of a rank: a whole copy, equal on every rank.
 
-Each rank sums up every parameter on its device, and one small all-gather brings the sums together. On devices of one
+Every rank makes the same update of the same weights, so replicas stay equal. Before a checkpoint they are compared:
+each rank sums up every parameter on its device, and one small all-gather brings the sums together. On devices of one
 kind replicas are equal to the bit: there the numbers' bits are summed, as integers and as their squares, which does not
 depend on the order. Unlike devices round differently: there norms are compared, with a tolerance.
+
+:class:`.sharding.Shards` has the same interface for a model of which every rank holds a part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from manyhands import machine
 from manyhands.errors import ResultsDiffer
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.ranks import global_batch_norm
+from manyhands.training.torch.ranks.gradient_sum import Gradients, GradientSum, LocalGradients
 from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.step.number_format import NumberFormat
 
 _AT_ONCE = 1 << 22  # numbers that are summed at once: each takes 16 bytes meanwhile
 _TOLERANCE = 1e-2  # of a norm
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Replicas:
+    """The caller's model on the rank's device, and what ranks do together with it."""
+
+    sharded = False
+
+    def __init__(self, job: Job, world: World, number_format: NumberFormat) -> None:
+        self._job, self._world, self._number_format = job, world, number_format
+        self.model = self._placed()
+
+    def _placed(self) -> torch.nn.Module:
+        model = self._job.model.to(self._world.device)
+        if self._job.settings.precision == "fp64":
+            model = model.double()
+        if self._number_format.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._world.broadcast_([*model.parameters(), *model.buffers()])
+        if self._job.settings.step.batch_stats == "global" and self._world.size > 1:
+            global_batch_norm.use_global_statistics(model)
+        return model if model.training else model.train()  # layers that the caller has frozen stay so
+
+    def gradients(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> Gradients:
+        """How the gradients of these parameters become those of the whole batch."""
+        if self._world.size == 1:
+            return LocalGradients(optimizer)
+        return GradientSum(parameters)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Within it every rank holds all weights, so that each can evaluate on its own."""
+        return nullcontext()
+
+    def whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors at the first rank, for a checkpoint; all ranks take part."""
+        return tensors
+
+    def into_caller_model(self) -> torch.nn.Module:
+        """After the job: the caller's model with its weights; all ranks take part."""
+        return self.model
+
+    def check(self) -> None:
+        """Raise where a parameter of one rank differs from that of the first; all ranks take part."""
+        if self._world.size > 1:
+            check(self.model, self._world)
+
+    def close(self) -> None:
+        global_batch_norm.use_local_statistics(self.model)
+
+
 def check(model: torch.nn.Module, world: World) -> None:
-    """Raise where a parameter of one rank differs from that of the first; all ranks take part."""
     kinds = world.gather_bytes(_kind(world.device).encode())
     alike = len(set(kinds)) == 1
     first, *others = world.gather(figures_of(model, alike=alike))

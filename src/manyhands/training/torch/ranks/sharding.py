@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ import torch.distributed as dist
 from manyhands.errors import BadSettings
 from manyhands.training import launcher
 from manyhands.training.settings import Settings
-from manyhands.training.torch.ranks.gradient_sum import LossAndWeight
+from manyhands.training.torch.ranks.gradient_sum import Gradients, SummedGradients
+from manyhands.training.torch.ranks.replicas import Replicas
 from manyhands.training.torch.ranks.world import World, backend_for
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.step.activation_checkpoints import blocks_of
@@ -52,7 +53,7 @@ def check(settings: Settings, optimizer: object, devices: list[torch.device]) ->
         raise BadSettings(f"Step(shard=True): {reason}")
 
 
-def sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> torch.nn.Module:
+def _sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> torch.nn.Module:
     """A sharded copy of the model, with the weights of the first rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -88,48 +89,65 @@ def _modules(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-@contextlib.contextmanager
-def gathered(model: torch.nn.Module) -> Iterator[None]:
-    """Within it every rank holds all parameters, so that each can evaluate on its own."""
-    modules = _modules(model)
-    for module in modules:
-        module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
+class Shards(Replicas):
+    """A sharded copy of the caller's model, and what ranks do together with it."""
+
+    sharded = True
+
+    def _placed(self) -> torch.nn.Module:
+        self._number_format.channels_last = False  # FSDP2 divides contiguous memory only
+        dtype = torch.float64 if self._job.settings.precision == "fp64" else None
+        return _sharded(self._job.model, self._world, dtype)
+
+    def gradients(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> Gradients:
+        return ShardedGradients(self.model, optimizer, self._world.device)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        modules = _modules(self.model)
         for module in modules:
-            module.reshard()
-            module.set_reshard_after_forward(module is not model, recurse=False)
+            module.unshard()
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
+                module.set_reshard_after_forward(module is not self.model, recurse=False)
+
+    def whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return _whole_tensors(tensors, keep=self._world.first)
+
+    def into_caller_model(self) -> torch.nn.Module:
+        whole = _whole_tensors(job_state.model_tensors(self.model), keep=True)
+        weights = self._job.model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, tensor in whole.items():
+                if weights[name].shape == tensor.shape:
+                    weights[name].data.copy_(tensor)
+                else:
+                    weights[name].data = tensor
+        return self._job.model
+
+    def check(self) -> None:
+        """There are no replicas to compare."""
 
 
-def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+def _whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Sharded tensors, gathered one after the other into the host's memory; all ranks take part, some keep them."""
-    gathered_tensors: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
     part: Any
     for name, part in sorted(tensors.items()):  # as they lie in a restored optimizer differs from rank to rank
         whole: torch.Tensor = part.full_tensor() if job_state.is_sharded(part) else part
         if keep:
-            gathered_tensors[name] = whole.detach().cpu()
-    return gathered_tensors
+            gathered[name] = whole.detach().cpu()
+    return gathered
 
 
-def update_caller_model(model: torch.nn.Module, caller: torch.nn.Module) -> None:
-    """Put the whole weights into the caller's model; all ranks take part."""
-    whole = whole_tensors(job_state.model_tensors(model), keep=True)
-    weights = caller.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, tensor in whole.items():
-            if weights[name].shape == tensor.shape:
-                weights[name].data.copy_(tensor)
-            else:
-                weights[name].data = tensor
-
-
-class ShardedGradients(LossAndWeight):
+class ShardedGradients(SummedGradients):
     """The counterpart of :class:`~.gradient_sum.GradientSum` where FSDP2 sums the gradients itself."""
 
-    every_rank = True  # has to make every pass
+    every_rank = True
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._model: Any = model
@@ -141,7 +159,6 @@ class ShardedGradients(LossAndWeight):
         self.loss_mark.zero_()
 
     def arm(self, armed: bool) -> None:
-        """Whether the backward pass that comes is the last of this step: only then gradients go to their ranks."""
         self._model.set_requires_gradient_sync(armed)
         self._model.set_is_last_backward(armed)
 
@@ -154,6 +171,3 @@ class ShardedGradients(LossAndWeight):
 
     def finish(self) -> None:
         dist.all_reduce(self.loss_mark)
-
-    def close(self) -> None:
-        pass

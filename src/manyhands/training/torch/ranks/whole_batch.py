@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.torch.data.batches import map_tensors
+from manyhands.training.torch.step.part import Part, Turn
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 _gather: ContextVar[Gather | None] = ContextVar("gather", default=None)
@@ -92,23 +94,36 @@ def check_rows(tensor: torch.Tensor, size: int) -> None:
         )
 
 
-@dataclass
-class AllRanks:
-    """Gathers the rows of all ranks; ``sizes``: how many samples of the current batch each of them has."""
+class AllRanks(Part):
+    """Gathers the rows of all ranks in every forward pass."""
 
-    rank: int
-    sizes: Sequence[int] = ()
-    group: Any = field(default_factory=dist.new_group)  # made on every rank at the same point
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sizes: tuple[int, ...] = ()  # how many samples of the batch each rank has
+        self._group = dist.new_group()  # made on every rank at the same point
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        own = self.sizes[self.rank]
+    def begin(self, turn: Turn) -> None:
+        if turn.shard is not None:
+            self._sizes = turn.shard.of_ranks
+
+    def forward(self) -> AbstractContextManager[None]:
+        return gathered_by(self._gathered)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = self._sizes[self._rank]
         check_rows(tensor, own or 1)  # a rank without samples computes one, of which it gives nothing
-        result: torch.Tensor = _AllRows.apply(tensor[:own], self.rank, tuple(self.sizes), self.group)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _AllRows.apply(tensor[:own], self._rank, self._sizes, self._group)  # type: ignore[no-untyped-call]
         return result
 
 
-def not_announced(tensor: torch.Tensor) -> torch.Tensor:
-    """The gather of a job whose ranks have no group for it."""
+class NotAnnounced(Part):
+    """Of a job whose ranks have no group for it: a call of ``mh.whole_batch`` is refused."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        return gathered_by(_refused)
+
+
+def _refused(tensor: torch.Tensor) -> torch.Tensor:
     raise BadSettings(
         "mh.whole_batch was not called when the trainer tried the loss before the job began (or that could not be "
         "tried: see the notes). Call it in every step, whatever the batch holds"

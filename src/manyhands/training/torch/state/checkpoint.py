@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: weights, optimizer, random numbers, attributes of modules, average, loss scale.
+"""A rank's part of a checkpoint: weights, optimizer, random numbers, attributes of modules, parts of the step.
 
 All ranks take part in both directions. Only the first one holds what is written.
 """
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from manyhands.training.checkpoints import saving
-from manyhands.training.learner import NO_AVERAGE, Saved
+from manyhands.training.learner import Saved
 from manyhands.training.running_sums import Figures
-from manyhands.training.torch.ranks import sharding
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, module_state, randomness
 
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 def save(rank: Rank) -> Saved | None:
     """The state of this moment, at the first rank."""
     world = rank.world
+    rank.replicas.check()
+    rank.share_buffers()
     generators = world.gather_bytes(job_state.pack(randomness.as_tensors(world.device)))
     devices = _device_types(world)
-    weights = job_state.model_tensors(rank.model)
-    tensors, numbers = job_state.optimizer_state(rank.optimizer) if rank.sharded or world.first else ({}, {})
-    if rank.sharded:
-        weights = sharding.whole_tensors(weights, keep=world.first)
-        tensors = sharding.whole_tensors(tensors, keep=world.first)
+    weights = rank.replicas.whole(job_state.model_tensors(rank.model))
+    tensors, numbers = job_state.optimizer_state(rank.optimizer)
+    tensors = rank.replicas.whole(tensors)
     if not world.first:
         return None
     random = {
@@ -38,6 +37,12 @@ def save(rank: Rank) -> Saved | None:
         for number, blob in enumerate(generators)
         for name, state in job_state.unpack(blob).items()
     }
+    of_parts: dict[str, Any] = {}
+    blobs_of_parts: dict[str, bytes] = {}
+    for part in rank.steps.plain.parts:
+        state, blobs = part.saved()
+        of_parts |= state
+        blobs_of_parts |= blobs
     attributes, module_tensors, notes = rank.module_state.save()
     rank.notes += [note for note in notes if note not in rank.notes]
     return Saved(
@@ -46,7 +51,7 @@ def save(rank: Rank) -> Saved | None:
             "world": world.size,
             "devices": devices,
             "half": rank.number_format.autocast is torch.bfloat16,
-            **({} if rank.scale is None else {"loss_scale": rank.scale.saved()}),
+            **of_parts,
             "double": rank.number_format.dtype is torch.float64,
             "optimizer": numbers,
             "scheduler": None if rank.scheduler is None else rank.scheduler.state(),
@@ -58,7 +63,7 @@ def save(rank: Rank) -> Saved | None:
             "optimizer": job_state.pack(tensors),
             "random": job_state.pack(random),
             "module_state": module_tensors,
-            **({} if rank.average is None else {"average": rank.average.saved()}),
+            **blobs_of_parts,
         },
     )
 
@@ -81,15 +86,13 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], fi
             lambda name: saving.is_kept(name, rank.optimizer_options, saved),
             (job_state.parameter_names(rank.optimizer, rank.model), saved.get("optimizer_parameters", ())),
         )
-    if rank.average is not None and not rank.average.restore(blobs):
-        rank.notes.append(NO_AVERAGE)
+    notes = [part.restore(saved, blobs) for part in rank.steps.plain.parts]
+    rank.notes += [note for note in notes if note is not None]
     devices = _device_types(rank.world)
     _restore_randomness(rank, saved, blobs)
-    rank.half_before = saved.get("half")
-    if rank.scale is not None and "loss_scale" in saved:
-        rank.scale.restore(saved["loss_scale"])
+    rank.steps.precision.half_before = saved.get("half")
     if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
-        rank.shares = saved["shares"]
+        rank.feed.shares = saved["shares"]
     rank.metrics.restore(figures.loss_sum, figures.correct, figures.count, counted=figures.counted)
 
 

@@ -251,6 +251,14 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["step"] = count.cpu()
 
 
+def count_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer count its steps on the device, if it can; existing state moves there, too."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    settle(optimizer)
+
+
 def run_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """How an optimizer runs, per group of parameters."""
     return [{name: group[name] for name in _RUN_OPTIONS if name in group} for group in optimizer.param_groups]

@@ -19,9 +19,9 @@ from torch import nn
 
 from manyhands.backends.torch import compat
 from manyhands.errors import type_in_words
-from manyhands.training.torch.fast.python_state import OF_EVERY_MODULE
 from manyhands.training.torch.state import job_state
 
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
 

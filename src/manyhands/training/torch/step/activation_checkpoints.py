@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings
+from manyhands.training.torch.step.part import Part
 
 Pick = bool | Callable[[torch.nn.Module], bool]
 
@@ -49,12 +50,14 @@ def of(model: torch.nn.Module, pick: Pick, *, statistics: str | None) -> Activat
     return ActivationCheckpoints(blocks)
 
 
-class ActivationCheckpoints:
+class ActivationCheckpoints(Part):
     """Blocks that compute their forward pass again in the backward pass, until :meth:`close`."""
+
+    recomputes = True
 
     def __init__(self, blocks: list[torch.nn.Module]) -> None:
         self._before = [(block, block.__dict__.get("forward")) for block in blocks]
-        self.drew = False  # whether a block has drawn random numbers so far
+        self._drew = False  # whether a block has drawn random numbers so far
         for block in blocks:
             block.forward = MethodType(self._wrapped(block), block)
 
@@ -64,6 +67,9 @@ class ActivationCheckpoints:
             block.__dict__.pop("forward", None)
             if forward is not None:
                 block.forward = forward
+
+    def why_not_captured(self) -> str | None:
+        return "checkpointed blocks draw random numbers, whose state a graph cannot restore" if self._drew else None
 
     def _wrapped(self, block: torch.nn.Module) -> Callable[..., Any]:
         replaced = block.__dict__.get("forward")
@@ -83,7 +89,7 @@ class ActivationCheckpoints:
             output = checkpoint(
                 call, *args, use_reentrant=False, preserve_rng_state=not captured, context_fn=contexts, **options
             )
-            self.drew = self.drew or (before is not None and before != _random_numbers())
+            self._drew = self._drew or (before is not None and before != _random_numbers())
             return output
 
         return forward

@@ -1,8 +1,7 @@
-"""Builds the step of a rank: for one optimizer, for several, or for a model that makes its updates itself."""
+"""Puts the step of a rank together, from the settings of its job: the only place that knows all parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,77 +9,83 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.data.sources import Stream
-from manyhands.training.torch.objective import Objective
-from manyhands.training.torch.ranks.gradient_sum import GradientSum
-from manyhands.training.torch.ranks.sharding import ShardedGradients
-from manyhands.training.torch.ranks.whole_batch import AllRanks
-from manyhands.training.torch.step.eager import EagerStep
-from manyhands.training.torch.step.own_updates import OwnUpdates
-from manyhands.training.torch.step.several_optimizers import Several
-from manyhands.training.torch.step.skip_nan import StepUndo
-from manyhands.training.torch.step.update_draws import UpdateDraws
+from manyhands.training.torch.optimizers import Several
+from manyhands.training.torch.ranks.whole_batch import AllRanks, NotAnnounced
+from manyhands.training.torch.step import activation_checkpoints
+from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.loss_scale import LossScale
+from manyhands.training.torch.step.part import Part, Step
+from manyhands.training.torch.step.plain import PlainStep
+from manyhands.training.torch.step.several_optimizers import OwnUpdates
+from manyhands.training.torch.step.undo import StepUndo
+from manyhands.training.torch.step.update import Clip, UpdateDraws
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
 
-PlainStep = EagerStep | OwnUpdates
 
-
-def build_step(rank: Rank) -> PlainStep:
+def build_step(rank: Rank) -> Step:
     """The step that the rank makes where no CUDA graph does."""
-    optimizer, objective = rank.optimizer, rank.objective
-    gathers = rank.size > 1 and objective.rows is not None
-    rows = AllRanks(rank.rank) if gathers else None
-    if not isinstance(optimizer, Several):
-        return _eager_step(rank, optimizer, objective, rank.model.parameters(), rows)
-    if rank.sharded:
+    of_batch = _parts_of_batch(rank)
+    if not isinstance(rank.optimizer, Several):
+        return _plain_step(rank, rank.optimizer, of_batch)
+    if rank.replicas.sharded:
         raise BadSettings(
             "Step(shard=True) with several optimizers: parameters are gathered for all at once. Leave shard out, or "
             "give one optimizer with several groups of parameters"
         )
-    steps: dict[int | str, EagerStep] = {}
-    for key, each in optimizer.by_name.items():
-        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
-        steps[key] = _eager_step(rank, each, objective, parameters, rows, number=len(steps))
+    steps = {
+        key: _plain_step(rank, optimizer, [], number)
+        for number, (key, optimizer) in enumerate(rank.optimizer.by_name.items())
+    }
 
     def first_sample() -> Batch:
         return map_tensors(lambda tensor: tensor.to(rank.world.device), rank.data.few(1))
 
-    can_look = not isinstance(rank.data, Stream)
-    return OwnUpdates(steps, optimizer, rank.model, rank.average, first_sample if can_look else None)
+    return OwnUpdates(steps, rank.optimizer, of_batch, None if isinstance(rank.data, Stream) else first_sample)
 
 
-def _eager_step(
-    rank: Rank,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective,
-    parameters: Iterable[torch.nn.Parameter],
-    rows: AllRanks | None,
-    number: int = 0,
-) -> EagerStep:
-    """The step of one optimizer; ``number``: which of several it is."""
-    options, device = rank.settings.step, rank.world.device
-    gradients: GradientSum | ShardedGradients | None = None
-    if rank.sharded:
-        gradients = ShardedGradients(rank.model, optimizer, device)
-    elif rank.size > 1:
-        gradients = GradientSum(parameters)
-    takes_back = options.on_nan == "continue" or rank.scale is not None
-    return EagerStep(
+def _parts_of_batch(rank: Rank) -> list[Part | None]:
+    """The parts that act once in the step of a batch, in the order in which each moment calls them."""
+    options, model = rank.settings.step, rank.model
+    gathers = AllRanks(rank.rank) if rank.objective.rows is not None else NotAnnounced()
+    return [
+        gathers if rank.size > 1 else None,
+        activation_checkpoints.of(model, options.activation_checkpointing, statistics=options.batch_stats),
+        Average(model, rank.averaging) if rank.averaging is not None else None,
+    ]
+
+
+def _parts_of_update(
+    rank: Rank, optimizer: torch.optim.Optimizer, of_batch: list[Part | None], number: int
+) -> list[Part | None]:
+    """The parts that act in each update of an optimizer; ``number``: which of several it is."""
+    settings, device, fp16 = rank.settings, rank.world.device, rank.settings.precision == "fp16"
+    undone = [part for part in of_batch if part is not None]
+    takes_back = settings.step.on_nan == "continue" or fp16
+    return [
+        # Each rank updates other parts of sharded parameters: what it draws is its own.
+        None if rank.replicas.sharded else UpdateDraws(optimizer, device, settings.seed, number),
+        StepUndo(rank.model, optimizer, device, undone) if takes_back else None,
+        LossScale(device, rank.metrics) if fp16 else None,
+        Clip(settings.gradient_clip_val) if settings.gradient_clip_val else None,
+    ]
+
+
+def _plain_step(
+    rank: Rank, optimizer: torch.optim.Optimizer, of_batch: list[Part | None], number: int = 0
+) -> PlainStep:
+    of_optimizer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = of_optimizer if isinstance(rank.optimizer, Several) else rank.model.parameters()
+    return PlainStep(
         rank.model,
         optimizer,
-        objective,
+        rank.objective,
         rank.metrics,
-        device,
+        rank.world.device,
         rank.number_format,
-        clip=rank.settings.gradient_clip_val,
-        accumulate=options.accumulate,
-        gradients=gradients,
-        undo=StepUndo(rank.model, optimizer) if takes_back else None,
-        scale=rank.scale,
-        average=None if isinstance(rank.optimizer, Several) else rank.average,
+        [*of_batch, *_parts_of_update(rank, optimizer, of_batch, number)],
+        gradients=rank.replicas.gradients(optimizer, parameters),
+        accumulates=rank.settings.step.accumulate > 1,
         counts=number == 0,
-        # Each rank updates other parts of sharded parameters: what it draws is its own.
-        draws=None if rank.sharded else UpdateDraws(optimizer, device, rank.settings.seed, number),
-        rows=rows,
     )

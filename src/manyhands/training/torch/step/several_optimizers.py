@@ -1,103 +1,145 @@
-"""Several optimizers as one, for all that is not a step: states, groups, rates and checkpoints."""
+"""The step of several optimizers, whose updates the model makes itself: ``training_step(batch, optimizers)``.
+
+``optimizers`` holds what ``configure_optimizers`` gave, by number or name. Each has :meth:`Updates.minimize`, which may
+be called any number of times and in any order: backward pass, sum over the ranks, clip, update. Only that optimizer's
+parameters get gradients. For example a critic that makes two updates for one of the generator::
+
+    def training_step(self, batch, optimizers):
+        for noise in batch["noise"].unbind(1):
+            optimizers["critic"].minimize(self.critic_loss(batch["real"], noise))
+        optimizers["generator"].minimize(self.generator_loss(noise))
+
+Every rank calls it with its shard, one without samples with a sample that it has had before, which counts nothing.
+The loss is a mean over samples, or a :class:`LossSum`: weighted by samples, or divided by all counts,
+it is that of the whole batch. All ranks have to make the same updates in the same order, for each is a sum over all.
+"""
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-Key = int | str
+from manyhands.amounts import counted
+from manyhands.errors import BadSettings
+from manyhands.training.loss.own_step import LossSum
+from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
+from manyhands.training.torch.objective import checked
+from manyhands.training.torch.optimizers import Key, Several
+from manyhands.training.torch.state.module_state import statistics_kept
+from manyhands.training.torch.step.part import Part, Step, Turn
+from manyhands.training.torch.step.plain import PlainStep
 
 
-class _States(ChainMap[Any, Any]):
-    """The states of all optimizers as one mapping; each parameter is in one of them."""
+class Updates:
+    """One of the optimizers, as ``training_step(batch, optimizers)`` has it."""
 
-    def __getitem__(self, parameter: Any) -> Any:
-        for state in self.maps:  # each makes an entry for whatever it is asked
-            if parameter in state:
-                return state[parameter]
-        raise KeyError(parameter)
-
-    def __delitem__(self, parameter: Any) -> None:
-        for state in self.maps:
-            state.pop(parameter, None)
-
-
-class Several(torch.optim.Optimizer):
-    """Several optimizers as one, for all that is not a step: states, groups, rates and checkpoints.
-
-    They are sorted by name: a checkpoint of ``{"critic": ..., "generator": ...}`` fits a job with ``{"generator": ...,
-    "critic": ...}``.
-    """
-
-    def __init__(self, optimizers: Mapping[Key, torch.optim.Optimizer]) -> None:
-        self.by_name = {key: optimizers[key] for key in sorted(optimizers, key=lambda key: (type(key).__name__, key))}
-        self.defaults: dict[str, Any] = {}
+    def __init__(self, key: Key, step: PlainStep) -> None:
+        self._key, self._step = key, step
+        self._trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+        self.turn = Turn(0)
+        self.size = 0  # of this rank's shard of the batch
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [*self.by_name.values()]
+    def optimizer(self) -> torch.optim.Optimizer:
+        """PyTorch's own, to look at: its groups and rates."""
+        return self._step.optimizer
 
-    @property
-    def name(self) -> str:
-        """Each name and kind, as a checkpoint has to match them."""
-        return ", ".join(f"{key}: {type(optimizer).__name__}" for key, optimizer in self.by_name.items())
+    def minimize(self, loss: Any, *, retain_graph: bool = False) -> None:
+        """Make one update of this optimizer's parameters, with the gradients of the loss over the whole batch.
 
-    @property
-    def group_names(self) -> list[str]:
-        """The name of the optimizer of each group of parameters, with a number where it has several groups."""
-        counts = {key: len(optimizer.param_groups) for key, optimizer in self.by_name.items()}
-        return [
-            f"{key}.{number}" if count > 1 else f"{key}" for key, count in counts.items() for number in range(count)
-        ]
+        Args:
+            loss: The mean over the samples of the batch that ``training_step`` was given, or an ``mh.LossSum``.
+            retain_graph: Keep what the backward pass needs, for another loss that shares a part with this one.
+        """
+        both = checked(loss) if isinstance(loss, LossSum) else None
+        total, count = (loss, None) if both is None else (both.total, both.count)
+        self._check(total)
+        with torch.autocast(self._step.device.type, enabled=False):
+            self._update(total, count, retain_graph)
+        # Autocast keeps its casts of weights until its outermost scope ends: these weights have changed.
+        torch.clear_autocast_cache()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    def _update(self, total: torch.Tensor, count: torch.Tensor | None, retain_graph: bool) -> None:
+        step, turn, gradients = self._step, self.turn, self._step.gradients
+        step.begin(turn)
+        gradients.arm(True)
+        gradients.note_loss(total if self.size else torch.zeros_like(total))
+        if count is not None:
+            gradients.sum_weight(count.clone() if self.size else torch.zeros_like(count))
+        start = total * (self.size / turn.whole) if count is None else total * bool(self.size)
+        torch.autograd.backward(start, inputs=self._trained, retain_graph=retain_graph)
+        step.finish(turn)
+        count = None if count is None else gradients.divide()
+        step.after_backward(turn)
+        with step.updating(turn):
+            step.update(turn)
+        if self.size:  # the samples of a batch count once
+            mean, weight = (total, 1.0) if count is None else (total / count, turn.whole / self.size)
+            step.metrics.add(mean, None, self.size, turn.step, weight=weight, counted=not turn.counted)
+            turn.counted = True
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return _States(*(optimizer.state for optimizer in self.optimizers))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state in the form of one optimizer for all parameters."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        first = 0
-        for optimizer in self.optimizers:
-            part = optimizer.state_dict()
-            state |= {first + number: value for number, value in part["state"].items()}
-            for group in part["param_groups"]:
-                groups.append(group | {"params": [first + number for number in group["params"]]})
-            first += _count(optimizer)
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, first = list(state_dict["param_groups"]), 0
-        for optimizer in self.optimizers:
-            last = first + _count(optimizer)
-            own_groups, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-            optimizer.load_state_dict(
-                {
-                    "state": {n - first: value for n, value in state_dict["state"].items() if first <= n < last},
-                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own_groups],
-                }
+    def _check(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise BadSettings(
+                f"optimizers[{self._key!r}].minimize({kind}): give the loss, a tensor of one number that depends on "
+                "the parameters of this optimizer, or mh.LossSum(total, count)"
             )
-            first = last
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def __repr__(self) -> str:
-        return f"Several({self.name})"
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+class OwnUpdates(Step):
+    """The step of a batch: a call of the model's ``training_step(batch, optimizers)``."""
+
+    def __init__(
+        self,
+        steps: Mapping[Key, PlainStep],
+        optimizer: Several,
+        parts: Sequence[Part | None],
+        first_sample: Callable[[], Batch] | None = None,
+    ) -> None:
+        """``first_sample``: of the data, on the device; for a rank that has none of the batch a job is resumed at."""
+        self._steps = list(steps.values())
+        first = self._steps[0]
+        super().__init__(first.model, optimizer, first.metrics, first.device, first.number_format, parts)
+        self._several_ranks = first.gradients.loss_mark is not None
+        self._first_sample = first_sample
+        self._updates = {key: Updates(key, step) for key, step in steps.items()}
+        self._sample: Batch | None = None  # with which a rank without samples takes part
+
+    def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        size, turn = 0 if shard is None else shard.size, Turn(step, whole, shard)
+        for each in self._updates.values():
+            each.turn, each.size = turn, size
+        self.begin(turn)
+        batch = self._batch(shard if size else None, whole)
+        # Without samples the statistics of layers must not change.
+        with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
+            user: Any = self.model
+            user.training_step(self.number_format.cast(batch), self._updates)
+        if size and not turn.counted:
+            self.metrics.add(self.metrics.sums.new_zeros(()), None, size, step)
+        self.after_update(turn)
+
+    def _batch(self, shard: Shard | None, whole: int) -> Batch:
+        """This rank's samples of the batch; without any, a sample that counts nothing."""
+        if shard is not None:
+            if self._sample is None and self._several_ranks:
+                self._sample = map_tensors(torch.clone, cut(shard.whole, 0, 1))
+            return shard.whole
+        if self._sample is None and self._first_sample is not None:
+            self._sample = self._first_sample()
+        if self._sample is None:
+            raise BadSettings(
+                f"the first batch has {counted(whole, 'sample')}, and a rank has none of them: training_step(batch, "
+                "optimizers) needs a sample on every device. Give larger batches, or fewer devices"
+            )
+        return self._sample
+
+    def versions(self) -> list[int]:
+        return [version for step in self._steps for version in step.versions()]
+
+    def close(self) -> list[str]:
+        return [*super().close(), *(note for step in self._steps for note in step.close())]

@@ -33,7 +33,7 @@ from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.training import stopping
 from manyhands.training.learner import Say
 from manyhands.training.torch.job import Job, torch_settings
-from manyhands.training.torch.ranks import gradient_sum, world
+from manyhands.training.torch.ranks import world
 from manyhands.training.torch.workers import fork_server
 from manyhands.training.torch.workers import job_bytes as sending
 
@@ -387,7 +387,7 @@ def _users_files() -> dict[str, int]:
 def _waits_for_others(stack: str) -> bool:
     """Whether a rank's main thread is in a collective: then it is not the one that the others wait for."""
     _, _, main = stack.partition("Current thread")
-    return os.path.join("torch", "distributed") in main or gradient_sum.__file__ in main
+    return any(os.path.join(*place) in main for place in (("torch", "distributed"), ("ranks", "gradient_sum.py")))
 
 
 def _tail(log: Path, start: int = 0, lines: int = 30) -> str:

@@ -19,8 +19,7 @@ from torch.fx import GraphModule
 from manyhands.book import torch as models
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
-from manyhands.training.torch.fast.lanes.inductor_pass import MoveToSideLanes
+from manyhands.training.torch.fast.lanes.compiled import CompiledLanes, MoveToSideLanes
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 
 # What hooks do is the caller's, not in the compiled graph.

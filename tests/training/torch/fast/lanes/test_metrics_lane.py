@@ -13,8 +13,8 @@ from torch.nn import functional
 from training_cases import mlp, vectors
 
 from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.batches import ResidentBatches, is_torchs_alone
 from manyhands.training.torch.fast.captured_step import GraphStep
-from manyhands.training.torch.fast.forward import is_torchs_alone
 from manyhands.training.torch.fast.lanes.lanes import COUNT as SIDE_LANES
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 
@@ -52,9 +52,8 @@ def stepped(
     """The net, its eager step, and the log of the last step."""
     net = mlp(norm=True) if net is None else net
     eager = eager_step(net, loss)
-    graph = GraphStep(eager, Arrays(vectors(COUNT)), 16, compiled=False, changing_rate=False)
-    graph._lanes = None if lanes is None else StepLanes(lanes)
-    graph._searching = False  # steps as written would come first
+    batches = ResidentBatches(Arrays(vectors(COUNT)), eager.device)
+    graph = GraphStep(eager, batches, 16, [], lanes=None if lanes is None else StepLanes(lanes))
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for _ in range(steps):
         if lanes is not None:

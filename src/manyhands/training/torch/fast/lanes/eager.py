@@ -39,8 +39,8 @@ from manyhands.schedule.check import check
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
 from manyhands.schedule.task import Task
-from manyhands.training.torch.fast.lanes import weight_gradients
-from manyhands.training.torch.fast.operation_memory import is_view, written_by
+from manyhands.training.torch.fast import operations
+from manyhands.training.torch.fast.operations import is_view, written_by
 
 _aten = torch.ops.aten
 _MAIN = 0
@@ -137,8 +137,8 @@ class SideLanes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = weight_gradients.side_lane_kind(func, args)
-        if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._min_product):
+        kind = operations.side_lane_kind(func, args)
+        if kind is None or (func is _aten.mm.default and operations.multiplications(*args) < self._min_product):
             return self._on_its_lane(func, args, kwargs)
         lane = len(self.moved) % self._count + 1  # each side lane in turn
         self.moved.append(kind)

@@ -36,7 +36,7 @@ from manyhands.amounts import counted
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.norms.pending import DeferringMode, Gradient, Norm, Note, Rectified, Statistics, Sum
-from manyhands.training.torch.fast.operation_memory import memories_of, written_by
+from manyhands.training.torch.fast.operations import memories_of, written_by
 
 _aten = torch.ops.aten
 

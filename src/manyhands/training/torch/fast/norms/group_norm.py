@@ -33,9 +33,8 @@ import torch
 from manyhands.amounts import counted
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
-from manyhands.training.torch.fast.lanes.weight_gradients import is_cast_of_weight_gradient
 from manyhands.training.torch.fast.norms.pending import DeferringMode, Note
-from manyhands.training.torch.fast.operation_memory import has_memory
+from manyhands.training.torch.fast.operations import has_memory, is_cast_of_weight_gradient
 
 _aten = torch.ops.aten
 

@@ -1,9 +1,10 @@
-"""Which calls of a backward pass compute a gradient that goes straight to a parameter, so that nothing else needs it.
+"""What the operations of a step are for the modes around it: the memory they touch, and which give weight gradients.
 
 A dispatch mode sees operations, not layers. PyTorch knows which node of autograd's graph calls an operation, and where
-its results go (``next_functions``). The backward of a linear layer, y = x @ w.t() + b, calls two products and a sum.
-The product that reads the saved input is the weight's gradient. If input and weight share memory, the two products
-cannot be distinguished, and both stay on the main lane.
+its results go (``next_functions``). So a call is known to compute a gradient that goes straight to a parameter, which
+nothing else needs. For example the backward of a linear layer, y = x @ w.t() + b, calls two products and a sum. The
+product that reads the saved input is the weight's gradient. If input and weight share memory, the two products cannot
+be distinguished, and both count as needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,35 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.compat import memory_id
+from manyhands.backends.torch.compat import memory_id, tree_leaves
+
+
+def memories_of(values: Any) -> set[int]:
+    """The ids of the storages of all tensors in a tree."""
+    return {memory_id(leaf) for leaf in tree_leaves(values) if has_memory(leaf)}
+
+
+def has_memory(value: Any) -> bool:
+    """Whether this is a tensor with exactly one storage; a sparse tensor has several."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation only returns a view of an argument, and neither reads nor writes its memory."""
+    schema = compat.schema(func)
+    infos = [entry.alias_info for entry in (*schema.arguments, *schema.returns)]
+    known = [info for info in infos if info is not None]
+    return bool(known) and not any(info.is_write for info in known)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation's schema says it writes to."""
+    written = []
+    for number, argument in enumerate(compat.schema(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return written
+
 
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"

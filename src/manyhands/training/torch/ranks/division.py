@@ -1,0 +1,169 @@
+"""How the batches of a job are divided over its ranks, and this rank's shard of each.
+
+``shares="measured"``: each rank's speed is measured once, before the first step, and shares follow it. All ranks time
+the forward and backward pass of a copy of the model over their equal shard of the first batch. The job stays as it is,
+and afterwards shares stay as they are. For example two devices that take 1 ms and 3 ms for a sample::
+
+    speeds  1 and 1/3 samples a millisecond   ->   shares 0.75 and 0.25: both need the same time
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.training.data.order import Cursor, Window, epoch_order, windows
+from manyhands.training.data.sources import bad_numbers
+from manyhands.training.settings import Settings
+from manyhands.training.torch.data import feed
+from manyhands.training.torch.data.batches import Shard, tensors_in
+from manyhands.training.torch.data.drawn_samples import generator_of
+from manyhands.training.torch.data.sources import Samples, Source, Stream
+from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.ranks import global_batch_norm
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.number_format import NumberFormat
+
+_PASSES = 3
+_LEAST = 0.01  # of a batch
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class RankFeed:
+    """The batches of a job as one rank gets them: its shard of each, on its device."""
+
+    def __init__(
+        self,
+        data: Source,
+        settings: Settings,
+        world: World,
+        *,
+        empty: bool,
+        least: int,
+        measure: Callable[[Shard | None], list[float]],
+    ) -> None:
+        """``empty``: a rank without samples gets a batch of none; ``least``: no smaller shard has samples.
+
+        ``measure`` gives the shares of all ranks, where they are to be measured with this rank's shard of a batch.
+        """
+        self.data, self.shares = feed.resident(data, world.device), settings.fixed_shares
+        self._settings, self._world, self._measure = settings, world, measure
+        self._cutting: dict[str, Any] = {"empty": empty, "least": least, "accumulate": settings.step.accumulate}
+        self._order: tuple[int, _Numbers | None] = -1, None  # the newest epoch's
+
+    @property
+    def _is_to_measure(self) -> bool:
+        """A resumed job on the same devices has its shares."""
+        return self._settings.step.shares == "measured" and self._world.size > 1 and self.shares is None
+
+    def order(self, epoch: int) -> _Numbers:
+        """The numbers of all samples in the order of an epoch."""
+        count = self.data.count
+        assert count is not None
+        if self._order[0] != epoch or self._order[1] is None:
+            self._order = epoch, epoch_order(self._settings.seed, epoch, count, shuffle=self.data.shuffle)
+        order = self._order[1]
+        assert order is not None
+        return order
+
+    def windows(self, cursor: Cursor) -> list[Window]:
+        """The remaining batches of the epoch."""
+        assert self.data.count is not None
+        return list(windows(cursor, self.data.count, self._settings.batch_size))
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
+        """The remaining batches of the epoch, with this rank's shard of each."""
+        if isinstance(self.data, Stream):
+            yield from self._of_stream(self.data, cursor)
+            return
+        left, order = self.windows(cursor), self.order(cursor.epoch)
+        how: dict[str, Any] = {"seed": self._settings.seed, **self._cutting}
+        if self._is_to_measure and left:
+            self.shares = self._measure(next(feed.shards(self.data, order, left[:1], self._world, **how)))
+        yield from zip(left, feed.shards(self.data, order, left, self._world, self.shares, **how), strict=True)
+
+    def _of_stream(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
+        seed = randomness.mixed_seed(self._settings.seed, cursor.epoch)
+        batches: Iterator[tuple[Window, Any]] = feed.stream_windows(stream, cursor, seed=seed)
+        first = next(batches, None) if self._is_to_measure else None
+        if first is not None:
+            self.shares = self._measure(next(feed.stream_shards([first], self._world, **self._cutting))[1])
+            batches = itertools.chain([first], batches)
+        yield from feed.stream_shards(batches, self._world, self.shares, **self._cutting)
+
+    def shard(self, window: Window) -> Shard | None:
+        """The samples of one batch, for a rank alone."""
+        return next(feed.shards(self.data, self.order(window.epoch), [window], self._world))
+
+    def notes(self) -> list[str]:
+        generator = generator_of(self.data.dataset) if isinstance(self.data, Samples) else None
+        if generator is None:
+            return []
+        return [
+            f"{generator} is a random generator of the dataset: a resumed job does not restore it. "
+            "Draw from torch, numpy.random or random, which are seeded for every sample"
+        ]
+
+    def bad_samples(self, numbers: _Numbers) -> str | None:
+        """Which of these samples of a dataset have NaN or infinity, in words."""
+        if not isinstance(self.data, Samples):
+            return None
+        parts = [part for part in tensors_in(self.data.pick(numbers)) if part.shape[:1] == numbers.shape]
+        return bad_numbers(parts, numbers.tolist())
+
+
+# Measured shares
+
+
+def measured(
+    model: torch.nn.Module, objective: Objective, shard: Shard | None, number_format: NumberFormat, world: World
+) -> tuple[list[float], str]:
+    """The shares of all ranks, and a note about them; all ranks take part."""
+    seconds = 0.0
+    if shard is not None and shard.size:
+        with randomness.preserved(world.device):
+            passes = [_timed_pass(model, objective, shard, number_format, world.device) for _ in range(_PASSES + 1)]
+        seconds = min(passes[1:]) / shard.size
+    per_sample = [float(each) for each in world.gather(torch.tensor([seconds], dtype=torch.float64))]
+    shares = shares_from(per_sample)
+    speeds = [1 / each for each in per_sample if each > 0]
+    gain = sum(speeds) / max(speeds) if speeds else 1.0
+    shown = ", ".join(f"{share:.2f}" for share in shares)
+    return shares, f"shares measured: [{shown}]; all together could be {gain:.2f}x the fastest alone"
+
+
+def shares_from(seconds_per_sample: Sequence[float]) -> list[float]:
+    """Shares in which all are ready at the same time. A rank that had no samples (0.0) counts as an average one."""
+    speeds = [1 / seconds for seconds in seconds_per_sample if seconds > 0] or [1.0]
+    rates = [1 / seconds if seconds > 0 else sum(speeds) / len(speeds) for seconds in seconds_per_sample]
+    shares = [max(rate / sum(rates), _LEAST) for rate in rates]
+    return [share / sum(shares) for share in shares]
+
+
+def _timed_pass(
+    model: torch.nn.Module, objective: Objective, shard: Shard, number_format: NumberFormat, device: torch.device
+) -> float:
+    trial = copy.deepcopy(model)
+    global_batch_norm.use_local_statistics(trial)  # the other ranks are not asked
+    _wait_for(device)
+    began = time.perf_counter()
+    for part, size in zip(shard.parts, shard.sizes, strict=True):
+        if size:
+            with number_format.scope(device):
+                loss, _ = objective(trial, number_format.cast(part))
+            loss.backward()
+    _wait_for(device)
+    return time.perf_counter() - began
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

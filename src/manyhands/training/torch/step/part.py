@@ -1,0 +1,153 @@
+"""The parts of a training step: each feature is one class with a few moments, behind the base class :class:`Part`.
+
+A step makes passes and an update. At each moment it calls the parts that it was put together from
+(:func:`.build.build_step`), in their order::
+
+    begin            before the first pass: whatever the step may change is as it was
+    forward          around each forward pass and its loss
+    scaled           the loss, as the backward pass begins with it
+    after_backward   the gradients are those of the whole batch
+    updating         around the optimizer's update
+    after_update     the weights are new
+
+A new feature is a class in a file of its own that overrides some of these, and one line in :mod:`.build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from manyhands.training.torch.data.batches import Shard
+from manyhands.training.torch.step.number_format import NumberFormat
+from manyhands.training.torch.step.running_sums import RunningSums
+
+
+@dataclass(slots=True)
+class Turn:
+    """The batch of a step: its number, its samples on all ranks, and this rank's shard."""
+
+    step: int | torch.Tensor
+    whole: int = 0
+    shard: Shard | None = None
+    # Numbers on the device: if one of them is not finite, an update that may be taken back is.
+    marks: list[torch.Tensor] = field(default_factory=list)
+    counted: bool = False  # whether its samples are in the metrics
+
+
+class Part:
+    """A feature of a training step. Subclasses override the moments at which they act."""
+
+    # Its gradients may be infinite without a fault, and its ``after_update`` writes to the metrics.
+    scales_loss = False
+    # Its forward pass is computed again within the backward pass.
+    recomputes = False
+
+    def begin(self, turn: Turn) -> None: ...
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def after_backward(self, turn: Turn, parameters: Sequence[torch.Tensor]) -> None: ...
+
+    def updating(self, turn: Turn) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def after_update(self, turn: Turn) -> None: ...
+
+    # The job around the steps
+
+    def prepare(self) -> None:
+        """Before the first step, when weights and state are those of the checkpoint, and after a capture has ended."""
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What ``after_update`` changes: it is taken back with the update."""
+        return ()
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Its state in a checkpoint: JSON, and bytes by name."""
+        return {}, {}
+
+    def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> str | None:
+        """Continue from a checkpoint; returns a note for the user, if there is one."""
+
+    def why_no_numbers(self) -> str | None:
+        """Why steps make no progress, where this part knows. May wait."""
+
+    def why_not_captured(self) -> str | None:
+        """Why a CUDA graph of the steps made so far would compute something else."""
+
+    def close(self) -> str | None:
+        """Leave the model as it was; returns a note about the job, if there is one."""
+
+
+OnePart = TypeVar("OnePart", bound=Part)
+
+
+class Step:
+    """The parts of a step, called at its moments; subclasses make the passes between them."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metrics: RunningSums,
+        device: torch.device,
+        number_format: NumberFormat,
+        parts: Sequence[Part | None],
+    ) -> None:
+        self.model, self.optimizer, self.metrics = model, optimizer, metrics
+        self.device, self.number_format = device, number_format
+        self.parts = [part for part in parts if part is not None]
+
+    def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        """Process this rank's shard of a batch of ``whole`` samples; ``batch_idx`` is its number in the epoch."""
+        raise NotImplementedError
+
+    def part(self, kind: type[OnePart]) -> OnePart | None:
+        """The part of this kind; None without one."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    def begin(self, turn: Turn) -> None:
+        for part in self.parts:
+            part.begin(turn)
+
+    def forward(self) -> AbstractContextManager[None]:
+        return entered([self.number_format.scope(self.device), *(part.forward() for part in self.parts)])
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            loss = part.scaled(loss)
+        return loss
+
+    def updating(self, turn: Turn) -> AbstractContextManager[None]:
+        return entered([part.updating(turn) for part in self.parts])
+
+    def after_update(self, turn: Turn) -> None:
+        for part in self.parts:
+            part.after_update(turn)
+
+    def versions(self) -> list[int]:
+        """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
+        raise NotImplementedError
+
+    def close(self) -> list[str]:
+        """Leave model and parameters without our hooks; notes about the job."""
+        notes = [part.close() for part in self.parts]
+        return [note for note in notes if note is not None]
+
+
+@contextmanager
+def entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within it all of these contexts are entered, in their order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
