@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from training_cases import difference, mlp, vectors
 
+from manyhands.backends.torch import compat
 from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.build import captured
@@ -60,6 +61,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    monkeypatch.setattr(compat, "end_failed_capture", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda **_: object())
     monkeypatch.setattr(torch.cuda, "graph", refused)

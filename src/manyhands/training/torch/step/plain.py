@@ -111,7 +111,10 @@ class PlainStep(Step):
                 self.metrics.add(loss, correct, size, turn.step, counted=self._counts)
 
     def _passes_in_sums(self, turn: Turn) -> None:
-        """The same where the loss is a sum and a count: sums now, the division when all counts are known."""
+        """The same where the loss is a sum and a count: sums now, the division when all counts are known.
+
+        Both are taken as parts of the batch's samples: gradients of a whole sum would be too large for float16.
+        """
         sums: list[tuple[LossSum, torch.Tensor | None, int]] = []  # of each part, and its correct predictions and size
         for part, size, last in self._shard_parts(turn):
             self.gradients.arm(last)
@@ -124,12 +127,12 @@ class PlainStep(Step):
             sums.append((LossSum(both.total.detach(), both.count), correct, size))
             self.gradients.note_loss(both.total)
             if last:
-                self.gradients.sum_weight(torch.stack([both.count for both, _, _ in sums]).sum())
-            self.scaled(both.total).backward()
+                self.gradients.sum_weight(torch.stack([both.count for both, _, _ in sums]).sum() / turn.whole)
+            self.scaled(both.total / turn.whole).backward()
         if not sums:
             self.gradients.sum_weight(self._no_count())
         self.finish(turn)
-        count = self.gradients.divide()
+        count = self.gradients.divide() * turn.whole
         turn.marks.append(1 / count)
         self.metrics.mark(1 / count, turn.step)  # of a batch in which nothing counts there is no mean
         for both, correct, size in sums:
