@@ -93,16 +93,11 @@ class Accuracy(abc.ABC, Generic[D]):
     ) -> float:
         """The fraction of all samples that the net gets right, on one device (by default where the net is)."""
         native = self.destination(net, device)
-        counted, correct = 0, None
-        with self.predicting(net, [native], replicate=False) as (predict,):
-            for X, y in data_iter:
-                counted += labels(y)
-                with self.on(native):
-                    if native is not None:
-                        X, y = self._to(X, native), self._to(y, native)
-                    now = self.count(predict(X), self.native(y))
-                    correct = now if correct is None else correct + now
-            return _fraction(0 if correct is None else self.read(correct), counted)
+
+        def moved(X: Any, y: Any, devices: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            return ([X], [self.native(y)]) if native is None else ([self._to(X, native)], [self._to(y, native)])
+
+        return self._evaluate(net, data_iter, [native], moved, replicate=False)
 
     def evaluate_accuracy_gpus(
         self, net: Any, data_iter: Iterable[tuple[Any, Any]], split_f: Split | None = None
@@ -117,22 +112,30 @@ class Accuracy(abc.ABC, Generic[D]):
                 f"{type_in_words(net)} cannot be copied to several devices, a {self.model_name} can: "
                 "evaluate_accuracy_gpu takes any function"
             )
-        split = split_f or functools.partial(_split, self.place)
         backend = self.place.backend
         devices = [backend.gpu(i) for i in range(backend.num_gpus())] or [backend.cpu()]
+
+        def split(X: Any, y: Any, devices: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            self.build(net, X)
+            X, y = tree.map_leaves(self.native, X), tree.map_leaves(self.native, y)
+            X_shards, y_shards = (split_f or functools.partial(_split, self.place))(X, y, devices)
+            _check_whole(X_shards, y_shards, y, devices)
+            return X_shards, y_shards
+
+        return self._evaluate(net, data_iter, devices, split, replicate=True)
+
+    def _evaluate(
+        self, net: Any, batches: Iterable[Any], devices: Sequence[D | None], split: Split, *, replicate: bool
+    ) -> float:
         counted, sums = 0, dict[int, Any]()  # one number on each device
-        with self.predicting(net, devices, replicate=True) as predictors:
-            for X, y in data_iter:
-                self.build(net, X)
-                X, y = tree.map_leaves(self.native, X), tree.map_leaves(self.native, y)
-                X_shards, y_shards = split(X, y, devices)
-                _check_whole(X_shards, y_shards, y, devices)
-                for i, (X_shard, y_shard) in enumerate(zip(X_shards, y_shards, strict=True)):
+        with self.predicting(net, devices, replicate=replicate) as predictors:
+            for X, y in batches:
+                counted += labels(y)
+                for i, (X_shard, y_shard) in enumerate(zip(*split(X, y, devices), strict=True)):
                     if labels(y_shard):  # more devices than samples leave some without
                         with self.on(devices[i]):
                             now = self.count(predictors[i](X_shard), y_shard)
                             sums[i] = sums[i] + now if i in sums else now
-                counted += labels(y)
             return _fraction(sum(map(self.read, sums.values())), counted)
 
     def _to(self, values: Any, device: D) -> Any:

@@ -1,9 +1,8 @@
-"""The textbook's classes, models and functions for JAX, and what ``manyhands train`` takes of it.
+"""The textbook's classes, models and functions for JAX, written with Flax NNX's own layers.
 
-Models are written with Flax NNX's own layers. Images are 28 by 28 (Fashion-MNIST) unless a docstring says more, with
-their channels last: ``(n, 28, 28, 1)``. Weights are Xavier uniform and biases small, both drawn from ``rngs``: a seed
-gives the same net on every device. The layers, and the order in which features are flattened, are those of the PyTorch
-models, so that weights move between the two (:mod:`.models`).
+Images have their channels last: ``(n, 28, 28, 1)``. Weights are Xavier uniform and biases small, both drawn from
+``rngs``: a seed gives the same net on every device. The layers, and the order in which features are flattened, are
+those of the PyTorch models, so that weights move between the two (:mod:`.models`).
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +27,16 @@ from manyhands import tree
 from manyhands.backends.jax import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import RESNET18, SMALL_RESNET, residual_width
-from manyhands.book.trainer import BookTrainer, Plotting, fashion_mnist_arrays, train_fashion_mnist
-from manyhands.book.vocabulary import HyperParameters
+from manyhands.book.models import Layers, Models, Size, residual_width
 from manyhands.device import Device
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
-from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data import fashion_mnist
-from manyhands.training.data.sources import Arrays
+from manyhands.training.commands.parity import Way
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
 from manyhands.training.jax.objective import cross_entropy
 from manyhands.training.jax.skeleton import Skeleton, doubled, evaluating, named, refilled
 from manyhands.training.loss.own_step import default
-from manyhands.training.options import Step
-from manyhands.training.result import Result
 
 # Models
 
@@ -69,9 +61,9 @@ class Residual(nnx.Module):  # type: ignore[misc]
     ) -> None:
         width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
         rngs = nnx.Rngs(_SEED) if rngs is None else rngs
-        self.conv1 = _convolution(in_channels, width, 3, rngs, strides=strides, padding=1)
-        self.conv2 = _convolution(width, width, 3, rngs, padding=1)
-        self.conv3 = _convolution(in_channels, width, 1, rngs, strides=strides) if use_1x1conv else None
+        self.conv1 = _convolution(in_channels, width, 3, strides, 1, rngs=rngs)
+        self.conv2 = _convolution(width, width, 3, padding=1, rngs=rngs)
+        self.conv3 = _convolution(in_channels, width, 1, strides, rngs=rngs) if use_1x1conv else None
         self.bn1 = _normalisation(width, rngs)
         self.bn2 = _normalisation(width, rngs)
 
@@ -83,77 +75,55 @@ class Residual(nnx.Module):  # type: ignore[misc]
 
 
 class _ResNet(nnx.Module):  # type: ignore[misc]
-    """The names of its parts are the book's."""
+    """A chain: layers with numbers for names are its stem, the others have their names."""
 
-    def __init__(
-        self, num_classes: int, in_channels: int, rngs: nnx.Rngs | None, widths: Sequence[int], blocks: int
-    ) -> None:
-        rngs = nnx.Rngs(_SEED) if rngs is None else rngs
-        width = widths[0]
-        self.stem = nnx.Sequential(
-            _convolution(in_channels, width, 3, rngs, padding=1), _normalisation(width, rngs), nnx.relu
-        )
-        self.stages = len(widths)
-        for number, (before, after) in enumerate(zip((width, *widths), widths, strict=False), start=1):
-            changes: dict[str, Any] = {} if number == 1 else {"use_1x1conv": True, "strides": 2}
-            first = Residual(before, after, rngs=rngs, **changes)
-            rest = [Residual(after, after, rngs=rngs) for _ in range(blocks - 1)]
-            setattr(self, f"resnet_block{number}", nnx.Sequential(first, *rest))
-        self.fc = nnx.Sequential(flatten, _linear(widths[-1], num_classes, rngs))
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self.stem = nnx.Sequential(*(layer for name, layer in layers.items() if name.isdecimal()))
+        self.order = tuple(name for name in layers if not name.isdecimal())
+        for name in self.order:
+            setattr(self, name, nnx.Sequential(*layers[name]) if isinstance(layers[name], list) else layers[name])
 
     def __call__(self, X: jax.Array) -> jax.Array:
         X = self.stem(X)
-        for number in range(1, self.stages + 1):
-            X = getattr(self, f"resnet_block{number}")(X)
-        return self.fc(X.mean((1, 2), keepdims=True))
+        for name in self.order:
+            X = getattr(self, name)(X)
+        return X
 
 
-def resnet18(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
-    """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _ResNet(num_classes, in_channels, rngs, **RESNET18)
+def _chain(layers: Mapping[str, Any], size: Size) -> nnx.Module:
+    return nnx.Sequential(*layers.values()) if all(map(str.isdecimal, layers)) else _ResNet(layers)
 
 
-def small_resnet(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
-    """A ResNet with one block a stage, for images of any size: some minutes on two CPU cores."""
-    return _ResNet(num_classes, in_channels, rngs, **SMALL_RESNET)
-
-
-def lenet(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
-    """LeNet-5 as one would write it today, with ReLU and max pooling: the quickest to a good accuracy on a CPU."""
+def _models(rngs: nnx.Rngs | None) -> Models[nnx.Module]:
+    """The models, whose weights are drawn from ``rngs``."""
     rngs = nnx.Rngs(_SEED) if rngs is None else rngs
-    return nnx.Sequential(
-        _convolution(in_channels, 6, 5, rngs, padding=2),
-        nnx.relu,
-        _pool,
-        _convolution(6, 16, 5, rngs),
-        nnx.relu,
-        _pool,
-        flatten,
-        _linear(16 * 5 * 5, 120, rngs),
-        nnx.relu,
-        _linear(120, 84, rngs),
-        nnx.relu,
-        _linear(84, num_classes, rngs),
+    return Models(
+        Layers(
+            convolution=functools.partial(_convolution, rngs=rngs),
+            linear=functools.partial(_linear, rngs=rngs),
+            norm=functools.partial(_normalisation, rngs=rngs),
+            residual=functools.partial(Residual, rngs=rngs),
+            relu=lambda: nnx.relu,
+            pool=lambda: _pool,
+            average=lambda: _average,
+            flatten=lambda: flatten,
+            chain=_chain,
+        )
     )
 
 
-def mlp(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
-    """One hidden layer of 256: the smallest model that learns something."""
-    rngs = nnx.Rngs(_SEED) if rngs is None else rngs
-    return nnx.Sequential(
-        flatten,
-        _linear(in_channels * 28 * 28, 256, rngs),
-        nnx.relu,
-        _linear(256, num_classes, rngs),
-    )
+def _drawn_from(name: str) -> Callable[..., nnx.Module]:
+    def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
+        net: nnx.Module = getattr(_models(rngs), name)(num_classes, in_channels)
+        return net
+
+    model.__name__ = model.__qualname__ = name
+    model.__doc__ = getattr(Models, name).__doc__
+    return model
 
 
-MODELS: dict[str, Callable[..., nnx.Module]] = {
-    "resnet18": resnet18,
-    "lenet": lenet,
-    "small-resnet": small_resnet,
-    "mlp": mlp,
-}
+resnet18, small_resnet, lenet, mlp = map(_drawn_from, ("resnet18", "small_resnet", "lenet", "mlp"))
+MODELS = {"resnet18": resnet18, "lenet": lenet, "small-resnet": small_resnet, "mlp": mlp}
 
 
 def flatten(X: jax.Array) -> jax.Array:
@@ -165,8 +135,12 @@ def _pool(X: jax.Array) -> jax.Array:
     return nnx.max_pool(X, window_shape=(2, 2), strides=(2, 2))
 
 
+def _average(X: jax.Array) -> jax.Array:
+    return X.mean((1, 2), keepdims=True)
+
+
 def _convolution(
-    in_channels: int, out_channels: int, size: int, rngs: nnx.Rngs, *, strides: int = 1, padding: int = 0
+    in_channels: int, out_channels: int, size: int, strides: int = 1, padding: int = 0, *, rngs: nnx.Rngs
 ) -> nnx.Conv:
     # Padding in numbers: "SAME" would pad another side than PyTorch where a stride leaves a choice.
     return nnx.Conv(
@@ -181,7 +155,7 @@ def _convolution(
     )
 
 
-def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(inputs: int, outputs: int, *, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(inputs, outputs, kernel_init=_xavier(inputs, outputs), bias_init=_small(inputs), rngs=rngs)
 
 
@@ -228,14 +202,9 @@ class _Kept(dict[str, Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-class Module(nnx.Module, HyperParameters, Plotting):  # type: ignore[misc]
-    """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``__call__``) and ``loss``."""
-
+class Module(_book.Module, nnx.Module):  # type: ignore[misc]
+    __doc__ = _book.Module.__doc__
     _kept_in = _Kept
-
-    def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
-        self.plot_train_per_epoch = plot_train_per_epoch
-        self.plot_valid_per_epoch = plot_valid_per_epoch
 
     @default
     def loss(self, y_hat: Any, y: Any) -> jax.Array:
@@ -243,17 +212,7 @@ class Module(nnx.Module, HyperParameters, Plotting):  # type: ignore[misc]
         return cross_entropy(y_hat, y).mean()
 
     def __call__(self, *inputs: Any) -> Any:
-        if not hasattr(self, "net"):
-            raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `__call__` of its own")
-        return self.net(*inputs)
-
-    @default
-    def training_step(self, batch: Any) -> jax.Array:
-        return self.loss(self(*batch[:-1]), batch[-1])
-
-    @default
-    def validation_step(self, batch: Any) -> jax.Array:
-        return self.loss(self(*batch[:-1]), batch[-1])
+        return self.forward(*inputs)
 
     @default
     def configure_optimizers(self) -> optax.GradientTransformation:
@@ -262,26 +221,7 @@ class Module(nnx.Module, HyperParameters, Plotting):  # type: ignore[misc]
 
 class DataModule(_book.DataModule):
     __doc__ = _book.DataModule.__doc__
-
     native = staticmethod(jnp.asarray)
-
-
-# Fashion-MNIST
-
-
-def load_data_fashion_mnist(batch_size: int, path: str | Path | None = None) -> tuple[Arrays, Arrays]:
-    """The training and the test set, as loaders of batches (images of shape (n, 28, 28, 1) from 0 to 1, labels)."""
-    return data(fashion_mnist.load(path), batch_size)
-
-
-def data(data: fashion_mnist.FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return fashion_mnist_arrays(data, scale_images, jnp.asarray, batch_size)
-
-
-def scale_images(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bytes to numbers from 0 to 1, with an axis for the one channel, which comes last."""
-    images, labels = batch
-    return (images.astype(jnp.float32) / 255)[..., None], labels.astype(jnp.int32)
 
 
 # Accuracy
@@ -331,10 +271,10 @@ evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
-# The trainer
+# The trainer, and the functions of the book and of the command
 
 
-class Trainer(BookTrainer, _trainer.Trainer):
+class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -342,86 +282,70 @@ class Trainer(BookTrainer, _trainer.Trainer):
         return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
 
 
-def train(net: nnx.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    return train_fashion_mnist(Trainer, load_data_fashion_mnist, net, num_gpus, batch_size, lr, num_epochs)
+class _Book(_book.Book):
+    framework = "jax"
+    trainer = Trainer
+    native = staticmethod(jnp.asarray)
 
+    def scale_images(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        images, labels = batch
+        return (images.astype(jnp.float32) / 255)[..., None], labels.astype(jnp.int32)
 
-# The command: see :class:`manyhands.training.commands.recipes.Recipes`
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        world.check()
+        first_value = json.dumps(make()).encode() if jax.process_index() == 0 else b""
+        return json.loads(world.from_first(first_value))
 
+    def model(self, name: str, seed: int) -> nnx.Module:
+        return MODELS[name](num_classes=10, rngs=nnx.Rngs(seed))
 
-def model(name: str, seed: int) -> nnx.Module:
-    return MODELS[name](num_classes=10, rngs=nnx.Rngs(seed))
+    def nesterov(self, rate: float) -> optax.GradientTransformation:
+        return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
 
+    def momentum(self) -> optax.GradientTransformation:
+        return optax.sgd(0.02, momentum=0.9)
 
-def nesterov(rate: float) -> optax.GradientTransformation:
-    return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
+    def layers(self, model: nnx.Module) -> list[Any]:
+        return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
 
+    def tensors(self, model: nnx.Module) -> dict[str, Any]:
+        numbers = Skeleton(model).numbers(model)
+        return {name: np.array(leaf) for part in ("parameters", "rest") for name, leaf in named(numbers[part]).items()}
 
-arrays = recipes.arrays
+    def restore(self, model: nnx.Module, weights: bytes) -> None:
+        saved = tensors.fitting(weights, self.tensors(model), "weights of another model")
+        skeleton = Skeleton(model)
+        before = skeleton.numbers(model)
+        after = {part: refilled(before[part], saved) for part in ("parameters", "rest")}
+        skeleton.put_into(model, {**before, **jax.tree.map(jnp.asarray, after)})
 
+    @contextlib.contextmanager
+    def copied(self, model: nnx.Module, way: Way, data: Any) -> Iterator[nnx.Module]:
+        double = way.precision == "fp64"
+        with jax.enable_x64(True) if double else contextlib.nullcontext():
+            net = copy.deepcopy(model)
+            if double:
+                doubled(net)
+            yield net
 
-def from_first(make: Callable[[], Any]) -> Any:
-    world.check()
-    first_value = json.dumps(make()).encode() if jax.process_index() == 0 else b""
-    return json.loads(world.from_first(first_value))
+    def evaluating(self, model: nnx.Module) -> nnx.Module:
+        model.eval()
+        return model
 
+    def load_weights(self, model: Any, run: str | Path) -> Any:
+        """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
 
-def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
-    part = replace(data.spread(way.samples), batch_size=way.batch_size)
-    options: dict[str, Any] = {"step": Step(shares=way.shares), "precision": way.precision, "loss": loss}
-    double = way.precision == "fp64"
-    with jax.enable_x64(True) if double else contextlib.nullcontext():
-        net = copy.deepcopy(model)
-        if double:
-            doubled(net)
-        skeleton = Skeleton(net)
-        skeleton.put_into(net, jax.tree.map(lambda leaf: jnp.asarray(nudged(leaf, way.nudge)), skeleton.numbers(net)))
-        # An optimizer with a memory, so that differences of early steps would show.
-        trainer = Trainer(
-            way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, devices=f"cpu:{way.devices}", **options
-        )
-        trainer.fit(net, part)
-        return {name: np.array(tensor) for name, tensor in _tensors(net).items()}
-
-
-def layers(model: nnx.Module) -> list[Any]:
-    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-
-
-def load_model(run: str | Path) -> nnx.Module:
-    """The model that ``manyhands train`` has trained in a run, in evaluation mode."""
-    name, weights = recipes.model_and_weights(run, "jax")
-    net = model(name, 0)
-    _restore(net, weights)
-    net.eval()
-    return net
-
-
-def load_weights(model: Any, run: str | Path) -> Any:
-    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
-
-    The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average. A Linen
-    module has to be bound to variables, ``module.bind(module.init(key, X[:1]))``; one that is bound to the weights is
-    returned.
-    """
-    if linen.is_linen(model):
+        The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average. A
+        Linen module has to be bound to variables, ``module.bind(module.init(key, X[:1]))``; one that is bound to the
+        weights is returned.
+        """
+        if not linen.is_linen(model):
+            return super().load_weights(model, run)
         wrapped = linen.with_weights(model)
-        _restore(wrapped, recipes.weights_of(run, "jax"))
+        self.restore(wrapped, recipes.weights_of(run, "jax"))
         return linen.as_linen(wrapped, model.variables)
-    _restore(model, recipes.weights_of(run, "jax"))
-    model.eval()
-    return model
 
 
-def _restore(net: nnx.Module, weights: bytes) -> None:
-    skeleton = Skeleton(net)
-    saved = tensors.fitting(weights, _tensors(net), "weights of another model")
-    before = skeleton.numbers(net)
-    after = {part: refilled(before[part], saved) for part in ("parameters", "rest")}
-    skeleton.put_into(net, {**before, **jax.tree.map(jnp.asarray, after)})
-
-
-def _tensors(net: nnx.Module) -> dict[str, Any]:
-    numbers = Skeleton(net).numbers(net)
-    return {**named(numbers["parameters"]), **named(numbers["rest"])}
+BOOK = _Book()
+train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+load_model, load_weights = BOOK.load_model, BOOK.load_weights

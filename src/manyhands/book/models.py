@@ -1,9 +1,9 @@
-"""What the built-in models share in all frameworks: widths, and names of weights.
+"""The models that examples and experiments train: layer by layer the same in all frameworks.
 
-The models are the same layer by layer, so names of weights differ by rule: in the last part (``kernel`` is ``weight``),
-and in some frameworks in the path before it. Where kernels have their channels last, a convolution's is (height, width,
-in, out) and a dense layer's (in, out); PyTorch's are (out, in, height, width) and (out, in), and these are the common
-ones. NumPy only: weights can be converted where no framework is installed::
+A framework gives the layers (:class:`Models`), this file puts them together. So names of weights differ by rule: in the
+last part (``kernel`` is ``weight``), and in some frameworks in the path before it. Where kernels have their channels
+last, a convolution's is (height, width, in, out) and a dense layer's (in, out); PyTorch's are (out, in, height, width)
+and (out, in), and these are the common ones. NumPy only: weights can be converted where no framework is installed::
 
     torch        resnet_block2.0.conv3.weight
     jax          resnet_block2.layers.0.conv3.kernel
@@ -12,17 +12,99 @@ ones. NumPy only: weights can be converted where no framework is installed::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import WrongCheckpoint
 
-RESNET18: dict[str, Any] = {"widths": (64, 128, 256, 512), "blocks": 2}
-SMALL_RESNET: dict[str, Any] = {"widths": (16, 32, 64), "blocks": 1}
+M = TypeVar("M")  # a framework's model
+Size = tuple[int | None, int | None, int]  # height, width and channels of an image
+
+
+@dataclass(frozen=True)
+class Layers(Generic[M]):
+    """Makes a framework's layers, and a chain of them."""
+
+    convolution: Callable[..., Any]  # (inputs, outputs, size, strides=1, padding=0)
+    linear: Callable[..., Any]  # (inputs, outputs)
+    norm: Callable[..., Any]  # (width): batch normalisation whose statistics move by a tenth of the way
+    residual: Callable[..., Any]  # (inputs, outputs, use_1x1conv=False, strides=1)
+    relu: Callable[[], Any]
+    pool: Callable[[], Any]  # the largest of each 2 by 2 pixels
+    average: Callable[[], Any]  # the mean over all pixels of a channel, as one pixel
+    flatten: Callable[[], Any]  # one row per sample, channel after channel
+    # The layers one after the other, under these names, for images of that size; a list of layers is a chain within.
+    chain: Callable[[Mapping[str, Any], Size], M]
+
+
+@dataclass(frozen=True)
+class Models(Generic[M]):
+    """The models, made of one framework's layers. Images are 28 by 28 (Fashion-MNIST), but for the ResNets."""
+
+    make: Layers[M]
+
+    def resnet18(self, num_classes: int = 10, in_channels: int = 1) -> M:
+        """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
+        return self._resnet(num_classes, in_channels, widths=(64, 128, 256, 512), blocks=2)
+
+    def small_resnet(self, num_classes: int = 10, in_channels: int = 1) -> M:
+        """A ResNet with one block a stage, for images of any size: one minute on two CPU cores (more with JAX)."""
+        return self._resnet(num_classes, in_channels, widths=(16, 32, 64), blocks=1)
+
+    def lenet(self, num_classes: int = 10, in_channels: int = 1) -> M:
+        """LeNet-5 as one would write it today, with ReLU and max pooling: the quickest to a good accuracy on a CPU."""
+        layers = [
+            self.make.convolution(in_channels, 6, 5, padding=2),
+            self.make.relu(),
+            self.make.pool(),
+            self.make.convolution(6, 16, 5),
+            self.make.relu(),
+            self.make.pool(),
+            self.make.flatten(),
+            self.make.linear(16 * 5 * 5, 120),
+            self.make.relu(),
+            self.make.linear(120, 84),
+            self.make.relu(),
+            self.make.linear(84, num_classes),
+        ]
+        return self._numbered(layers, in_channels)
+
+    def mlp(self, num_classes: int = 10, in_channels: int = 1) -> M:
+        """One hidden layer of 256: the smallest model that learns something."""
+        layers = [
+            self.make.flatten(),
+            self.make.linear(in_channels * 28 * 28, 256),
+            self.make.relu(),
+            self.make.linear(256, num_classes),
+        ]
+        return self._numbered(layers, in_channels)
+
+    def by_name(self) -> dict[str, Callable[..., M]]:
+        """As ``manyhands train --model`` calls them."""
+        return {"resnet18": self.resnet18, "lenet": self.lenet, "small-resnet": self.small_resnet, "mlp": self.mlp}
+
+    def _resnet(self, num_classes: int, in_channels: int, *, widths: Sequence[int], blocks: int) -> M:
+        """The names of the parts are the book's, so that saved weights fit both ways."""
+        width = widths[0]
+        layers: dict[str, Any] = {
+            "0": self.make.convolution(in_channels, width, 3, padding=1),
+            "1": self.make.norm(width),
+            "2": self.make.relu(),
+        }
+        for number, (before, after) in enumerate(zip((width, *widths), widths, strict=False), start=1):
+            changes: dict[str, Any] = {} if number == 1 else {"use_1x1conv": True, "strides": 2}
+            first = self.make.residual(before, after, **changes)
+            layers[f"resnet_block{number}"] = [first, *(self.make.residual(after, after) for _ in range(blocks - 1))]
+        layers["global_avg_pool"] = self.make.average()
+        layers["fc"] = [self.make.flatten(), self.make.linear(widths[-1], num_classes)]
+        return self.make.chain(layers, (None, None, in_channels))
+
+    def _numbered(self, layers: Sequence[Any], in_channels: int) -> M:
+        return self.make.chain({str(number): layer for number, layer in enumerate(layers)}, (28, 28, in_channels))
 
 
 def residual_width(in_channels: int, out_channels: int | None, *, use_1x1conv: bool, strides: int) -> int:

@@ -1,42 +1,35 @@
-"""The models that examples and experiments train, written with Gluon's own layers.
+"""The textbook's classes, models and functions for MXNet, written with Gluon's own layers.
 
-Images are 28 by 28 (Fashion-MNIST) unless a docstring says more. A new model has shapes but, as always in Gluon, no
-weights: ``initialise`` draws them, ``net.initialize()`` too, and a trainer does for parameters without values.
-They work in both of MXNet's modes, with ``mx.np`` (``npx.set_np()``) and with ``mx.nd``.
+A new model has shapes but, as always in Gluon, no weights: ``initialise`` draws them, ``net.initialize()`` too, and a
+trainer does for parameters without values. They work in both of MXNet's modes, with ``mx.np`` (``npx.set_np()``) and
+with ``mx.nd``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from manyhands.backends.mxnet import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import RESNET18, SMALL_RESNET, residual_width
-from manyhands.book.trainer import BookTrainer, Plotting, fashion_mnist_arrays, train_fashion_mnist
-from manyhands.book.vocabulary import HyperParameters
+from manyhands.book.models import Layers, Models, Size, residual_width
+from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
-from manyhands.training.commands import recipes
-from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data import fashion_mnist
+from manyhands.training.commands.parity import Way
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.mxnet import checks, modes, state
 from manyhands.training.mxnet import trainer as _trainer
-from manyhands.training.mxnet.modes import native
 from manyhands.training.mxnet.objective import count_right
 from manyhands.training.mxnet.state import initialise
 from manyhands.training.mxnet.step import replicas
-from manyhands.training.options import Step
-from manyhands.training.result import Result
 
 # Models
 
@@ -75,100 +68,45 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
         return self.relu(Y + around)
 
 
-def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.HybridSequential:
-    """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _resnet(num_classes, in_channels, **RESNET18)
+def _convolution(inputs: int, outputs: int, size: int, strides: int = 1, padding: int = 0) -> Any:
+    return nn.Conv2D(outputs, size, strides, padding, in_channels=inputs)
 
 
-def small_resnet(num_classes: int = 10, in_channels: int = 1) -> nn.HybridSequential:
-    """A ResNet with one block a stage, for images of any size: one minute on two CPU cores."""
-    return _resnet(num_classes, in_channels, **SMALL_RESNET)
-
-
-def _resnet(num_classes: int, in_channels: int, widths: Sequence[int], blocks: int) -> nn.HybridSequential:
-    """The names of the parts are the book's, in PyTorch, so that weights can move between the frameworks."""
-    width = widths[0]
-    stem = nn.Conv2D(width, 3, strides=1, padding=1, in_channels=in_channels)
-    net = _sequential(stem, nn.BatchNorm(in_channels=width), nn.Activation("relu"))
-    for number, (before, after) in enumerate(zip((width, *widths), widths, strict=False), start=1):
-        first = Residual(before, after) if number == 1 else Residual(before, after, use_1x1conv=True, strides=2)
-        rest = [Residual(after, after) for _ in range(blocks - 1)]
-        net.register_child(_sequential(first, *rest), f"resnet_block{number}")
-    net.register_child(nn.GlobalAvgPool2D(), "global_avg_pool")
-    net.register_child(_sequential(nn.Flatten(), nn.Dense(num_classes, in_units=widths[-1])), "fc")
-    return net
-
-
-def lenet(num_classes: int = 10, in_channels: int = 1) -> nn.HybridSequential:
-    """LeNet-5 as one would write it today, with ReLU and max pooling: the quickest to a good accuracy on a CPU."""
-    return _sequential(
-        nn.Conv2D(6, 5, padding=2, in_channels=in_channels),
-        nn.Activation("relu"),
-        nn.MaxPool2D(2),
-        nn.Conv2D(16, 5, in_channels=6),
-        nn.Activation("relu"),
-        nn.MaxPool2D(2),
-        nn.Flatten(),
-        nn.Dense(120, in_units=16 * 5 * 5),
-        nn.Activation("relu"),
-        nn.Dense(84, in_units=120),
-        nn.Activation("relu"),
-        nn.Dense(num_classes, in_units=84),
-    )
-
-
-def mlp(num_classes: int = 10, in_channels: int = 1) -> nn.HybridSequential:
-    """One hidden layer of 256: the smallest model that learns something."""
-    return _sequential(
-        nn.Flatten(),
-        nn.Dense(256, in_units=in_channels * 28 * 28),
-        nn.Activation("relu"),
-        nn.Dense(num_classes, in_units=256),
-    )
-
-
-def _sequential(*layers: nn.HybridBlock) -> nn.HybridSequential:
+def _chain(layers: Mapping[str, Any], size: Size) -> nn.HybridSequential:
     net = nn.HybridSequential()
-    net.add(*layers)
+    for name, layer in layers.items():
+        inner = {str(number): one for number, one in enumerate(layer)} if isinstance(layer, list) else None
+        net.register_child(layer if inner is None else _chain(inner, size), name)
     return net
 
 
-MODELS: dict[str, Callable[..., nn.HybridSequential]] = {
-    "resnet18": resnet18,
-    "lenet": lenet,
-    "small-resnet": small_resnet,
-    "mlp": mlp,
-}
+_models = Models(
+    Layers(
+        convolution=_convolution,
+        linear=lambda inputs, outputs: nn.Dense(outputs, in_units=inputs),
+        norm=lambda width: nn.BatchNorm(in_channels=width),
+        residual=Residual,
+        relu=functools.partial(nn.Activation, "relu"),
+        pool=functools.partial(nn.MaxPool2D, 2),
+        average=nn.GlobalAvgPool2D,
+        flatten=nn.Flatten,
+        chain=_chain,
+    )
+)
+resnet18, small_resnet, lenet, mlp = _models.resnet18, _models.small_resnet, _models.lenet, _models.mlp
+MODELS = _models.by_name()
 
 
 # Module and DataModule
 
 
-class Module(gluon.Block, HyperParameters, Plotting):  # type: ignore[misc]
-    """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
-
-    def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
-        super().__init__()
-        self.plot_train_per_epoch = plot_train_per_epoch
-        self.plot_valid_per_epoch = plot_valid_per_epoch
+class Module(_book.Module, gluon.Block):  # type: ignore[misc]
+    __doc__ = _book.Module.__doc__
 
     @default
     def loss(self, y_hat: Any, y: Any) -> Any:
         """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
         return gluon.loss.SoftmaxCrossEntropyLoss()(y_hat, y).mean()
-
-    def forward(self, *inputs: Any) -> Any:
-        if not hasattr(self, "net"):
-            raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
-        return self.net(*inputs)
-
-    @default
-    def training_step(self, batch: Any) -> Any:
-        return self.loss(self(*batch[:-1]), batch[-1])
-
-    @default
-    def validation_step(self, batch: Any) -> Any:
-        return self.loss(self(*batch[:-1]), batch[-1])
 
     @default
     def configure_optimizers(self) -> gluon.Trainer:
@@ -198,24 +136,6 @@ class Module(gluon.Block, HyperParameters, Plotting):  # type: ignore[misc]
 class DataModule(_book.DataModule):
     __doc__ = _book.DataModule.__doc__
     native = staticmethod(modes.native)
-
-
-# Fashion-MNIST
-
-
-def load_data_fashion_mnist(batch_size: int, path: str | Path | None = None) -> tuple[Arrays, Arrays]:
-    """The training and the test set, as loaders of batches (images of shape (n, 1, 28, 28) from 0 to 1, labels)."""
-    return data(fashion_mnist.load(path), batch_size)
-
-
-def data(data: fashion_mnist.FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return fashion_mnist_arrays(data, scale_images, native, batch_size)
-
-
-def scale_images(batch: Batch) -> Batch:
-    """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
-    images, labels = batch
-    return images.reshape((-1, 1, *images.shape[1:])).astype("float32") / 255, labels.astype("int64")
 
 
 # Accuracy
@@ -258,83 +178,83 @@ evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
-# The trainer
+# The trainer, and the functions of the book and of the command
 
 
-class Trainer(BookTrainer, _trainer.Trainer):
+class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
+    # The model that prepare_model was given last.
+    model: Any = None
 
-def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    return train_fashion_mnist(Trainer, load_data_fashion_mnist, net, num_gpus, batch_size, lr, num_epochs)
+    def prepare_model(self, model: Any) -> Any:
+        """The model on all of the trainer's devices, knowing its trainer; its scratch parameters on the first."""
+        model.trainer, self.model = self, model
+        if self.gpus:
+            for parameter in replicas.distinct(model):
+                replicas.place(parameter, self.gpus)
+            self.set_scratch_params_device(self.gpus[0])
+        return model
 
-
-# The command: see :class:`manyhands.training.commands.recipes.Recipes`
-
-
-_DTYPES = {"fp64": "float64", "fp32": "float32"}
-
-
-def model(name: str, seed: int) -> Any:
-    return initialise(MODELS[name](num_classes=10), seed)
-
-
-def nesterov(rate: float) -> Any:
-    """SGD with Nesterov's momentum and weight decay, as MXNet has it.
-
-    The rate goes into what the momentum remembers, so a rate that changes acts later than in PyTorch; weight decay
-    differs slightly, too. At a constant rate and without decay the two are the same.
-    """
-    return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
+    def set_scratch_params_device(self, device: mx.Context) -> None:
+        """Move the prepared model's plain arrays to a device: the parameters of layers written from scratch."""
+        if self.model is None:
+            raise BadSettings("set_scratch_params_device: there is no model yet, call prepare_model(model) first")
+        if hasattr(self.model, "set_scratch_params_device"):
+            self.model.set_scratch_params_device(device)
 
 
-arrays = recipes.arrays
+class _Book(_book.Book):
+    framework = "mxnet"
+    trainer = Trainer
+    native = staticmethod(modes.native)
+
+    def scale_images(self, batch: Batch) -> Batch:
+        images, labels = batch
+        return images.reshape((-1, 1, *images.shape[1:])).astype("float32") / 255, labels.astype("int64")
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """There is one process: a launcher's several are refused, before they make folders."""
+        checks.refuse_launcher()
+        return make()
+
+    def model(self, name: str, seed: int) -> Any:
+        return initialise(MODELS[name](num_classes=10), seed)
+
+    def nesterov(self, rate: float) -> Any:
+        """SGD with Nesterov's momentum and weight decay, as MXNet has it.
+
+        The rate goes into what the momentum remembers, so a rate that changes acts later than in PyTorch; weight decay
+        differs slightly, too. At a constant rate and without decay the two are the same.
+        """
+        return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
+
+    def momentum(self) -> Any:
+        return mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
+
+    def layers(self, model: Any) -> list[Any]:
+        return list(replicas.layers(model))
+
+    def tensors(self, model: Any) -> dict[str, Any]:
+        return state.model_tensors(model)
+
+    def restore(self, model: Any, weights: bytes) -> None:
+        checks.check_values(model)
+        state.restore_model(model, weights)
+
+    @contextlib.contextmanager
+    def copied(self, model: Any, way: Way, data: Arrays) -> Iterator[Any]:
+        """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
+        with modes.numpy_like(modes.of_model(model)):
+            checks.make_parameters(model, data, 0)
+        with replicas.on(model, [mx.cpu()], {"fp64": "float64", "fp32": "float32"}[way.precision]):
+            before = tensors.pack(state.model_tensors(model))
+            try:
+                yield model
+            finally:
+                state.restore_model(model, before)
 
 
-def from_first(make: Callable[[], Any]) -> Any:
-    """There is one process: a launcher's several are refused, before they make folders."""
-    checks.refuse_launcher()
-    return make()
-
-
-def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
-    """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
-    with modes.numpy_like(modes.of_model(model)):
-        checks.make_parameters(model, data, 0)
-    part = Arrays(data.spread(way.samples).arrays, data.prepare, data.native, way.batch_size)
-    step = Step(shares=way.shares, batch_stats="global")
-    options: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss, "devices": f"cpu:{way.devices}"}
-    momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
-    with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
-        before = tensors.pack(state.model_tensors(model))
-        first = {name: nudged(tensor, way.nudge) for name, tensor in state.model_tensors(model).items()}
-        try:
-            state.restore_model(model, tensors.pack(first))
-            Trainer(way.epochs, optimizer=momentum, quiet=True, **options).fit(model, part)
-            return state.model_tensors(model)
-        finally:
-            state.restore_model(model, before)
-
-
-def layers(model: Any) -> list[Any]:
-    return [model, *(layer for child in model._children.values() for layer in layers(child))]
-
-
-def load_model(run: str | Path) -> Any:
-    """The model that ``manyhands train`` has trained in a run, on the CPU."""
-    name, weights = recipes.model_and_weights(run, "mxnet")
-    net = MODELS[name](num_classes=10)
-    net.initialize(ctx=mx.cpu())
-    state.restore_model(net, weights)
-    return net
-
-
-def load_weights(model: Any, run: str | Path) -> Any:
-    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
-
-    If the run averaged its weights (``mh.EMA``), these are the average.
-    """
-    checks.check_values(model)
-    state.restore_model(model, recipes.weights_of(run, "mxnet"))
-    return model
+BOOK = _Book()
+train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+load_model, load_weights = BOOK.load_model, BOOK.load_weights

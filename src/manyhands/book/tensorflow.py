@@ -1,17 +1,17 @@
-"""The models that examples and experiments train, written with Keras's own keras.layers.
+"""The textbook's classes, models and functions for TensorFlow, written with Keras's own layers.
 
-Images are 28 by 28 (Fashion-MNIST) with the channels last, unless a docstring says more. A layer bears the name that
-PyTorch's twin of the model gives it (``3``, ``resnet_block2.0``), so that weights can go from one to the other; where
-channels are laid out in a row, they are laid out as PyTorch does it.
+Images have their channels last. A layer bears the name that PyTorch's twin of the model gives it (``3``,
+``resnet_block2.0``), so that weights can go from one to the other; where channels are laid out in a row, they are laid
+out as PyTorch does it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -23,19 +23,13 @@ from manyhands.backends.tensorflow import devices as _backend
 from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import RESNET18, SMALL_RESNET, residual_width
-from manyhands.book.trainer import BookTrainer, Plotting, fashion_mnist_arrays, train_fashion_mnist
-from manyhands.book.vocabulary import HyperParameters
+from manyhands.book.models import Layers, Models, Size, residual_width
 from manyhands.device import Device
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
-from manyhands.training.commands import recipes
-from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data import fashion_mnist
+from manyhands.training.commands.parity import Way
 from manyhands.training.data.sources import Array, Arrays, Batch
 from manyhands.training.loss.own_step import default
-from manyhands.training.options import Step
-from manyhands.training.result import Result
 from manyhands.training.tensorflow import checks, naming
 from manyhands.training.tensorflow import trainer as _trainer
 from manyhands.training.tensorflow.objective import cross_entropy
@@ -107,75 +101,41 @@ def _batch_norm(name: str) -> keras.Layer:
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
 
 
-def resnet18(num_classes: int = 10, in_channels: int = 1) -> keras.Sequential:
-    """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _resnet(num_classes, in_channels, **RESNET18)
+def _convolution(inputs: int, outputs: int, size: int, strides: int = 1, padding: int = 0) -> Any:
+    kind = "same" if padding else "valid"
+    return functools.partial(keras.layers.Conv2D, outputs, size, strides, padding=kind, data_format=_LAST)
 
 
-def small_resnet(num_classes: int = 10, in_channels: int = 1) -> keras.Sequential:
-    """A ResNet with one block a stage, for images of any size: one minute on two CPU cores."""
-    return _resnet(num_classes, in_channels, **SMALL_RESNET)
+def _flatten(name: str) -> keras.Layer:
+    """Channel by channel, as where the channels come first."""
+    channels_first = keras.layers.Permute((3, 1, 2), name="channels_first")
+    return keras.Sequential([channels_first, keras.layers.Flatten(name="flatten")], name=name)
 
 
-def _resnet(num_classes: int, in_channels: int, widths: Sequence[int], blocks: int) -> keras.Sequential:
-    net = [
-        keras.layers.Input((None, None, in_channels)),
-        keras.layers.Conv2D(widths[0], 3, padding="same", data_format=_LAST, name="0"),
-        _batch_norm("1"),
-        keras.layers.ReLU(name="2"),
-    ]
-    before = widths[0]
-    for stage, width in enumerate(widths, start=1):
-        for block in range(blocks):
-            halves = stage > 1 and block == 0
-            name = f"resnet_block{stage}.{block}"
-            net.append(Residual(before, width, use_1x1conv=halves, strides=2 if halves else 1, name=name))
-            before = width
-    net.append(keras.layers.GlobalAveragePooling2D(data_format=_LAST, name="global_avg_pool"))
-    net.append(keras.layers.Dense(num_classes, name="fc.1"))
+def _chain(layers: Mapping[str, Any], size: Size) -> keras.Sequential:
+    net = [keras.layers.Input(size)]
+    for name, layer in layers.items():
+        inner = layer if isinstance(layer, list) else None
+        net += [layer(name=name)] if inner is None else [one(name=f"{name}.{i}") for i, one in enumerate(inner)]
     return keras.Sequential(net)
 
 
-def lenet(num_classes: int = 10, in_channels: int = 1) -> keras.Sequential:
-    """LeNet-5 as one would write it today, with ReLU and max pooling: the quickest to a good accuracy on a CPU."""
-    return keras.Sequential(
-        [
-            keras.layers.Input((28, 28, in_channels)),
-            keras.layers.Conv2D(6, 5, padding="same", activation="relu", data_format=_LAST, name="0"),
-            keras.layers.MaxPooling2D(2, data_format=_LAST, name="2"),
-            keras.layers.Conv2D(16, 5, activation="relu", data_format=_LAST, name="3"),
-            keras.layers.MaxPooling2D(2, data_format=_LAST, name="5"),
-            *_flatten(),
-            keras.layers.Dense(120, activation="relu", name="7"),
-            keras.layers.Dense(84, activation="relu", name="9"),
-            keras.layers.Dense(num_classes, name="11"),
-        ]
+# Each layer is a function of its name here: Keras's get theirs when they are made.
+_models = Models(
+    Layers(
+        convolution=_convolution,
+        linear=lambda inputs, outputs: functools.partial(keras.layers.Dense, outputs),
+        norm=lambda width: _batch_norm,
+        residual=functools.partial(functools.partial, Residual),
+        relu=lambda: keras.layers.ReLU,
+        pool=lambda: functools.partial(keras.layers.MaxPooling2D, 2, data_format=_LAST),
+        average=lambda: functools.partial(keras.layers.GlobalAveragePooling2D, data_format=_LAST, keepdims=True),
+        flatten=lambda: _flatten,
+        chain=_chain,
     )
-
-
-def mlp(num_classes: int = 10, in_channels: int = 1) -> keras.Sequential:
-    """One hidden layer of 256: the smallest model that learns something."""
-    return keras.Sequential(
-        [
-            keras.layers.Input((28, 28, in_channels)),
-            *_flatten(),
-            keras.layers.Dense(256, activation="relu", name="1"),
-            keras.layers.Dense(num_classes, name="3"),
-        ]
-    )
-
-
-def _flatten() -> list[keras.Layer]:
-    """Channel by channel, as where the channels come first."""
-    return [keras.layers.Permute((3, 1, 2), name="channels_first"), keras.layers.Flatten(name="flatten")]
-
-
-MODELS: dict[str, Callable[..., keras.Sequential]] = {
-    "resnet18": resnet18,
-    "lenet": lenet,
-    "small-resnet": small_resnet,
-    "mlp": mlp,
-}
+)
+resnet18, small_resnet, lenet, mlp = _models.resnet18, _models.small_resnet, _models.lenet, _models.mlp
+MODELS = _models.by_name()
 
 
 def initialise(net: Any, seed: int | None = None) -> Any:
@@ -203,14 +163,12 @@ def initialise(net: Any, seed: int | None = None) -> Any:
 # Module and DataModule
 
 
-class Module(keras.Model, HyperParameters, Plotting):  # type: ignore[misc]
-    """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
+class Module(_book.Module, keras.Model):  # type: ignore[misc]
+    __doc__ = _book.Module.__doc__
 
     def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
-        super().__init__()
+        super().__init__(plot_train_per_epoch, plot_valid_per_epoch)
         del self.loss  # Keras keeps there what compile() was given, and would hide the method
-        self.plot_train_per_epoch = plot_train_per_epoch
-        self.plot_valid_per_epoch = plot_valid_per_epoch
 
     @default
     def loss(self, y_hat: Any, y: Any) -> Any:
@@ -218,24 +176,12 @@ class Module(keras.Model, HyperParameters, Plotting):  # type: ignore[misc]
         return tf.reduce_mean(cross_entropy(y_hat, y))
 
     @default
-    def forward(self, *inputs: Any) -> Any:
-        net = getattr(self, "net", None)
-        if net is None:
-            raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
-        return net(*inputs)
-
-    @default
     def call(self, X: Any, *more: Any) -> Any:
         """Keras hands ``training`` on to the layers within."""
         return self.forward(X, *more)
 
-    @default
-    def training_step(self, batch: Any) -> Any:
-        return self.loss(self(*batch[:-1], training=True), batch[-1])
-
-    @default
-    def validation_step(self, batch: Any) -> Any:
-        return self.loss(self(*batch[:-1], training=False), batch[-1])
+    def output(self, inputs: Any, *, training: bool) -> Any:
+        return self(*inputs, training=training)
 
     @default
     def configure_optimizers(self) -> Any:
@@ -245,24 +191,6 @@ class Module(keras.Model, HyperParameters, Plotting):  # type: ignore[misc]
 class DataModule(_book.DataModule):
     __doc__ = _book.DataModule.__doc__
     native = staticmethod(tf.convert_to_tensor)
-
-
-# Fashion-MNIST
-
-
-def load_data_fashion_mnist(batch_size: int, path: str | Path | None = None) -> tuple[Arrays, Arrays]:
-    """The training and the test set, as loaders of batches (images of shape (n, 28, 28, 1) from 0 to 1, labels)."""
-    return data(fashion_mnist.load(path), batch_size)
-
-
-def data(data: fashion_mnist.FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return fashion_mnist_arrays(data, scale_images, tf.convert_to_tensor, batch_size)
-
-
-def scale_images(batch: Batch) -> Batch:
-    """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
-    images, labels = batch
-    return tf.cast(images, tf.float32)[..., tf.newaxis] / 255, tf.cast(labels, tf.int64)
 
 
 # Accuracy
@@ -332,65 +260,50 @@ evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
-# The trainer
+# The trainer, and the functions of the book and of the command
 
 
-class Trainer(BookTrainer, _trainer.Trainer):
+class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
-def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    return train_fashion_mnist(Trainer, load_data_fashion_mnist, net, num_gpus, batch_size, lr, num_epochs)
+class _Book(_book.Book):
+    framework = "tensorflow"
+    trainer = Trainer
+    native = staticmethod(tf.convert_to_tensor)
+    from_first = staticmethod(world.from_first)
+
+    def scale_images(self, batch: Batch) -> Batch:
+        images, labels = batch
+        return tf.cast(images, tf.float32)[..., tf.newaxis] / 255, tf.cast(labels, tf.int64)
+
+    def model(self, name: str, seed: int) -> Any:
+        return initialise(MODELS[name](num_classes=10), seed)
+
+    def nesterov(self, rate: float) -> Any:
+        return Nesterov(rate)
+
+    def momentum(self) -> Any:
+        return keras.optimizers.SGD(0.02, momentum=0.9)
+
+    def layers(self, model: Any) -> list[Any]:
+        return list(model._flatten_layers())
+
+    def tensors(self, model: Any) -> dict[str, Array]:
+        return dict(zip(naming.names(model), model.get_weights(), strict=True))
+
+    def restore(self, model: Any, weights: bytes) -> None:
+        if not model.built:
+            raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
+        saved = tensors.fitting(weights, self.tensors(model), "weights of another model")
+        model.set_weights(list(saved.values()))
+
+    @contextlib.contextmanager
+    def copied(self, model: Any, way: Way, data: Arrays) -> Iterator[Any]:
+        policy = {"fp64": "float64", "fp32": "float32"}[way.precision]
+        yield precision.like(model, policy, checks.few_samples(data, 2))
 
 
-# The command: see :class:`manyhands.training.commands.recipes.Recipes`
-
-
-_POLICIES = {"fp64": "float64", "fp32": "float32"}
-
-
-def model(name: str, seed: int) -> Any:
-    return initialise(MODELS[name](num_classes=10), seed)
-
-
-nesterov, arrays, from_first = Nesterov, recipes.arrays, world.from_first
-
-
-def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
-    part = data.spread(way.samples)
-    net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
-    net.set_weights([nudged(weight, way.nudge) for weight in net.get_weights()])
-    step = Step(shares=way.shares, batch_stats="global")
-    options: dict[str, Any] = {"step": step, "loss": loss, "devices": f"cpu:{way.devices}"}
-    momentum = keras.optimizers.SGD(0.02, momentum=0.9)  # has a memory, so that differences of early steps show
-    Trainer(way.epochs, optimizer=momentum, batch_size=way.batch_size, quiet=True, **options).fit(net, part)
-    return dict(zip(naming.names(net), net.get_weights(), strict=True))
-
-
-def layers(model: Any) -> list[Any]:
-    return list(model._flatten_layers())
-
-
-def load_model(run: str | Path) -> Any:
-    """The model that ``manyhands train`` has trained in a run."""
-    name, weights = recipes.model_and_weights(run, "tensorflow")
-    net = MODELS[name](num_classes=10)
-    _restore(net, weights)
-    return net
-
-
-def load_weights(model: Any, run: str | Path) -> Any:
-    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
-
-    If the run averaged its weights (``mh.EMA``), these are the average.
-    """
-    if not model.built:
-        raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
-    _restore(model, recipes.weights_of(run, "tensorflow"))
-    return model
-
-
-def _restore(net: Any, weights: bytes) -> None:
-    expected = dict(zip(naming.names(net), net.get_weights(), strict=True))
-    net.set_weights(list(tensors.fitting(weights, expected, "weights of another model").values()))
+BOOK = _Book()
+train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+load_model, load_weights = BOOK.load_model, BOOK.load_weights

@@ -1,7 +1,7 @@
 """The textbook's classes, models and functions for PyTorch, and what ``manyhands train`` takes of it.
 
-Images are 28 by 28 (Fashion-MNIST) unless a docstring says more. All parameters exist as soon as a model is made, so
-that it can be initialised, compiled, and sent to another process before it has seen a sample.
+All parameters exist as soon as a model is made, so that it can be initialised, compiled, and sent to another process
+before it has seen a sample.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -23,27 +21,21 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import RESNET18, SMALL_RESNET, residual_width
-from manyhands.book.trainer import BookTrainer, Plotting, train_fashion_mnist
-from manyhands.book.vocabulary import HyperParameters
+from manyhands.book.models import Layers, Models, Size, residual_width
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.commands import recipes
-from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data import fashion_mnist
-from manyhands.training.data.order import spread
+from manyhands.training.commands.parity import Way
+from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
-from manyhands.training.options import Step
-from manyhands.training.result import Result
 from manyhands.training.torch import trainer as _trainer
 from manyhands.training.torch.data.sources import Arrays, scale_images, source
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.module_state import evaluating
 
-# Models
-
-
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+# Models
 
 
 class Residual(nn.Module):
@@ -86,63 +78,28 @@ def _convolution(
     return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding)
 
 
-def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
-    """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _resnet(num_classes, in_channels, **RESNET18)
-
-
-def small_resnet(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
-    """A ResNet with one block a stage, for images of any size: one minute on two CPU cores."""
-    return _resnet(num_classes, in_channels, **SMALL_RESNET)
-
-
-def _resnet(num_classes: int, in_channels: int, widths: Sequence[int], blocks: int) -> nn.Sequential:
-    """The names of the parts are the book's, so that saved weights fit both ways."""
-    width = widths[0]
-    net = nn.Sequential(nn.Conv2d(in_channels, width, 3, stride=1, padding=1), nn.BatchNorm2d(width), nn.ReLU())
-    for number, (before, after) in enumerate(zip((width, *widths), widths, strict=False), start=1):
-        first = Residual(before, after) if number == 1 else Residual(before, after, use_1x1conv=True, strides=2)
-        rest = [Residual(after, after) for _ in range(blocks - 1)]
-        net.add_module(f"resnet_block{number}", nn.Sequential(first, *rest))
-    net.add_module("global_avg_pool", nn.AdaptiveAvgPool2d((1, 1)))
-    net.add_module("fc", nn.Sequential(nn.Flatten(), nn.Linear(widths[-1], num_classes)))
+def _chain(layers: Mapping[str, Any], size: Size) -> nn.Sequential:
+    net = nn.Sequential()
+    for name, layer in layers.items():
+        net.add_module(name, nn.Sequential(*layer) if isinstance(layer, list) else layer)
     return net
 
 
-def lenet(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
-    """LeNet-5 as one would write it today, with ReLU and max pooling: the quickest to a good accuracy on a CPU."""
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 6, kernel_size=5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, kernel_size=5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16 * 5 * 5, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, num_classes),
+_models = Models(
+    Layers(
+        convolution=nn.Conv2d,
+        linear=nn.Linear,
+        norm=nn.BatchNorm2d,
+        residual=Residual,
+        relu=nn.ReLU,
+        pool=functools.partial(nn.MaxPool2d, 2),
+        average=functools.partial(nn.AdaptiveAvgPool2d, (1, 1)),
+        flatten=nn.Flatten,
+        chain=_chain,
     )
-
-
-def mlp(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
-    """One hidden layer of 256: the smallest model that learns something."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(in_channels * 28 * 28, 256),
-        nn.ReLU(),
-        nn.Linear(256, num_classes),
-    )
-
-
-MODELS: dict[str, Callable[..., nn.Sequential]] = {
-    "resnet18": resnet18,
-    "lenet": lenet,
-    "small-resnet": small_resnet,
-    "mlp": mlp,
-}
+)
+resnet18, small_resnet, lenet, mlp = _models.resnet18, _models.small_resnet, _models.lenet, _models.mlp
+MODELS = _models.by_name()
 
 
 @torch.no_grad()
@@ -172,38 +129,19 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
 # Module and DataModule
 
 
-class Module(torch.nn.Module, HyperParameters, Plotting):
-    """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
-
-    def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
-        super().__init__()
-        self.plot_train_per_epoch = plot_train_per_epoch
-        self.plot_valid_per_epoch = plot_valid_per_epoch
+class Module(_book.Module, nn.Module):
+    __doc__ = _book.Module.__doc__
 
     @default
     def loss(self, y_hat: Any, y: Any) -> torch.Tensor:
         """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
-        return torch.nn.functional.cross_entropy(y_hat, y)
-
-    def forward(self, *inputs: Any) -> Any:
-        if not hasattr(self, "net"):
-            raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
-        net: Any = self.net
-        return net(*inputs)
-
-    @default
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return self.loss(self(*batch[:-1]), batch[-1])
-
-    @default
-    def validation_step(self, batch: Any) -> torch.Tensor:
-        return self.loss(self(*batch[:-1]), batch[-1])
+        return functional.cross_entropy(y_hat, y)
 
     @default
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=getattr(self, "lr", 0.1))
 
-    def apply_init(self, inputs: Any, init: Callable[[torch.nn.Module], None] | None = None) -> None:
+    def apply_init(self, inputs: Any, init: Callable[[nn.Module], None] | None = None) -> None:
         """Run lazy layers once, so that their parameters exist; then initialise."""
         self(*inputs)
         if init is not None:
@@ -216,22 +154,6 @@ class DataModule(_book.DataModule):
     def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Arrays:
         """Batches of those tensors, shuffled for training."""
         return Arrays(tuple(t[indices] for t in tensors), None, getattr(self, "batch_size", None), shuffle=train)
-
-
-# Fashion-MNIST
-
-
-def load_data_fashion_mnist(batch_size: int, path: str | Path | None = None) -> tuple[Arrays, Arrays]:
-    """The training and the test set, as loaders of batches (images of shape (n, 1, 28, 28) from 0 to 1, labels)."""
-    return data(fashion_mnist.load(path), batch_size)
-
-
-def data(data: fashion_mnist.FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    def arrays(part: fashion_mnist.Images, *, shuffle: bool) -> Arrays:
-        tensors = (torch.from_numpy(part.images), torch.from_numpy(part.labels))
-        return Arrays(tensors, scale_images, batch_size, shuffle)
-
-    return arrays(data.train, shuffle=True), arrays(data.test, shuffle=False)
 
 
 # Accuracy
@@ -270,74 +192,55 @@ evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
 
 
-# The trainer
+# The trainer, and the functions of the book and of the command
 
 
-class Trainer(BookTrainer, _trainer.Trainer):
+class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
-def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
-    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    return train_fashion_mnist(Trainer, load_data_fashion_mnist, net, num_gpus, batch_size, lr, num_epochs)
+class _Book(_book.Book):
+    framework = "torch"
+    trainer = Trainer
+    scale_images = staticmethod(scale_images)
+    from_first = staticmethod(world.from_first)
+
+    def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Arrays:
+        tensors = (torch.from_numpy(part.images), torch.from_numpy(part.labels))
+        return Arrays(tensors, scale_images, batch_size, shuffle)
+
+    def arrays(self, data: Any) -> Arrays:
+        arrays = source(data)
+        if not isinstance(arrays, Arrays):
+            raise BadSettings(f"give the data as (X, y) tensors or arrays, not {type_in_words(data)}")
+        return arrays
+
+    def model(self, name: str, seed: int) -> nn.Module:
+        return initialise(MODELS[name](num_classes=10), seed)
+
+    def nesterov(self, rate: float) -> Callable[..., torch.optim.Optimizer]:
+        return functools.partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+
+    def momentum(self) -> Callable[..., torch.optim.Optimizer]:
+        return functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+
+    def layers(self, model: nn.Module) -> list[Any]:
+        return list(model.modules())
+
+    def tensors(self, model: nn.Module) -> dict[str, Any]:
+        return {name: tensor.numpy(force=True) for name, tensor in job_state.model_tensors(model).items()}
+
+    def restore(self, model: nn.Module, weights: bytes) -> None:
+        job_state.restore_model(model, weights)
+
+    @contextlib.contextmanager
+    def copied(self, model: nn.Module, way: Way, data: Any) -> Iterator[nn.Module]:
+        yield copy.deepcopy(model).to({"fp64": torch.float64, "fp32": torch.float32}[way.precision])
+
+    def evaluating(self, model: nn.Module) -> nn.Module:
+        return model.eval()
 
 
-# The command: see :class:`manyhands.training.commands.recipes.Recipes`
-
-
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-
-
-def model(name: str, seed: int) -> torch.nn.Module:
-    return initialise(MODELS[name](num_classes=10), seed)
-
-
-def nesterov(rate: float) -> Callable[..., torch.optim.Optimizer]:
-    return functools.partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
-
-
-from_first = world.from_first
-
-
-def arrays(data: Any) -> Arrays:
-    arrays = source(data)
-    if not isinstance(arrays, Arrays):
-        raise BadSettings(f"give the data as (X, y) tensors or arrays, not {type_in_words(data)}")
-    return arrays
-
-
-def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
-    net = copy.deepcopy(model).to(_DTYPES[way.precision])
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.from_numpy(nudged(parameter.numpy(force=True), way.nudge)))
-    numbers = torch.from_numpy(spread(data.count, way.samples))
-    part = Arrays(tuple(t[numbers.to(t.device)] for t in data.tensors), data.prepare, way.batch_size)
-    step = Step(shares=way.shares, batch_stats="global")
-    # An optimizer with a memory, so that differences of early steps would show.
-    momentum = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-    how: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
-    trainer = Trainer(way.epochs, optimizer=momentum, quiet=True, devices=f"cpu:{way.devices}", **how)
-    trainer.fit(net, part)
-    return {name: tensor.numpy() for name, tensor in net.state_dict().items()}
-
-
-def layers(model: torch.nn.Module) -> list[Any]:
-    return list(model.modules())
-
-
-def load_model(run: str | Path) -> torch.nn.Module:
-    """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
-    name, weights = recipes.model_and_weights(run, "torch")
-    net = MODELS[name](num_classes=10)
-    job_state.restore_model(net, weights)
-    return net.eval()
-
-
-def load_weights(model: torch.nn.Module, run: str | Path) -> torch.nn.Module:
-    """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
-
-    The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average.
-    """
-    job_state.restore_model(model, recipes.weights_of(run, "torch"))
-    return model.eval()
+BOOK = _Book()
+train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+load_model, load_weights = BOOK.load_model, BOOK.load_weights

@@ -15,7 +15,7 @@ from gluon_cases import CLASSES, Branching, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from manyhands.book.mxnet import Module, trained
+from manyhands.book.mxnet import BOOK, Module
 from manyhands.errors import BadSettings
 from manyhands.training.commands.parity import Trial, compare, largest_difference
 from manyhands.training.commands.recipes import one_cycle
@@ -242,7 +242,7 @@ def test_parity_in_numpys_mode() -> None:
     X, y = vectors()
     data, before = Arrays((X.astype(np.float32), y)), state.model_tensors(net)
     trials = (Trial("fp64", 50, 1e-12), Trial("fp32", 5, 1e-5))
-    found = compare(lambda way: trained(net, data, way), data.count, 3, batch_size=16, trials=trials)
+    found = compare(lambda way: BOOK.trained(net, data, way), data.count, 3, batch_size=16, trials=trials)
     assert [(one.precision, one.equal) for one in found] == [("fp64", True)] * 2 + [("fp32", True)] * 2
     assert all(np.array_equal(before[name], one) for name, one in state.model_tensors(net).items())
     assert not mx.util.is_np_array()

@@ -33,7 +33,7 @@ def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
     with modes.numpy_like():
         net = initialise(MODELS[name](num_classes=10), 0)
         state.restore_model(net, tensors.pack(WEIGHT_NAMES["mxnet"].from_common(reference.weights(name), name)))
-        images, _ = datasets.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
+        images, _ = datasets.BOOK.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
         output = net(images).asnumpy()
     np.testing.assert_allclose(output, reference.logits(name), atol=1e-4)
     assert same(WEIGHT_NAMES["mxnet"].to_common(state.model_tensors(net), name), reference.weights(name))

@@ -20,7 +20,7 @@ MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
 
 class Recipes(Protocol):
-    """The functions of ``manyhands.book.<framework>``, which the command calls."""
+    """What the command calls of a framework: ``manyhands.book.<framework>.BOOK``."""
 
     def model(self, name: str, seed: int) -> Any:
         """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
@@ -54,7 +54,7 @@ def of(framework: str) -> Recipes:
     """The recipes of a framework. Importing them imports the framework."""
     moves.require(framework)
     module: Any = importlib.import_module(f"manyhands.book.{framework}")
-    return cast(Recipes, module)
+    return cast(Recipes, module.BOOK)
 
 
 def arrays(data: Any) -> Arrays:

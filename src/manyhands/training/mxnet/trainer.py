@@ -58,9 +58,6 @@ class Trainer(BaseTrainer):
         "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",
     }
 
-    # The model that prepare_model was given last.
-    model: Any = None
-
     def _check_options(self) -> None:
         optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
         if isinstance(self.options.schedule, mx.lr_scheduler.LRScheduler):
@@ -69,22 +66,6 @@ class Trainer(BaseTrainer):
                 "factors of the rate: give it to the optimizer, mx.optimizer.SGD(lr_scheduler=...), or a function "
                 "from how much of the training is done (0 to 1) to a factor"
             )
-
-    def prepare_model(self, model: Any) -> Any:
-        """The model on all of the trainer's devices, knowing its trainer; its scratch parameters on the first."""
-        model.trainer, self.model = self, model
-        if self.gpus:
-            for parameter in replicas.distinct(model):
-                replicas.place(parameter, self.gpus)
-            self.set_scratch_params_device(self.gpus[0])
-        return model
-
-    def set_scratch_params_device(self, device: mx.Context) -> None:
-        """Move the prepared model's plain arrays to a device: the parameters of layers written from scratch."""
-        if self.model is None:
-            raise BadSettings("set_scratch_params_device: there is no model yet, call prepare_model(model) first")
-        if hasattr(self.model, "set_scratch_params_device"):
-            self.model.set_scratch_params_device(device)
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
         return checks.why_no_accuracy(model, self.options.loss, source, training=training)

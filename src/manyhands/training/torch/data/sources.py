@@ -27,6 +27,7 @@ from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
 from manyhands.training.data.loader_batches import draw_within
+from manyhands.training.data.order import spread
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
 from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none, tensors_in
 from manyhands.training.torch.data.dict_batches import Named
@@ -94,6 +95,11 @@ class Arrays(_Numbered):
     def first(self, count: int) -> Arrays:
         """Only the first samples."""
         return dataclasses.replace(self, tensors=tuple(tensor[:count] for tensor in self.tensors))
+
+    def spread(self, count: int) -> Arrays:
+        """Only this many samples, from the first to the last: data may be sorted, by length or by label."""
+        numbers = torch.from_numpy(spread(self.count, count))
+        return dataclasses.replace(self, tensors=tuple(tensor[numbers.to(tensor.device)] for tensor in self.tensors))
 
     def to(self, device: torch.device) -> Arrays:
         return Arrays(tuple(t.to(device) for t in self.tensors), self.prepare, self.batch_size, self.shuffle)
