@@ -265,7 +265,6 @@ _SETTINGS = {
     "skip_nnmodule_hook_guards": False,
     "trace_autograd_ops": True,
 }
-_OPTIMIZERS = 64  # captures of PyTorch's own code of an optimizer, which all optimizers of one class share
 _ATTEMPTS = 2  # to capture code, after which it is left to Python
 
 # Loggers for users of torch.compile.
@@ -285,10 +284,14 @@ class _Frames:
         from torch._dynamo.types import ConvertFrameReturn
 
         code = frame.f_code
+        if os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__):
+            # An update runs as PyTorch wrote it, in a few kernels for all weights: guards of each weight's state take
+            # longer than a graph could save.
+            frames = torch._C._dynamo.eval_frame
+            with_its_calls = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+            return ConvertFrameReturn(frame_exec_strategy=with_its_calls, apply_to_code=False)
         if self._attempts[code] < _ATTEMPTS:
-            settings: dict[str, Any] = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
-            if os.path.dirname(code.co_filename) == os.path.dirname(torch.optim.__file__):
-                settings["recompile_limit"] = _OPTIMIZERS
+            settings = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
             try:
                 patch = config.patch(settings)
                 with (

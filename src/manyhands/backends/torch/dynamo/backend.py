@@ -95,7 +95,6 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
         def compiled(graph: GraphModule, _: Any) -> Function:
             known = None if is_backward else compat.forward_graph()
             rewrites.take_gradients(graph)
-            rewrites.write_in_place(graph)
             return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name, is_backward=is_backward))
 
         return compiled

@@ -6,7 +6,6 @@ pass a value on go, and what is planned is cut out of them.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
@@ -91,101 +90,6 @@ def take_gradients(module: GraphModule) -> None:
             if not into.users:
                 module.graph.erase_node(into)
     module.recompile()
-
-
-def write_in_place(module: GraphModule) -> None:
-    """Let an update write where its new values are copied to: ``mul``, ``add``, ``copy_`` become ``mul_``, ``add_``."""
-    nodes = list(module.graph.nodes)
-    order = {node: number for number, node in enumerate(nodes)}
-    copies = {node.args[1]: node for node in nodes if _writes(node) and not node.users and len(node.args) == 2}
-    readers: dict[int, list[Node]] = {}
-    for node in nodes:
-        for memory in {memory for source in node.all_input_nodes for memory in memories(source)}:
-            readers.setdefault(memory, []).append(node)
-    for node in nodes:
-        results = _results(node)
-        if not results or not all(result in copies for result in results):
-            continue
-        targets = [cast(Node, copies[result].args[0]) for result in results]
-        chain = _chain(node, targets)
-        if chain is None or any(
-            order[reader] > order[chain[-1]] and reader not in (copies[result], *chain)
-            for result, target in zip(results, targets, strict=True)
-            for memory in memories(target)
-            for reader in readers[memory]
-        ):
-            continue
-        for result in results:
-            module.graph.erase_node(copies.pop(result))
-        for step in reversed(chain):
-            _make_in_place(step, targets)
-    module.recompile()
-
-
-def _results(node: Node) -> list[Node]:
-    """The tensors that an elementwise operation computes; none of another operation."""
-    if not isinstance(node.target, compat.OpOverload) or _in_place(node) is None:
-        return []
-    if not isinstance(node.meta.get("val"), (list, tuple)):
-        return [node]
-    parts = {user.args[1]: user for user in node.users}
-    return [parts[number] for number in range(len(node.meta["val"])) if number in parts]
-
-
-def _in_place(node: Node) -> Any:
-    """The in-place form of an elementwise operation."""
-    operation: Any = node.target
-    name, _, overload = str(operation).removeprefix("aten.").partition(".")
-    if torch.Tag.pointwise not in operation.tags and not name.startswith("_foreach_"):
-        return None
-    return getattr(getattr(_aten, f"{name}_", None), overload, None)
-
-
-def _chain(node: Node, targets: Sequence[Node]) -> list[Node] | None:
-    """The operations, last one first, through which these arguments become a node's results; each is used only once."""
-    results, first = _results(node), node.args[0]
-    sources: Any = first if isinstance(first, (list, tuple)) else [first]
-    if len(results) != len(targets) or len(sources) != len(targets):
-        return None
-    others = set(node.all_input_nodes) - {*sources}
-    if not all(map(_is_same_form, results, targets)) or any(
-        memories(other) & memories(target) for other in others for target in targets
-    ):
-        return None
-    if list(sources) == list(targets):
-        return [node]
-    producers = {source.args[0] if source.target is operator.getitem else source for source in sources}
-    producer = producers.pop()
-    if producers or not isinstance(producer, Node) or any([*source.users] != [node] for source in sources):
-        return None
-    if _results(producer) != list(sources):
-        return None
-    rest = _chain(producer, targets)
-    return None if rest is None else [node, *rest]
-
-
-def _is_same_form(node: Node, target: Node) -> bool:
-    value, wanted = node.meta.get("val"), target.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor)
-        and isinstance(wanted, torch.Tensor)
-        and (value.shape, value.stride(), value.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-    )
-
-
-def _make_in_place(node: Node, targets: Sequence[Node]) -> None:
-    results, graph = _results(node), node.graph
-    is_list = isinstance(node.args[0], (list, tuple))
-    with graph.inserting_before(node):
-        written = graph.call_function(
-            _in_place(node), (list(targets) if is_list else targets[0], *node.args[1:]), node.kwargs
-        )
-    written.meta = {**node.meta, "val": None if is_list else targets[0].meta["val"]}
-    for result, target in zip(results, targets, strict=True):
-        result.replace_all_uses_with(target)
-        if result is not node:
-            graph.erase_node(result)
-    graph.erase_node(node)
 
 
 def _is_dense_like(value: torch.Tensor, wanted: torch.Tensor) -> bool:
