@@ -365,7 +365,9 @@ def compiled(
     context: Any = torch._dynamo.optimize(backend, dynamic=dynamic)
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
         context.callback = _Frames(context.callback, report, left)
-    return cast(Callable[..., Any], context(function))
+    # PyTorch marks in the process that something is traced, and refuses to call compiled functions in all its threads.
+    with replaced((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
+        return cast(Callable[..., Any], context(function))
 
 
 def checks_custom_operations() -> bool:
