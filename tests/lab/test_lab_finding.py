@@ -12,11 +12,10 @@ import pytest
 
 from manyhands.errors import BadSettings, NotHere
 from manyhands.lab import plots, process
-from manyhands.lab.bench import Bench
+from manyhands.lab.bench import Bench, rounds_of
 from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
 from manyhands.lab.report import Output, Report, Result, marked, page, text
-from manyhands.schedule import timing
 from manyhands.schedule.pictures.timeline import Span
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
@@ -40,7 +39,7 @@ def test_ways_run_in_turns_and_each_round_begins_with_another() -> None:
         order.append(way)
         return len(order)
 
-    turns = list(itertools.islice(timing.rounds("ab", seconds_of), 3))
+    turns = list(itertools.islice(rounds_of("ab", seconds_of), 3))
     assert "".join(order) == "abbaab"
     assert turns == [[1, 2], [4, 3], [5, 6]]
 

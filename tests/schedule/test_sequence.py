@@ -17,7 +17,7 @@ def part(name: str, count: int) -> Part:
     tasks = [Task(f"{name}{n}", frozenset({0}), frozenset({n + 1}), seconds=1.0) for n in range(count)]
     made = graph(tasks)
     sizes = dict.fromkeys(range(count + 1), 8)
-    return Part(name, schedule(made, lanes_for(made, 2)), Footprint(sizes, frozenset({0}), frozenset({1})))
+    return name, schedule(made, lanes_for(made, 2)), Footprint(sizes, frozenset({0}), frozenset({1}))
 
 
 def test_a_break_stands_between_two_parts() -> None:

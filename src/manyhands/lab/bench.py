@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from manyhands import tree
@@ -14,7 +14,6 @@ from manyhands.device import Device
 from manyhands.errors import NotHere, ResultsDiffer
 from manyhands.lab.finding import Times, Trial
 from manyhands.lab.operations import Operations, operations_of
-from manyhands.schedule import timing
 
 _LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
 _MOST_CALLS = 1000
@@ -152,7 +151,7 @@ class Bench:
             calls[name] = max(1, min(_MOST_CALLS, math.ceil(_LONG_ENOUGH / max(once, 1e-7))))
         least, most = (rounds, rounds) if rounds else _ROUNDS[self.quick]
         times, begin = Times({name: [] for name in methods}), time.perf_counter()
-        for spent in timing.rounds(list(methods), lambda name: self._seconds(methods[name], calls[name])):
+        for spent in rounds_of(list(methods), lambda name: self._seconds(methods[name], calls[name])):
             for name, each in zip(methods, spent, strict=True):
                 times[name].append(each)
                 self.recorded.append(Trial(name, settings, each, calls[name]))
@@ -160,7 +159,7 @@ class Bench:
             self.say(f"round {done}{f' ({shown})' if shown else ''}")
             if done >= most or (done >= least and time.perf_counter() - begin > _BUDGET[self.quick]):
                 return times
-        raise AssertionError  # rounds has no end
+        raise AssertionError  # rounds_of has no end
 
     def _seconds(self, method: Callable[[], Any], calls: int) -> float:
         """Seconds of one call, including the devices' work."""
@@ -177,3 +176,16 @@ class Bench:
     def not_here(why: str) -> NoReturn:
         """End the experiment without an error: it has nothing to show on this machine or in this framework."""
         raise NotHere(why)
+
+
+def rounds_of(methods: Sequence[str], seconds_of: Callable[[str], float]) -> Iterator[list[float]]:
+    """Rounds without end: the seconds of each method. Each round begins with the next one.
+
+    So a moment in which the machine is busy affects all of them.
+    """
+    first = 0
+    while True:
+        order = [*methods[first:], *methods[:first]]
+        spent = {name: seconds_of(name) for name in order}
+        yield [spent[name] for name in methods]
+        first = (first + 1) % len(methods)

@@ -116,11 +116,10 @@ def place(program: Graph, footprint: Footprint, machine: Machine) -> Placed:
         _, number = heapq.heappop(ready)
         task = program.tasks[number]
         there = max((end[need] for need in program.needs[number]), default=0.0)
-        starts = []
-        for device in range(machine.devices):
-            arrives = there + places.copy_seconds(number, device)
-            starts.append((max(min(free[device]), arrives), device))
-        start, device = min(starts)
+        start, device = min(
+            (max(min(free[device]), there + places.copy_seconds(number, device)), device)
+            for device in range(machine.devices)
+        )
         lane = free[device].index(min(free[device]))
         end[number] = free[device][lane] = start + task.seconds
         places.add(number, device)

@@ -11,10 +11,10 @@ and c, and e on c (it must not overwrite x while c reads it), but neither on b n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manyhands.schedule.task import Task, needs
+from manyhands.schedule.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,23 @@ class Graph:
 def graph(tasks: Iterable[Task]) -> Graph:
     """The graph of a program: who needs whom, by the memories they touch."""
     listed = tuple(tasks)
-    needed = needs(listed)
-    return Graph(listed, tuple(map(frozenset, needed)), _followers(needed))
-
-
-def _followers(needs: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    followers: list[list[int]] = [[] for _ in needs]
-    for index, earlier in enumerate(needs):
-        for need in earlier:
+    needs: list[set[int]] = []
+    followers: list[list[int]] = [[] for _ in listed]
+    last_write: dict[int, int] = {}
+    reads_since: dict[int, list[int]] = {}
+    last_of_token: dict[str, int] = {}
+    for index, task in enumerate(listed):
+        needed = {last_write[memory] for memory in task.reads | task.writes if memory in last_write}
+        for memory in task.writes:
+            needed.update(reads_since.pop(memory, ()))
+            last_write[memory] = index
+        for memory in task.reads - task.writes:
+            reads_since.setdefault(memory, []).append(index)
+        if task.token is not None:
+            if task.token in last_of_token:
+                needed.add(last_of_token[task.token])
+            last_of_token[task.token] = index
+        for need in needed:
             followers[need].append(index)
-    return tuple(map(tuple, followers))
+        needs.append(needed)
+    return Graph(listed, tuple(map(frozenset, needs)), tuple(map(tuple, followers)))

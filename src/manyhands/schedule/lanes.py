@@ -100,18 +100,13 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
         task = graph.tasks[index]
         needs = graph.needs[index]
         latest = max(needs, key=end.__getitem__, default=None)
-        best: tuple[float, bool, int] | None = None
-        for lane in choices[task.device, task.kind]:
-            start = free[lane]
-            for need in needs:
-                arrives = end[need] + (switch_seconds if lane_of[need] != lane else 0.0)
-                start = max(start, arrives)
-            elsewhere = latest is not None and lane_of[latest] != lane
-            candidate = (start, elsewhere, lane)
-            if best is None or candidate < best:
-                best = candidate
-        assert best is not None
-        start, _, lane = best
+
+        def start_on(lane: int, needs: frozenset[int] = needs) -> float:
+            arrives = [end[need] + (switch_seconds if lane_of[need] != lane else 0.0) for need in needs]
+            return max([free[lane], *arrives])
+
+        lanes_of_kind = choices[task.device, task.kind]
+        start, _, lane = min((start_on(n), latest is not None and lane_of[latest] != n, n) for n in lanes_of_kind)
         lane_of[index] = lane
         end[index] = free[lane] = start + task.seconds
         order.append(index)
@@ -153,8 +148,12 @@ def schedule_main_lane(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
     for, go to the other lanes. Tasks are issued in program order, each on the lane on which it can begin first; among
     equal ones, a lane that runs one of its needs comes first.
     """
-    main = _critical_tasks(graph)
-
+    chains = graph.chains()
+    last = max(range(len(graph)), key=chains.__getitem__, default=0)
+    main = {last}
+    for index in range(last - 1, -1, -1):
+        if not main.isdisjoint(graph.followers[index]):
+            main.add(index)
     choices = _choices(graph, lanes)
     free = [0.0] * len(lanes)
     end = [0.0] * len(graph)
@@ -173,19 +172,6 @@ def schedule_main_lane(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
 
 def _with_waits(graph: Graph, lanes: Sequence[Lane], lane_of: Sequence[int], order: Sequence[int]) -> Schedule:
     return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph.needs, lane_of, order))
-
-
-def _critical_tasks(graph: Graph) -> set[int]:
-    """The last task of the longest chain, and all tasks that it needs, directly or not."""
-    chains = graph.chains()
-    tasks: set[int] = set()
-    left = [max(range(len(graph)), key=chains.__getitem__)] if len(graph) else []
-    while left:
-        task = left.pop()
-        if task not in tasks:
-            tasks.add(task)
-            left += graph.needs[task]
-    return tasks
 
 
 def _chains(graph: Graph) -> list[list[int]]:
@@ -248,9 +234,8 @@ def limit_memory(schedule: Schedule, peak_of: Callable[[Schedule], int], most: i
     in program order, and a task waits for all tasks of other lanes that stand a number of places or more before it in
     the program. That number is halved until the memory suffices; at one place the program runs task by task.
     """
-    places = len(schedule.graph)
-    held_back = _within(schedule, places)
-    while places > 1 and peak_of(held_back) > most:
+    held_back, places = schedule, 2 * len(schedule.graph)
+    while places > 1 and (held_back is schedule or peak_of(held_back) > most):
         places //= 2
         held_back = _within(schedule, places)
     return held_back

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.pictures.timeline import Span, Timeline
+from manyhands.schedule.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,18 @@ def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[floa
     intervals = [(0.0, 0.0)] * len(tasks)
     now = 0.0
     while any(queues) or running:
-        opens = _start_ready_tasks(schedule, queues, running, over, now, wait_seconds)
-        slow = _slowdown(schedule, running)
+        opens: list[float] = []  # when idle lanes may start
+        for lane, queue in enumerate(queues):
+            waits = schedule.waits.get(queue[-1], ()) if queue else ()
+            if lane in running or not queue or any(other not in over for other in waits):
+                continue
+            may_start = max((over[other] + wait_seconds for other in waits), default=0.0)
+            if may_start > now + 1e-15:
+                opens.append(may_start)
+            else:
+                task = queue.pop()
+                running[lane] = (task, now, max(tasks[task].seconds, 1e-12))
+        slow = _slowdown([tasks[task] for task, _, _ in running.values()])
         ends = [now + left * slow[tasks[task].device, tasks[task].kind] for task, _, left in running.values()]
         now_next = min([*ends, *opens])
         for lane, (task, began, left) in list(running.items()):
@@ -76,35 +87,8 @@ def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[floa
     return intervals
 
 
-def _start_ready_tasks(
-    schedule: Schedule,
-    queues: list[list[int]],
-    running: dict[int, tuple[int, float, float]],
-    over: dict[int, float],
-    now: float,
-    wait_seconds: float,
-) -> list[float]:
-    """Start the next task of every idle lane if what it waits for is done; returns when others may start."""
-    opens: list[float] = []
-    for lane, queue in enumerate(queues):
-        if lane in running or not queue:
-            continue
-        task = queue[-1]
-        waits = schedule.waits.get(task, ())
-        if any(other not in over for other in waits):
-            continue
-        may_start = max((over[other] + wait_seconds for other in waits), default=0.0)
-        if may_start > now + 1e-15:
-            opens.append(may_start)
-            continue
-        queue.pop()
-        running[lane] = (task, now, max(schedule.graph.tasks[task].seconds, 1e-12))
-    return opens
-
-
-def _slowdown(schedule: Schedule, running: dict[int, tuple[int, float, float]]) -> dict[tuple[str, str], float]:
+def _slowdown(running: Sequence[Task]) -> dict[tuple[str, str], float]:
     filled: dict[tuple[str, str], float] = {}
-    for task, _, _ in running.values():
-        busy = schedule.graph.tasks[task]
-        filled[busy.device, busy.kind] = filled.get((busy.device, busy.kind), 0.0) + busy.share
+    for task in running:
+        filled[task.device, task.kind] = filled.get((task.device, task.kind), 0.0) + task.share
     return {key: max(1.0, value) for key, value in filled.items()}

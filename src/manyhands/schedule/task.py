@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,31 +28,3 @@ class Task:
     detail: str = field(default="", compare=False)
     module: str = field(default="", compare=False)
     is_view: bool = field(default=False, compare=False)
-
-
-def needs(tasks: Iterable[Task]) -> list[set[int]]:
-    """For each task, the earlier tasks that it needs directly.
-
-    Of two tasks that touch the same memory, at least one of them writing, the earlier comes first. The same holds for
-    two tasks with the same token.
-    """
-    all_needs: list[set[int]] = []
-    last_write: dict[int, int] = {}
-    reads_since: dict[int, list[int]] = {}
-    last_of_token: dict[str, int] = {}
-    for index, task in enumerate(tasks):
-        needed: set[int] = set()
-        for memory in task.reads | task.writes:
-            if memory in last_write:
-                needed.add(last_write[memory])
-        for memory in task.writes:
-            needed.update(reads_since.pop(memory, ()))
-            last_write[memory] = index
-        for memory in task.reads - task.writes:
-            reads_since.setdefault(memory, []).append(index)
-        if task.token is not None:
-            if task.token in last_of_token:
-                needed.add(last_of_token[task.token])
-            last_of_token[task.token] = index
-        all_needs.append(needed)
-    return all_needs

@@ -157,8 +157,7 @@ def test_updates_that_wait_for_the_same_task_are_one_box() -> None:
     updates = [Task("add_", frozenset({1}), frozenset({number}), seconds=1e-6) for number in range(2, 6)]
     made = one_lane(graph([source, *updates]))
     assert len(boxes(made)) == 2
-    assert ">add_ x 4<" in graph_svg.svg(made)
-    assert ">4 us<" in graph_svg.svg(made)
+    assert ">x 4<" in graph_svg.svg(made)
     assert len(boxes(one_lane(graph([source, *updates[:2]])))) == 3, "two are drawn one by one"
     reader = Task("sum", frozenset({2}), frozenset({7}))
     assert len(boxes(one_lane(graph([source, *updates, reader])))) == 4, "one of them is needed: it stands alone"

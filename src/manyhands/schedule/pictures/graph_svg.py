@@ -6,7 +6,7 @@ with its count:
 
     conv relu conv relu conv relu add   ->   [conv relu] x 3, add
 
-Updates of many weights that wait for the same task are one box, too: ``add_ x 8``.
+Updates of many weights that wait for the same task, and that nothing needs, are drawn once, too.
 
 On one lane the columns are chains instead, so that branches stand side by side.
 """
@@ -52,7 +52,7 @@ def svg(schedule: Schedule) -> str:
     groups, names, word = _groups(schedule)
     needs = visible_needs(schedule)
     blocks, drawn_as = _folded(schedule, groups, needs)
-    needs, bundles = _bundled(schedule, groups, _of_drawn(needs, drawn_as), blocks)
+    needs = _of_drawn(needs, drawn_as)
     columns, rows = _columns(schedule, groups, needs)
     across = {(need, task) for task, needed in needs.items() for need in needed if groups[need] != groups[task]}
     used = sorted({groups[task] for task in needs})
@@ -78,7 +78,7 @@ def svg(schedule: Schedule) -> str:
             for task, needed in needs.items()
             for need in sorted(needed)
         ),
-        *(_drawn_task(bundles.get(task) or [schedule.graph.tasks[task]], place) for task, place in places.items()),
+        *(_drawn_task(schedule.graph.tasks[task], place) for task, place in places.items()),
     ]
     return "\n".join([*parts, "</svg>"])
 
@@ -112,14 +112,24 @@ def _folded(
     schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]
 ) -> tuple[list[_Block], dict[int, int]]:
     """The repeated blocks, and for each task the task that is drawn in its place."""
+    described = schedule.graph.tasks
     drawn_as = {task: task for task in needs}
     blocks: list[_Block] = []
     position = {task: place for place, task in enumerate(schedule.order)}
     needed = set[int]().union(*needs.values())
-    connected = [task for task in needs if needs[task] or task in needed or not _is_update(schedule, task)]
-    for group in sorted(set(groups)):
-        tasks = sorted((task for task in connected if groups[task] == group), key=position.__getitem__)
-        words = [(schedule.graph.tasks[task].name, schedule.graph.tasks[task].detail) for task in tasks]
+    updates: dict[tuple[int, str, frozenset[int]], list[int]] = {}  # that nothing needs, by what they need
+    sequences: dict[int, list[int]] = {}
+    for task in sorted(needs, key=position.__getitem__):
+        if task not in needed and described[task].name.endswith("_"):
+            updates.setdefault((groups[task], described[task].name, frozenset(needs[task])), []).append(task)
+        else:
+            sequences.setdefault(groups[task], []).append(task)
+    for alike in updates.values():
+        if len(alike) >= _LEAST:
+            blocks.append(_Block(alike[:1], len(alike)))
+            drawn_as |= dict.fromkeys(alike, alike[0])
+    for tasks in sequences.values():
+        words = [(described[task].name, described[task].detail) for task in tasks]
         start = 0
         while start < len(tasks):
             length, times = _repeated(words, tasks, needs, start)
@@ -154,63 +164,31 @@ def _of_drawn(needs: dict[int, set[int]], drawn_as: dict[int, int]) -> dict[int,
     return {task: {need for need in needed if need < task} for task, needed in sorted(drawn_needs.items())}
 
 
-def _bundled(
-    schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]], blocks: Sequence[_Block]
-) -> tuple[dict[int, set[int]], dict[int, list[Task]]]:
-    """Needs without updates that are drawn with others, and for the first of such updates all that its box stands for.
-
-    Updates (``add_``) are bundled if nothing needs them, and if they need the same tasks.
-    """
-    tasks = schedule.graph.tasks
-    needed = set[int]().union(*needs.values(), *(block.tasks for block in blocks))
-    alike: dict[tuple[int, str, frozenset[int]], list[int]] = {}
-    for task, needs_of_task in needs.items():
-        if task not in needed and _is_update(schedule, task):
-            alike.setdefault((groups[task], tasks[task].name, frozenset(needs_of_task)), []).append(task)
-    bundles = [bundle for bundle in alike.values() if len(bundle) >= _LEAST]
-    hidden = {task for bundle in bundles for task in bundle[1:]}
-    visible = {task: needs_of_task for task, needs_of_task in needs.items() if task not in hidden}
-    return visible, {bundle[0]: [tasks[task] for task in bundle] for bundle in bundles}
-
-
-def _is_update(schedule: Schedule, task: int) -> bool:
-    return schedule.graph.tasks[task].name.endswith("_")
-
-
 def _columns(
     schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """The column and the row of every task: below all that it needs, and below what its lane does before it."""
+    """The column and the row of every task: below all that it needs, and below what stands in its column before it.
+
+    A column is a lane; where there is only one, it is a chain, so that branches stand side by side.
+    """
     used = sorted({groups[task] for task in needs})
-    columns, rows, last_row = dict[int, int](), dict[int, int](), dict[int, int]()
-    ends: dict[int, int] = {}  # the last task of the chain in a column
-    taken: dict[int, set[int]] = {}  # rows of a column that have a task, or an edge of its chain
-    needed = set[int]().union(*needs.values())
+    columns, rows = dict[int, int](), dict[int, int]()
+    last: dict[int, int] = {}  # the last task of each column
     position = {task: place for place, task in enumerate(schedule.order)}
+    needed = set[int]().union(*needs.values())
     for task in sorted(needs, key=position.__getitem__):
-        row = 1 + max((rows[need] for need in needs[task] if need in rows), default=-1)
+        above = needs[task] & rows.keys()  # of a folded block, a need may stand below
+        row = 1 + max((rows[need] for need in above), default=-1)
         if len(used) > 1:
-            columns[task] = used.index(groups[task])
-            row = max(row, last_row.get(columns[task], -1) + 1)
+            column = used.index(groups[task])
         else:
-            above = {columns[need]: rows[need] for need in needs[task] if ends.get(columns.get(need, -1)) == need}
-            free = [column for column, upper in above.items() if taken[column].isdisjoint(range(upper + 1, row + 1))]
-            left = min((columns[need] for need in needs[task] if need in columns), default=0)
-            columns[task] = min(free) if free else _free(taken, row, left, is_last=task not in needed)
-            upper = above.get(columns[task], row - 1)
-            taken.setdefault(columns[task], set()).update(range(upper + 1, row + 1))
-        rows[task] = last_row[columns[task]] = row
-        ends[columns[task]] = task
+            chains = [columns[need] for need in above if last[columns[need]] == need]
+            over = [column for column, end in last.items() if end not in needed and rows[end] < row]
+            column = min(chains or over, default=len(last))
+        if column in last:
+            row = max(row, rows[last[column]] + 1)
+        columns[task], rows[task], last[column] = column, row, task
     return columns, rows
-
-
-def _free(taken: dict[int, set[int]], row: int, left: int, *, is_last: bool) -> int:
-    """The first column with room in a row: for one task that nothing needs, or for a chain that may begin there."""
-    for column in range(left if is_last else 0, len(taken)):
-        rows = taken.get(column, set())
-        if row not in rows if is_last else all(other + 1 < row for other in rows):
-            return column
-    return len(taken)
 
 
 def _legend(schedule: Schedule) -> list[tuple[str, str]]:
@@ -296,26 +274,24 @@ def _drawn_need(
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>'
 
 
-def _drawn_task(tasks: Sequence[Task], place: tuple[float, float]) -> str:
-    """A box for a task, or for several of the same name: operation, module, shape and time."""
+def _drawn_task(task: Task, place: tuple[float, float]) -> str:
+    """A box for a task: operation, module, shape and time."""
     x, y = place
     middle = x + _WIDTH / 2
-    task, seconds = tasks[0], sum(task.seconds for task in tasks)
-    name, detail = (task.name, task.detail) if len(tasks) == 1 else (f"{task.name} x {len(tasks)}", "")
-    module = task.module if len({task.module for task in tasks}) == 1 else ""
-    whole = " ".join(part for part in (name, module and f"in {module}", detail) if part)
-    small = [_end_of(module, 24)] * bool(module) + [_short(", ".join(filter(None, (detail, _time(seconds)))), 24)]
-    first = y + (14 if module else 19)
+    whole = " ".join(part for part in (task.name, task.module and f"in {task.module}", task.detail) if part)
+    small = [_end_of(task.module, 24)] * bool(task.module)
+    small.append(_short(", ".join(filter(None, (task.detail, _time(task.seconds)))), 24))
+    first = y + (14 if task.module else 19)
     lines = "".join(
         f'<text x="{middle}" y="{first + 12 * number}" text-anchor="middle" fill="white" font-size="10">'
         f"{escape(line)}</text>"
         for number, line in enumerate(small, start=1)
     )
     return (
-        f"<g><title>{escape(whole)}: {seconds * 1e6:.1f} us on {escape(task.device)}</title>"
+        f"<g><title>{escape(whole)}: {task.seconds * 1e6:.1f} us on {escape(task.device)}</title>"
         f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(task.name)}"/>'
         f'<text x="{middle}" y="{first}" text-anchor="middle" fill="white" font-weight="bold">'
-        f"{escape(_short(name, 18))}</text>{lines}</g>"
+        f"{escape(_short(task.name, 18))}</text>{lines}</g>"
     )
 
 

@@ -70,14 +70,8 @@ class Timeline:
             for lane, number in lanes.items()
         ]
         spans = [
-            {
-                "ph": "X",
-                "name": span.name,
-                "pid": 0,
-                "tid": lanes[span.lane],
-                "ts": span.start * 1e6,
-                "dur": (span.stop - span.start) * 1e6,
-            }
+            {"ph": "X", "name": span.name, "pid": 0, "tid": lanes[span.lane]}
+            | {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
             for span in self.spans
         ]
         return {"traceEvents": names + spans, "displayTimeUnit": "ms"}

@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.backends.torch.capture import captured_graph
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
 from manyhands.backends.torch.dynamo import backend as dynamo
-from manyhands.schedule.task import needs
+from manyhands.schedule.graph import graph
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
@@ -53,7 +53,7 @@ def described(found: Any) -> list[Any]:
     tasks = found.tasks
     return [
         (task.name, task.device, task.kind, task.token, task.detail, task.is_view, earlier)
-        for task, earlier in zip(tasks, needs(tasks), strict=True)
+        for task, earlier in zip(tasks, graph(tasks).needs, strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.errors import CannotTrace, EngineError
 from manyhands.parallel.function import Parallel
-from manyhands.schedule.task import needs
+from manyhands.schedule.graph import graph
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
@@ -109,7 +109,7 @@ def test_writes_wait_for_the_checks_before_them_and_results_do_not() -> None:
 
     found, _ = traced(function, GOOD)
     names = [task.name for task in found.tasks]
-    before = needs(found.tasks)
+    before = graph(found.tasks).needs
     assert names.index("_linalg_check_errors") in before[names.index("add_")]
     assert not before[names.index("sin")]
 

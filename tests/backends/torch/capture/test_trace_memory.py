@@ -22,7 +22,6 @@ from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule, schedule_main_lane
-from manyhands.schedule.task import needs
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
@@ -144,7 +143,7 @@ def test_who_takes_a_value_comes_after_who_makes_it(name: str, way: Any) -> None
     trace, _ = traced(make(), torch.randn(shape).to(kind))
     assert any(step.task.name.startswith(("_unsafe", "unsafe")) for step in trace.steps)
     before: list[set[int]] = []
-    for earlier in needs(trace.tasks):
+    for earlier in graph(trace.tasks).needs:
         before.append(earlier.union(*(before[value] for value in earlier)))
     made_by = {node: number for number, step in enumerate(trace.steps) for node in step.nodes}
     for number, step in enumerate(trace.steps):
