@@ -276,8 +276,8 @@ def type_in_words(value: object) -> str:
     ('an int', 'a str')
     """
     name = type(value).__name__
-    acronym = name[:2].isupper()  # an NDArray, an LSTM
-    return f"{'an' if name[0] in ('AEFHILMNORSX' if acronym else 'AEIOaeio') else 'a'} {name}"
+    acronym = name[:2].isupper() or name == "ndarray"  # an NDArray, an LSTM
+    return f"{'an' if name[0].upper() in ('AEFHILMNORSX' if acronym else 'AEIO') else 'a'} {name}"
 
 
 def first_line(error: BaseException) -> str:

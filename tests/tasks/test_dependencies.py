@@ -8,16 +8,16 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from manyhands.addresses import Span, content, share
-from manyhands.tasks.dependencies import Region, Regions
+from manyhands.tasks.dependencies import Regions
 
 SPANS = st.tuples(st.integers(0, 30), st.integers(1, 12)).map(lambda pair: Span(pair[0], sum(pair)))
 
 
 @given(st.lists(st.tuples(SPANS, st.booleans()), max_size=20))
 def test_spans_share_a_region_if_they_overlap(steps: list[tuple[Span, bool]]) -> None:
-    regions, used = Regions(), list[tuple[Span, set[Region]]]()
+    regions, used = Regions(), list[tuple[Span, set[Span]]]()
     for span, drops in steps:
-        found = {one for one in regions.of({span, "else"}) if isinstance(one, Region)}
+        found = {one for one in regions.of({span, "else"}) if isinstance(one, Span)}
         assert {byte for one in found for byte in range(one.start, one.end)} >= {*range(*span)}
         for other, theirs in used:
             if share([span], {other}):

@@ -1,9 +1,9 @@
 """What a task touches: the tensors among its arguments, and the containers and modules that hold them.
 
 Containers (lists, tuples, dicts, sets, deques, ``ChainMap``, ``UserDict``, dataclasses, partial functions) are looked
-into, and so is what the framework knows the parts of. A method's object
-counts as an argument, and so does the function itself, which may be a module. Everything else is known by its identity:
-what it has as attributes, closures or globals is not looked at.
+into, and so is what the framework knows the parts of. A method's object counts as an argument, and so does the function
+itself, which may be a module, and the result of another task (:class:`Future`). Everything else is known by its
+identity: what it has as attributes, closures or globals is not looked at.
 
 ::
 
@@ -20,20 +20,50 @@ import enum
 import functools
 import types
 from collections import ChainMap, UserDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from manyhands.addresses import Held, content, is_array, share, span_of
-from manyhands.tasks.future import Future
 
 if TYPE_CHECKING:
     from manyhands.tasks.job import Job
 
+T = TypeVar("T")
 # Immutable values, and classes.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType, type)
-_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _WHOLE, _BLOCKS = 1 << 20, 256  # arrays up to this size are compared whole, larger ones in so many blocks
+
+
+class Future(Generic[T]):
+    """The result of a task that may still be running."""
+
+    __slots__ = ("__weakref__", "_job")
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def done(self) -> bool:
+        """Whether it is over: it has a result, an error, or was cancelled."""
+        return self._job.over
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result; raises the error of the task, or ``TimeoutError`` after ``timeout`` seconds."""
+        self._job.wait(timeout)
+        self._job.raise_error()
+        return self._job.value  # type: ignore[no-any-return]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the task; returns its error or None. The error then counts as raised."""
+        self._job.wait(timeout)
+        self._job.note_raised()
+        return self._job.error
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is not its result, and neither true nor false: write .result()")
+
+    def __repr__(self) -> str:
+        return f"<Future of {self._job.name}: {self._job.state()}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +79,7 @@ class Hooks:
         bound: Applied to each function in the thread that submits the task, to carry over that thread's state (a
             framework's modes).
         exclusive: Those of the framework's objects that change inside when they are only used (a block that is traced
-            at its first call): tasks that share one run one after the other, in any order.
+            at its first call): tasks that share one run one after the other.
     """
 
     memory_of: Callable[[object], Hashable] = id
@@ -58,6 +88,11 @@ class Hooks:
     bound: Callable[[Callable[..., object]], Callable[..., object]] = lambda function: function
     exclusive: Callable[[list[object]], Collection[object]] = lambda objects: ()
 
+    @classmethod
+    def of(cls, module: types.ModuleType) -> Hooks:
+        """The functions of these names in a framework's module."""
+        return cls(**{name: answer for name, answer in vars(module).items() if name in cls.__slots__})
+
 
 @dataclass(slots=True, eq=False)
 class Touched:
@@ -65,11 +100,10 @@ class Touched:
 
     memories: set[Hashable] = field(default_factory=set)  # that the values are in, or may be in
     inputs: list[Job] = field(default_factory=list)  # whose results are among the values
-    arrays: list[object] = field(default_factory=list)  # NumPy's, and buffers
     objects: list[object] = field(default_factory=list)  # the framework's
-    containers: list[object] = field(default_factory=list)  # that can be changed
-    exclusive: Collection[object] = ()  # objects that only one task at a time may use
-    fixed: bool = True  # whether the values will always consist of the same ones
+    # What can change: each with its memory and what its state is asked of.
+    changing: list[tuple[object, Hashable, Callable[..., object]]] = field(default_factory=list)
+    exclusive: Set[Hashable] = frozenset()  # the objects that only one task at a time may use
 
 
 def look(hooks: Hooks, *values: object) -> Touched:
@@ -80,70 +114,49 @@ def look(hooks: Hooks, *values: object) -> Touched:
         if not isinstance(value, PLAIN) and id(value) not in seen:
             seen[id(value)] = value
             stack.extend(_parts(hooks, value, touched))
-    if touched.objects:
-        touched.exclusive = hooks.exclusive(touched.objects)
+    touched.exclusive = {("exclusive", id(value)) for value in hooks.exclusive(touched.objects)}
     return touched
 
 
 def _parts(hooks: Hooks, value: object, touched: Touched) -> Iterable[object]:
     """Note a value; returns the values in it."""
-    if isinstance(value, types.FunctionType):
-        touched.memories.add(id(value))
-        return ()
     if (parts := hooks.parts_of(value)) is not None:
-        touched.fixed = touched.fixed and not parts
-        touched.memories.add(hooks.memory_of(value))
+        memory = hooks.memory_of(value)
+        touched.memories.add(memory)
         touched.objects.append(value)
+        touched.changing.append((value, memory, hooks.version_of))
         return parts
-    if isinstance(value, _METHODS):
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
         return (value.__self__,)
     if isinstance(value, Future):
-        touched.fixed = False
         touched.memories.add(value._job)
         touched.inputs.append(value._job)
         return (value._job.value,) if value._job.over else ()
     if is_array(value):
-        touched.fixed = False  # a bytearray that grows moves
-        touched.arrays.append(value)
-        touched.memories |= {hooks.memory_of(value), _memory_of(value)}
+        memory = span_of(value) or id(value)
+        touched.memories |= {hooks.memory_of(value), memory}
+        touched.changing.append((value, memory, _content_of))
         return ()
     if (inside := contents(value)) is None:
         touched.memories.add(hooks.memory_of(value))
         return ()
     if not isinstance(value, (tuple, frozenset)):
-        touched.fixed = False
         touched.memories.add(id(value))
-        touched.containers.append(value)
+        touched.changing.append((value, id(value), _held_by))
     return inside
 
 
-class Watch:
-    """The state of a task's arguments before it starts, except what it declares to write.
+def states(touched: Touched, written: Set[Hashable]) -> list[tuple[object, Callable[..., object], object]]:
+    """The state of a task's arguments before it starts, except of what it declares to write.
 
     The framework's objects are compared by what the framework says of them, NumPy arrays and buffers by their content,
     containers by the objects that they hold.
     """
-
-    def __init__(self, hooks: Hooks, touched: Touched, written: Set[Hashable]) -> None:
-        kinds: tuple[tuple[list[object], Callable[[object], Hashable], Callable[[object], object]], ...] = (
-            (touched.objects, hooks.memory_of, hooks.version_of),
-            (touched.arrays, _memory_of, _content_of),
-            (touched.containers, id, _held_by),
-        )
-        self._before = [
-            (value, state_of, state)
-            for values, memory_of, state_of in kinds
-            for value in values
-            if not (written and share([memory_of(value)], written)) and (state := state_of(value)) is not None
-        ]
-
-    def changed(self) -> object:
-        """The first argument that has changed, or None."""
-        return next((value for value, state_of, before in self._before if state_of(value) != before), None)
-
-
-def _memory_of(array: object) -> Hashable:
-    return span_of(array) or id(array)
+    return [
+        (value, state_of, state)
+        for value, memory, state_of in touched.changing
+        if not (written and share([memory], written)) and (state := state_of(value)) is not None
+    ]
 
 
 def _content_of(array: object) -> object:
@@ -156,29 +169,26 @@ def _held_by(container: object) -> Held:
     return Held([*(container if isinstance(container, dict) else ()), *(contents(container) or ())])
 
 
-def in_words(changed: object) -> str:
-    """What has changed, for an error."""
-    shape = getattr(changed, "shape", None)
-    name = type(changed).__name__
-    article = "an" if name[0] in "aeioAEIO" or name in ("NDArray", "ndarray") else "a"
-    return f"{article} {name}" + ("" if shape is None else f" of shape {tuple(shape)}")
-
-
 def contents(value: object) -> list[object] | None:
     """The values inside a container; None if the value is not a container."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
-    if isinstance(value, ChainMap):
-        return list(value.maps)
-    if isinstance(value, UserDict):  # as the batches of tokenizers are
-        return [value.data]
+    return None if (names := _fields(value)) is None else [getattr(value, name) for name in names]
+
+
+def _fields(value: object) -> Sequence[str] | None:
+    """The attributes that hold what is in an object; None if it is not a container."""
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if (names := _fields(value)) is not None:
-        return [getattr(value, name) for name in names]
-    return None
+        return "func", "args", "keywords"
+    if isinstance(value, ChainMap):
+        return ("maps",)
+    if isinstance(value, UserDict):  # as the batches of tokenizers are
+        return ("data",)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def replace_parts(value: object, replacement: Callable[[object], object]) -> object:
@@ -192,44 +202,23 @@ def replace_parts(value: object, replacement: Callable[[object], object]) -> obj
     parts = [replace_parts(part, replacement) for part in inside]
     if all(new is old for new, old in zip(parts, inside, strict=True)):
         return value
-    return _rebuilt(value, parts)
-
-
-def _rebuilt(value: object, parts: list[object]) -> object:
-    """A value like this one, made of these parts."""
-    if isinstance(value, tuple):
-        rebuilt: Any = tuple.__new__(type(value), parts)
+    rebuilt: Any
+    if isinstance(value, functools.partial):
+        function, arguments, keywords = cast(Any, parts)
+        return type(value)(function, *arguments, **keywords)
+    if isinstance(value, (tuple, frozenset)):
+        base: Any = tuple if isinstance(value, tuple) else frozenset
+        rebuilt = base.__new__(type(value), parts)
         if attributes := getattr(value, "__dict__", None):
             vars(rebuilt).update(attributes)
         return rebuilt
-    if isinstance(value, frozenset):
-        return type(value)(parts)
-    if isinstance(value, functools.partial):
-        function: Any
-        function, *rest = parts
-        count = len(value.args)
-        return type(value)(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
     rebuilt = copy.copy(value)
     if isinstance(value, dict):
         dict.update(rebuilt, zip(value, parts, strict=True))
-    elif isinstance(value, (list, deque)):
-        for number, part in enumerate(parts):
-            rebuilt[number] = part
-    elif isinstance(value, set):
+    elif isinstance(value, (list, deque, set)):
         rebuilt.clear()
-        rebuilt.update(parts)
-    elif isinstance(value, ChainMap):
-        rebuilt.maps = parts
-    elif isinstance(value, UserDict):
-        (rebuilt.data,) = parts
+        rebuilt.update(parts) if isinstance(value, set) else rebuilt.extend(parts)
     else:
         for name, part in zip(_fields(value) or (), parts, strict=True):
             object.__setattr__(rebuilt, name, part)  # also where it is frozen
     return rebuilt
-
-
-def _fields(value: object) -> list[str] | None:
-    """The names of a dataclass's fields that are there."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return None
-    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]

@@ -14,6 +14,7 @@ Once a result is known, the jobs that took it are listed with the memories that 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Hashable, Set
 
 from manyhands.addresses import Span
@@ -73,7 +74,7 @@ class Dependencies:
                     del self._readers[memory]
             if self._writer.get(memory) is job:
                 del self._writer[memory]
-            if type(memory) is Region and memory not in self._readers and memory not in self._writer:
+            if type(memory) is Span and memory not in self._readers and memory not in self._writer:
                 self._regions.drop(memory)
         job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
 
@@ -82,7 +83,7 @@ class Dependencies:
         readers, writer = self._readers.get(job, set()), self._writer.get(job)
         if not readers and writer is None:
             return
-        memories = self._stored_in(job)
+        memories = self._regions.of(job.stored_in())
         for user in readers if writer is None else {*readers, writer}:
             user.listed = user.listed | memories
         for memory in memories:
@@ -90,9 +91,6 @@ class Dependencies:
             other = self._writer.get(memory)
             if writer is not None and (other is None or other.number < writer.number):
                 self._writer[memory] = writer
-
-    def _stored_in(self, job: Job) -> Set[Hashable]:
-        return self._regions.of(job.stored_in())
 
     def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
         """These memories, those that the results among them are in, and what leads further from unknown ones."""
@@ -102,54 +100,40 @@ class Dependencies:
             if memory not in reached:
                 reached.add(memory)
                 if isinstance(memory, Job):
-                    stack.extend(self._stored_in(memory) if memory.over else further(memory))
+                    stack.extend(self._regions.of(memory.stored_in()) if memory.over else further(memory))
         return reached
 
 
-class Region:
-    """A piece of memory that is used by tasks as a whole."""
-
-    __slots__ = ("end", "start")
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-
-
 class Regions:
-    """The regions in use, in the order of their addresses."""
+    """The pieces of memory that tasks use as a whole, in the order of their addresses."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._regions: list[Region] = []
+        self._regions: list[Span] = []
 
     def of(self, memories: Set[Hashable]) -> Set[Hashable]:
-        """These memories, with regions in place of spans."""
-        spans = [memory for memory in memories if type(memory) is Span]
-        if not spans:
+        """These memories, with regions in place of other spans."""
+        if not any(type(memory) is Span for memory in memories):
             return memories
-        regions = {memory for memory in memories if type(memory) is not Span}
-        for span in spans:
-            regions.update(self._overlapping(span))
+        regions: set[Hashable] = set()
+        for memory in memories:
+            regions.update(self._overlapping(memory) if type(memory) is Span else (memory,))
         return regions
 
-    def _overlapping(self, span: Span) -> list[Region]:
-        first = bisect.bisect_right(self._starts, span.start) - 1
-        if first < 0 or self._regions[first].end <= span.start:
-            first += 1
-        regions, cursor, place = [], span.start, first
+    def _overlapping(self, span: Span) -> list[Span]:
+        place = bisect.bisect_right(self._regions, (span.start, math.inf))
+        if place and self._regions[place - 1].end > span.start:
+            place -= 1
+        regions, cursor = [], span.start
         while cursor < span.end:
-            at_end = place == len(self._regions) or self._starts[place] >= span.end
-            if at_end or self._starts[place] > cursor:
-                region = Region(cursor, span.end if at_end else self._starts[place])
-                self._starts.insert(place, cursor)
-                self._regions.insert(place, region)
-            region = self._regions[place]
-            regions.append(region)
-            cursor, place = region.end, place + 1
+            start = self._regions[place].start if place < len(self._regions) else span.end
+            if start > cursor or place == len(self._regions):
+                self._regions.insert(place, Span(cursor, min(start, span.end)))
+            regions.append(self._regions[place])
+            cursor, place = self._regions[place].end, place + 1
         return regions
 
-    def drop(self, region: Region) -> None:
+    def drop(self, region: Span) -> None:
         """Forget a region that is no longer used: its addresses may be allocated anew."""
-        place = bisect.bisect_left(self._starts, region.start)
-        if place < len(self._regions) and self._regions[place] is region:
-            del self._starts[place], self._regions[place]
+        place = bisect.bisect_left(self._regions, region)
+        if place < len(self._regions) and self._regions[place] == region:
+            del self._regions[place]

@@ -1,8 +1,7 @@
 """One task of a scope: a call, what it touches, what it waits for, and what has become of it.
 
 The arguments are examined when the task is submitted, to know which tasks it must follow. Much may have changed when it
-starts: a result is known, a list has another item, a module has another parameter. So they are examined again then,
-unless nothing in them can change.
+starts: a result is known, a list has another item, a module has another parameter. So they are examined again then.
 
 A job may ask for another job's result while it runs. If that other job waits, directly or through further jobs, for the
 asking job, there is a deadlock, and the job that closes the cycle gets an error. For example A asks for B's result, B
@@ -14,15 +13,12 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Set
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from weakref import WeakValueDictionary
 
-from manyhands.errors import TaskCancelled, UndeclaredWrite, WaitsForItself
-from manyhands.tasks.arguments import Hooks, Touched, Watch, in_words, look, replace_parts
-from manyhands.tasks.future import Future
+from manyhands.errors import TaskCancelled, UndeclaredWrite, WaitsForItself, type_in_words
+from manyhands.tasks.arguments import Future, Hooks, Touched, look, replace_parts, states
 
 if TYPE_CHECKING:
     from manyhands.tasks.scope import parallel
@@ -36,15 +32,13 @@ NOTHING: Set[Hashable] = frozenset()
 _numbers = itertools.count()
 _OF_PYTHON = Hooks()
 _circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all pools of workers
-_turns: WeakValueDictionary[int, threading.RLock] = WeakValueDictionary()  # a lock for each object used exclusively
-_turns_lock = threading.Lock()
 
 
 class ThreadState(threading.local):
     """The state of this thread."""
 
     scope: parallel | None = None  # the open scope; None in a thread that runs a task
-    inline_tasks = False  # whether tasks are plain calls
+    job: Job | None = None  # the job that this thread runs
 
 
 thread_state = ThreadState()
@@ -68,7 +62,6 @@ class Job:
         self.unsettled = scope.jobs if scope else {}  # where its scope keeps it, until it has succeeded
         self._bound = self._hooks.bound(function)
         self._context: contextvars.Context | None = contextvars.copy_context()
-        self._touched: Touched | None = None  # known when it was submitted
         # What it touches, as far as known; what of that was written since; where it is listed (see Dependencies).
         self.touched = self.overwritten = self.listed = NOTHING
         self.needs: tuple[Job, ...] = ()
@@ -86,17 +79,17 @@ class Job:
         """Release what it needed to run: it will not be run any more."""
         self._function = self._bound = _nothing
         self._arguments, self._keywords, self._writes = (), {}, ()
-        self._context = self._touched = None
+        self._context = None
 
     # What it touches
 
     def look(self) -> tuple[Set[Hashable], Set[Hashable], list[Job]]:
         """The memories that it reads and writes, as far as they are known, and the jobs whose results it takes."""
-        reads = self._touched = self._reads()
+        reads = self._reads()
         if not self._writes:
-            return reads.memories, NOTHING, reads.inputs
+            return reads.memories, reads.exclusive, reads.inputs
         writes = look(self._hooks, *self._writes)
-        return reads.memories, writes.memories, reads.inputs + writes.inputs
+        return reads.memories, writes.memories | reads.exclusive, reads.inputs + writes.inputs
 
     def written(self) -> Set[Hashable]:
         """The memories that it writes."""
@@ -113,27 +106,20 @@ class Job:
 
     def work(self) -> object:
         """Make the call; returns the result."""
-        touched, arguments, keywords = self._touched, self._arguments, self._keywords
-        assert touched is not None
-        if not touched.fixed:
-            touched = self._reads()
-            if touched.inputs:
-                arguments, keywords = filled(arguments), filled(keywords)
-        if not touched.exclusive:
-            return self._watched(touched, arguments, keywords)
-        with _exclusive(touched.exclusive):
-            return self._watched(self._reads(), arguments, keywords)
-
-    def _watched(self, touched: Touched, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        watch = Watch(self._hooks, touched, self.written())
+        touched, arguments, keywords = self._reads(), self._arguments, self._keywords
+        if touched.inputs:
+            arguments, keywords = filled(arguments), filled(keywords)
+        before = states(touched, self.written())
         assert self._context is not None
         value = self._context.run(call_at_once, self._bound, arguments, keywords)
-        if (changed := watch.changed()) is not None:
+        if changed := [argument for argument, state_of, state in before if state_of(argument) != state]:
+            shape = getattr(changed[0], "shape", None)
+            what = type_in_words(changed[0]) + ("" if shape is None else f" of shape {tuple(shape)}")
             raise UndeclaredWrite(
-                f"{self.name}: {in_words(changed)} that it reads was written to while it ran, and no task has declared "
-                "that. Tasks that read it may have done so before or after. Where this task changes it (in place, by a "
-                "layer with running averages, by a backward pass that fills its gradient), write task(fn, writes=(x,))"
-                "(x); where other code does, let it wait with result() or waitall() first"
+                f"{self.name}: {what} that it reads was written to while it ran, and no task has "
+                "declared that. Tasks that read it may have done so before or after. Where this task changes it (in "
+                "place, by a layer with running averages, by a backward pass that fills its gradient), write task(fn, "
+                "writes=(x,))(x); where other code does, let it wait with result() or waitall() first"
             )
         return value
 
@@ -205,17 +191,6 @@ class Job:
                     "task(fn)(future), of a task that was submitted before"
                 )
             self.waits_for = awaited
-
-
-@contextmanager
-def _exclusive(objects: Collection[object]) -> Iterator[None]:
-    """While no other task uses one of these objects."""
-    with _turns_lock:
-        locks = [_turns.setdefault(identity, threading.RLock()) for identity in sorted({*map(id, objects)})]
-    with ExitStack() as stack:
-        for lock in locks:  # all tasks take them in the same order
-            stack.enter_context(lock)
-        yield
 
 
 def _nothing() -> None:

@@ -34,19 +34,17 @@ from __future__ import annotations
 import functools
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
 
 from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
-from manyhands.tasks.arguments import PLAIN, Hooks
-from manyhands.tasks.future import Future
+from manyhands.tasks.arguments import PLAIN, Future, Hooks
 from manyhands.tasks.job import Job, call_at_once, filled, raise_first_error, thread_state
 from manyhands.tasks.workers import WorkerPool
 
-__all__ = ["Future", "inline_tasks", "no_threads", "parallel", "task", "waitall"]
+__all__ = ["Future", "parallel", "task", "waitall"]
 
 T = TypeVar("T")
 _OF_PYTHON = Hooks()
@@ -93,21 +91,18 @@ class parallel:
         assert workers is not None
         if workers.process != os.getpid():
             return
-        joined = False
         try:
             if error is not None:
                 workers.cancel(self.jobs, f"its scope was left by {type(error).__name__}")
             _wait_for(self.jobs)
-            joined = True
         except BaseException as interrupt:
             workers.cancel(self.jobs, f"its scope was left by {type(interrupt).__name__}")
             if error is None:  # a second interrupt is not waited for
                 _wait_for(self.jobs)
-                joined = True
             raise
         finally:
             if self._outer is None:
-                workers.close(join=joined)
+                workers.close(join=all(job.over for job in self.jobs))
         if error is None:
             raise_first_error(self.jobs)
 
@@ -157,27 +152,9 @@ def waitall() -> None:
     raise_first_error(dict.fromkeys(jobs))
 
 
-def no_threads(threads: int) -> str:
-    """The error of ``parallel(fn, threads=...)``."""
-    return (
-        f"parallel(fn, threads={threads}): the number of lanes of a function is measured, so leave threads out. For "
-        f"tasks, write with parallel(threads={threads}):"
-    )
-
-
-@contextmanager
-def inline_tasks() -> Iterator[None]:
-    """In this thread tasks are plain calls: tracing a function does not see other threads."""
-    before, thread_state.inline_tasks = thread_state.inline_tasks, True
-    try:
-        yield
-    finally:
-        thread_state.inline_tasks = before
-
-
 def _scope() -> parallel | None:
     scope = thread_state.scope
-    if scope is None or thread_state.inline_tasks or scope.workers is None or scope.workers.process != os.getpid():
+    if scope is None or scope.workers is None or scope.workers.process != os.getpid():
         return None
     return scope
 

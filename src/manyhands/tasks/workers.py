@@ -18,14 +18,8 @@ from manyhands.addresses import share
 from manyhands.amounts import counted
 from manyhands.errors import EngineError, TaskCancelled
 from manyhands.tasks.dependencies import Dependencies
-from manyhands.tasks.job import TAKES, Job
+from manyhands.tasks.job import TAKES, Job, thread_state
 
-
-class _Working(threading.local):
-    job: Job | None = None  # the job that this thread runs
-
-
-_working = _Working()
 _WAIT = 1.0  # seconds of one wait: an interrupt that comes right before a wait does not end it, and is handled after it
 
 
@@ -135,7 +129,7 @@ class WorkerPool:
         if self._spoiled and (culprit := self._culprit(job)) is not None:
             job.cancel_because_of(culprit.origin)
             return
-        before, _working.job = _working.job, job
+        before, thread_state.job = thread_state.job, job
         try:
             job.value = job.work()
         except BaseException as error:
@@ -143,7 +137,7 @@ class WorkerPool:
             if not self._size and not isinstance(error, Exception):
                 raise  # the caller's own thread: an interrupt is an interrupt
         finally:
-            _working.job = before
+            thread_state.job = before
 
     def _finished(self, job: Job) -> int:
         """A job is over, and so are jobs that are cancelled because of it. Returns how many jobs became ready."""
@@ -191,7 +185,7 @@ class WorkerPool:
         """Wait until a job is done. A worker thread runs the job itself, unless another thread does."""
         if self.process != os.getpid():
             raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
-        me = _working.job
+        me = thread_state.job
         if me is not None and timeout is None:  # a wait with a timeout is no deadlock
             me.note_wait(job)
         try:

@@ -103,11 +103,6 @@ class _Value:
         return content.shape, content.tolist() if content.dtype.hasobject else content.tobytes()
 
 
-def exclusive(objects: list[Any]) -> Sequence[Any]:
-    """Nothing changes inside when it is only used."""
-    return ()
-
-
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """``with tf.device(...)`` belongs to a thread: a task gets that of the thread that submits it."""
     device = _context.context().device_name or None
