@@ -25,7 +25,7 @@ import torch
 
 from manyhands.backends.torch import planning
 from manyhands.machine import host_name
-from manyhands.parallel.choose import cpu as choose_cpu
+from manyhands.parallel.candidates import better
 from manyhands.parallel.costs import costs
 from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
@@ -151,7 +151,7 @@ def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Call
     call = planning.call(tuple(inputs), {})
     trace = planning.trace(program, call)
     measured = graph(costs(trace, None).tasks)
-    _, planned = choose_cpu.better(measured, threads)
+    _, planned = better(measured, threads)
     check(planned)
     run = planning.thread_run(trace, planning.plan_of(planned), threads)
     return lambda: run.replay(inputs)

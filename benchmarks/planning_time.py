@@ -1,20 +1,20 @@
-"""How long `parallel(fn)` takes to plan functions of about 500 operations: at first, and with costs that are known.
+"""The first calls of functions of about 500 operations: `parallel` and `torch.compile`, each in its own process.
 
-    python benchmarks/planning_time.py                   three functions, each in processes of its own
+    python benchmarks/planning_time.py                   three functions
     python benchmarks/planning_time.py --only resnet     one of them
-    python benchmarks/planning_time.py --parts           processor time of capture and guards, and what a call asks
+    python benchmarks/planning_time.py --quick           that one without Inductor
     PYTHONPATH=/elsewhere/src python benchmarks/planning_time.py    another state of the code
 
-A ResNet-18 training step, a stack of transformer blocks, and a net of Inception blocks in eval mode. The clock starts
-at the first call and stops with its result; beside it is the time of the processor, which a busy machine changes less.
-Dynamo is imported before, as by everybody who compiles. "first": an empty folder of costs; "again": another process
-with the folder that the first one has filled. What each part of planning took is what `explain()` says.
+A ResNet-18 training step, a stack of transformer blocks, and a net of Inception blocks in eval mode. Each row begins
+with empty caches; "again" is another process with the costs of operations that the row before has measured. The clock
+starts at the first call and stops with its result; beside it is the time of the processor, which a busy machine changes
+less. Two further calls follow: a plan is made at a graph's first call, and of a backward pass at its second. Dynamo is
+imported before, as by everybody who compiles. Without `compile=True`, the first call may take half of Inductor's.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import subprocess
 import sys
@@ -66,75 +66,57 @@ def inception(device: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 FUNCTIONS = {"resnet": resnet, "transformer": transformer, "inception": inception}
 
 
-def plan_alone(name: str) -> None:
+def first_calls(name: str, way: str) -> None:
     import torch
     import torch._dynamo
 
     from manyhands import torch as mh
 
     torch.manual_seed(0)
-    function, arguments = FUNCTIONS[name](torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    fast = mh.parallel(function)
-    fast.shows_progress = False
-    start, begin = time.perf_counter(), time.process_time()
-    fast(*arguments)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    spent, processor = time.perf_counter() - start, time.process_time() - begin
-    parts = next((line.strip() for line in fast.explain().splitlines() if line.startswith("  planned in")), "")
-    tasks = 0 if fast.planned.costed is None else len(fast.planned.costed.tasks)
-    print(f"{spent:6.2f} s, processor {processor:5.2f} s, {tasks} tasks; {parts}", flush=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    function, arguments = FUNCTIONS[name](device)
+    ours = way.startswith("manyhands")
+    fast: Any = mh.parallel(function, compile=way.endswith("compile")) if ours else torch.compile(function, **WAYS[way])
+    spent = []
+    for _ in range(3):
+        start, begin = time.perf_counter(), time.process_time()
+        fast(*arguments)
+        mh.synchronize()
+        spent.append((time.perf_counter() - start, time.process_time() - begin))
+    text = ", ".join(f"{clock:6.2f} s (processor {processor:5.2f} s)" for clock, processor in spent)
+    parts = [line.strip() for line in fast.explain().splitlines() if "planned in" in line] if ours else []
+    print("; ".join([text, *parts]), flush=True)
 
 
-def parts(name: str) -> None:
-    """Capture and guards by the processor's time, whatever plan would win; and what asking the guards takes."""
-    import torch
-    import torch._dynamo
-
-    from manyhands.backends.torch import planning
-
-    torch.manual_seed(0)
-    function, arguments = FUNCTIONS[name](torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    begin = time.process_time()
-    trace: Any = planning.trace(function, planning.call(arguments, {}))
-    captured = time.process_time()
-    extra = (trace,) if "trace" in inspect.signature(planning.guards).parameters else ()
-    check: Any = planning.guards(function, arguments, {}, *extra)  # type: ignore[call-arg]
-    guarded = time.process_time()
-    asked, traced = least_seconds(lambda: check(arguments, {})), least_seconds(trace.holds)
-    print(
-        f"capture {captured - begin:5.2f} s, guards {guarded - captured:5.2f} s; "
-        f"a call asks Dynamo {asked * 1e6:5.0f} us, our own guards {traced * 1e6:5.0f} us",
-        flush=True,
-    )
-
-
-def least_seconds(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(30):
-        begin = time.process_time()
-        for _ in range(10):
-            work()
-        times.append((time.process_time() - begin) / 10)
-    return min(times)
+WAYS: dict[str, dict[str, Any]] = {
+    "manyhands": {},
+    "manyhands, again": {},
+    "manyhands, compile": {},
+    "aot_eager": {"backend": "aot_eager"},
+    "inductor": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=FUNCTIONS)
-    parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--child", choices=FUNCTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ways", help="only these, with semicolons between")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
-        (parts if flags.parts else plan_alone)(flags.child)
+        first_calls(*flags.child)
         return 0
-    for name in [flags.only] if flags.only else FUNCTIONS:
-        with tempfile.TemporaryDirectory() as folder:
-            for when in ("parts",) if flags.parts else ("first", "again"):
-                print(f"{name:<12} {when}: ", end="", flush=True)
-                environment = os.environ | {"MANYHANDS_CACHE": folder}
-                command = [sys.executable, __file__, "--child", name, *(["--parts"] if flags.parts else [])]
-                subprocess.run(command, env=environment, check=True)
+    chosen = flags.ways.split(";") if flags.ways else [*list(WAYS)[:2], "aot_eager"] if flags.quick else list(WAYS)
+    for name in [flags.only or "resnet"] if flags.quick or flags.only else FUNCTIONS:
+        with tempfile.TemporaryDirectory() as costs:
+            for way in chosen:
+                with tempfile.TemporaryDirectory() as empty:
+                    folder = costs if way.startswith("manyhands") and "compile" not in way else empty
+                    environment = os.environ | {"MANYHANDS_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": empty}
+                    print(f"{name:<12} {way:<20} ", end="", flush=True)
+                    subprocess.run([sys.executable, __file__, "--child", name, way], env=environment, check=True)
     return 0
 
 

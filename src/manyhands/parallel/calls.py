@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from manyhands.backends.torch.dynamo.captured import Captured, Times, timed_call
 from manyhands.parallel.graphs import Graphs
-from manyhands.parallel.way import AS_WRITTEN
+from manyhands.parallel.plan import AS_WRITTEN
 
 _UNTIL_PLANNED = 4  # calls without new captures: a graph still without a plan gets none, or is unused
 _UNTIL_SETTLED = 16  # calls in all

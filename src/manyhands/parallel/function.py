@@ -12,22 +12,23 @@ import sys
 from collections.abc import Callable, Sequence
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.call import is_grad_enabled, why_plain
+from manyhands.backends.torch.capture.call import is_grad_enabled, share_memory, why_plain
 from manyhands.backends.torch.dynamo.captured import Captured
 from manyhands.errors import EngineError, first_line
 from manyhands.parallel import explain
 from manyhands.parallel.calls import Calls
 from manyhands.parallel.graphs import Graphs, joined_plan
 from manyhands.parallel.interface import P, ParallelFunction, R
-from manyhands.parallel.plan import Plan
+from manyhands.parallel.plan import AS_WRITTEN, Plan
 from manyhands.parallel.planner import Options
 from manyhands.parallel.pure import Pure
-from manyhands.parallel.way import AS_WRITTEN
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import timeline_of
+from manyhands.tree import plain_leaves
 
 _FORMS = 64  # kinds of calls whose times are kept
+_SHARED = "two of its arguments share memory, and it writes to one, which Dynamo does not notice"
 _VIRTUAL = "Dynamo captures nothing on virtual devices: write parallel(fn, pure=True)"
 
 
@@ -70,6 +71,8 @@ class Parallel(ParallelFunction[P, R]):
             return result  # type: ignore[return-value]
         if why is None and compat.count_dispatch_modes():
             why = _VIRTUAL
+        if why is None and self._graphs.write and share_memory(plain_leaves((arguments, keywords))):
+            why = _SHARED
         if why is None:
             form = _form(arguments, keywords)
             calls = self._forms.get(form) or self._new_form(form)

@@ -15,11 +15,10 @@ from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole, Planne
 from manyhands.backends.torch.planning import Tensor, tensors_of
 from manyhands.errors import CannotTrace
 from manyhands.parallel import explain, planner
-from manyhands.parallel.plan import Plan
+from manyhands.parallel.plan import AS_WRITTEN, Executor, Plan
 from manyhands.parallel.planner import Options
 from manyhands.parallel.progress import Progress
-from manyhands.parallel.way import AS_WRITTEN, Executor
-from manyhands.schedule.sequence import Part, one_after_another
+from manyhands.schedule.sequence import one_after_another
 
 _log = logging.getLogger("manyhands")
 
@@ -38,6 +37,7 @@ class Graphs:
     def __init__(self, options: Options, name: str, *, shows_progress: bool = False) -> None:
         self._options, self._name, self._shows_progress = options, name, shows_progress
         self.of_piece: dict[object, list[Planned]] = {}
+        self.write = False  # whether one of them writes to its arguments
 
     def make(self, piece: object, role: GraphRole) -> Planner:
         """The planner of a graph of a piece."""
@@ -54,9 +54,10 @@ class Graphs:
             try:
                 trace = trace_captured(graph, arguments)
             except CannotTrace as error:
-                planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {error}",))
+                planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {error}",), writes=True)
             else:
                 planned.plan = planner.plan(trace, tensors_of(arguments), options, progress, instead_of)
+        self.write |= planned.plan.writes
         if _log.isEnabledFor(logging.DEBUG):  # a user of torch.compile has no object to call explain() on
             _log.debug("%s", explain.explain(planned.role.place, planned.plan))
         return self._graph_plan(planned, planned.plan)
@@ -98,7 +99,7 @@ def _not_run(tensors: Sequence[Tensor]) -> list[object]:
 def joined_plan(plans: Sequence[tuple[str, Plan]], how: Plan) -> Plan:
     """One plan of all pieces of a call in sequence, for pictures, timelines and forecasts; ``how`` has all else."""
     parts = [
-        Part(name.partition(" (")[0], plan.schedule, plan.footprint)
+        (name.partition(" (")[0], plan.schedule, plan.footprint)
         for name, plan in plans
         if plan.schedule is not None and plan.footprint is not None
     ]

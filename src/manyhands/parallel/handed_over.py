@@ -7,17 +7,17 @@ what it reads from Python besides its arguments is read then. There is no plan o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, overload
 
 from manyhands.errors import EngineError
 from manyhands.parallel.explain import name_of
-from manyhands.parallel.interface import P, ParallelFunction, R
+from manyhands.parallel.interface import P, ParallelFunction, R, refuse_threads
 from manyhands.parallel.plan import Plan
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.tasks.arguments import Hooks
-from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
 if TYPE_CHECKING:  # the type checker checks the three modules against the protocol
@@ -28,16 +28,6 @@ if TYPE_CHECKING:  # the type checker checks the three modules against the proto
     _RUNTIMES: tuple[Runtime, ...] = (_jax, _mxnet, _tensorflow)
 
 
-class TaskHooks(Protocol):
-    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.arguments.Hooks`."""
-
-    def memory_of(self, value: object, /) -> Hashable: ...
-    def parts_of(self, value: object, /) -> Collection[object] | None: ...
-    def version_of(self, value: object, /) -> object: ...
-    def bound(self, function: Callable[..., object], /) -> Callable[..., object]: ...
-    def exclusive(self, objects: list[object], /) -> Collection[object]: ...
-
-
 class Runtime(Protocol):
     """The module ``handover`` of a framework."""
 
@@ -45,7 +35,7 @@ class Runtime(Protocol):
     RUN_AS: str  # what runs a function: "jax.jit"
     SCHEDULER: str  # who decides what runs when
     PROFILER: str  # what shows when each operation ran
-    tasks: TaskHooks
+    tasks: ModuleType  # the answers for explicit tasks
 
     def hand_over(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -88,9 +78,7 @@ class _ScopeOrDecorator(Scope):
     """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
 
     def __init__(self, runtime: Runtime, threads: int | None, synchronous: bool) -> None:
-        tasks = runtime.tasks
-        hooks = Hooks(tasks.memory_of, tasks.parts_of, tasks.version_of, tasks.bound, tasks.exclusive)
-        super().__init__(threads, synchronous=synchronous, hooks=hooks)
+        super().__init__(threads, synchronous=synchronous, hooks=Hooks.of(runtime.tasks))
         self._runtime = runtime
 
     def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:
@@ -99,8 +87,7 @@ class _ScopeOrDecorator(Scope):
                 f"parallel(fn, synchronous=True): {self._runtime.name}'s own runtime chooses the order; for debugging "
                 "call fn itself"
             )
-        if self._threads is not None:
-            raise EngineError(no_threads(self._threads))
+        refuse_threads(self._threads)
         return Parallel(function, self._runtime)
 
 
@@ -153,14 +140,13 @@ class ParallelEntry:
         synchronous: bool = False,
         threads: int | None = None,
     ) -> Parallel[P, R] | _ScopeOrDecorator:
-        runtime = f"{self._runtime.name}'s own runtime"
-        if reuse_outputs:
-            raise EngineError(
-                f"parallel(reuse_outputs=True): {runtime} returns new results at every call; leave it out"
-            )
-        if memory != 1.3:
-            raise EngineError(f"parallel(memory={memory!r}): {runtime} decides what memory it takes; leave it out")
-        if compile:
-            raise EngineError(f"parallel(compile=True): {runtime} decides what is compiled; leave it out")
+        refused = {
+            f"reuse_outputs={reuse_outputs}": reuse_outputs and "returns new results at every call",
+            f"memory={memory!r}": memory != 1.3 and "decides what memory it takes",
+            f"compile={compile}": compile and "decides what is compiled",
+        }
+        for option, why in refused.items():
+            if why:
+                raise EngineError(f"parallel({option}): {self._runtime.name}'s own runtime {why}; leave it out")
         opened = _ScopeOrDecorator(self._runtime, threads, synchronous)
         return opened if function is None else opened(function)

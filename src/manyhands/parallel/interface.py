@@ -116,3 +116,12 @@ def _must_be_function(function: object) -> None:
     if type(function) is int and function > 0:
         advice = f"write parallel(threads={function}) for a scope with {counted(function, 'thread')}"
     raise EngineError(f"parallel(fn) takes a function, not {type_in_words(function)}: {advice}")
+
+
+def refuse_threads(threads: int | None) -> None:
+    """``parallel(fn, threads=...)``: threads are a scope's."""
+    if threads is not None:
+        raise EngineError(
+            f"parallel(fn, threads={threads}): the number of lanes of a function is measured, so leave threads out. "
+            f"For tasks, write with parallel(threads={threads}):"
+        )

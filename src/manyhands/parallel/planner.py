@@ -21,14 +21,10 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.planning import Tensor
 from manyhands.errors import CannotFuse, first_line
-from manyhands.parallel import explain
-from manyhands.parallel.choose import cpu, gpu
-from manyhands.parallel.choose.trials import Candidate, Trials, Tried
+from manyhands.parallel import candidates, explain
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.progress import Progress
-from manyhands.parallel.way import Executor, Way
-from manyhands.schedule.graph import Graph, graph
-from manyhands.schedule.lanes import one_lane
+from manyhands.parallel.trials import Candidate, Trials, Tried
 
 _SIDE_BY_SIDE = 1.1  # ratio of a graph's work to its longest chain from which lanes are worth trying
 _LIBRARY_GAIN = 0.1  # of compiled code's time: what a graph of uncompiled operations may save
@@ -54,15 +50,11 @@ def plan(
     ``instead_of``: the plan so far; what it has left is tried, and the better one returned.
     """
     devices = planning.device_of(trace)
-    trials = Trials(trace, tensors, devices, options.memory, options.reuse_outputs, measure=True)
+    later = options.later and options.compile and devices is not None and instead_of is None
+    trials = Trials(trace, tensors, devices, options.memory, options.reuse_outputs, measure=not later)
     try:
         with planning.untouched(trace, tensors):
-            if options.synchronous:
-                return _built(trials, cpu.synchronously(trials), progress)
-            if devices is None:
-                progress.enters("trials")
-                return _built(trials, cpu.choose(trials, _compiled(trials, options, progress)), progress)
-            return _on_gpu(trials, options, progress, instead_of)
+            return _planned(trials, options, progress, instead_of, later=later)
     except Exception as error:  # whatever fails while plans are tried: the graph itself remains
         without_memory = planning.is_out_of_memory(error)
         why = "out of memory while planning" if without_memory else "it could not be planned"
@@ -72,10 +64,11 @@ def plan(
         return Plan(planning.as_written(trace), notes=(note,), writes=bool(planning.written_memories(trace)))
 
 
-def _on_gpu(trials: Trials, options: Options, progress: Progress, instead_of: Plan | None) -> Plan:
-    trials.measure = not (options.compile and options.later) or instead_of is not None
+def _planned(trials: Trials, options: Options, progress: Progress, instead_of: Plan | None, *, later: bool) -> Plan:
     progress.enters("costs")
-    best = gpu.plainly(trials)
+    if options.synchronous:
+        return _built(trials, trials.untested(candidates.synchronous(trials)), progress)
+    best = trials.untested(candidates.plain(trials))
     if instead_of is not None:
         assert instead_of.schedule is not None
         assert instead_of.peaks is not None
@@ -84,44 +77,36 @@ def _on_gpu(trials: Trials, options: Options, progress: Progress, instead_of: Pl
         best = Tried(so_far, instead_of.run, instead_of.exactness, instead_of.peaks)
     elif options.compile:
         start = time.perf_counter()
-        best = gpu.choose(trials, _compiled(trials, options, progress), best)
-        if options.later and best.way.compiled:
-            left = _left_after(trials, trials.seconds[best.way], time.perf_counter() - start)
-            return _built(trials, best, progress, left)
-        trials = replace(trials, measure=True)  # costs were only estimated so far
+        best = trials.choose(_compiled(trials, progress), best)
+        if later and best.way.compiled:
+            return _built(trials, best, progress, _left_after(trials, time.perf_counter() - start, best))
+        trials = replace(trials, measure=True)  # costs may have only been estimated so far
     progress.enters("trials")
-    return _built(trials, gpu.choose(trials, gpu.candidates(trials), best), progress)
+    return _built(trials, trials.choose(candidates.candidates(trials), best), progress)
 
 
-def _compiled(trials: Trials, options: Options, progress: Progress) -> list[Candidate]:
-    """The graph compiled as a whole, if that is wanted and possible."""
-    if not options.compile:
-        return []
+def _compiled(trials: Trials, progress: Progress) -> list[Candidate]:
+    """The graph compiled as a whole, if that is possible."""
     progress.enters("compiling")
     try:
-        compiled = planning.compile_whole(trials.trace)
+        return [candidates.compiled(trials, planning.compile_whole(trials.trace))]
     except CannotFuse as error:
         trials.notes.append(str(error))
         return []
     finally:
         progress.enters("trials")
-    if trials.devices is not None:
-        return [gpu.compiled(trials, compiled)]
-    way = Way(Executor.THREADS, "whole graph", compiled=True)
-    measured = planning.tasks(compiled, None)
-    return [Candidate(way, one_lane(graph(measured)), compiled, planning.threads())]
 
 
-def _left_after(trials: Trials, spent: float, trying: float) -> int:
+def _left_after(trials: Trials, trying: float, best: Tried) -> int:
     """The number of calls in which the other candidates could save as many seconds as trying them takes.
 
     At best, lanes reduce the time to the longest chain's share of the work. Without lanes only kernels of libraries can
     win against compiled code, by a little.
     """
-    measured: Graph = trials.measured
+    measured = trials.measured
     overlapping = measured.work() > _SIDE_BY_SIDE * measured.critical_path()
     share = 1 - measured.critical_path() / measured.work() if overlapping else _LIBRARY_GAIN
-    seconds, gain = max(trying, _TRYING) if overlapping else _TRYING, spent * share
+    seconds, gain = max(trying, _TRYING) if overlapping else _TRYING, trials.seconds[best.way] * share
     left = math.ceil(seconds / gain)
     trials.notes.append(
         f"uncompiled operations {'on lanes' if overlapping else 'in one graph'} are tried after "
@@ -132,9 +117,7 @@ def _left_after(trials: Trials, spent: float, trying: float) -> int:
 
 def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | None = None) -> Plan:
     candidate, trace = best.candidate, best.candidate.trace
-    timed = functools.partial(
-        planning.timed, trace, planning.plan_of(candidate.schedule), trials.devices, candidate.threads
-    )
+    lanes = planning.plan_of(candidate.schedule)
     hint = functools.partial(planning.batch_hint, trials.trace)
     progress.enters("")
     return Plan(
@@ -144,13 +127,13 @@ def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | No
         candidate.schedule,
         trials.footprint_of(trace),
         best.peaks,
-        trials.seconds,
-        trials.predicted,
-        tuple(trials.notes),
-        explain.advice(trials.measured, planning.cost_keys(trials.trace), hint),
-        trials.costed.summary(),
-        progress.summary(),
-        bool(planning.written_memories(trials.trace)),
-        left_after,
-        timed,
+        seconds=dict(trials.seconds),
+        predicted=dict(trials.predicted),
+        notes=tuple(trials.notes),
+        advice=explain.advice(trials.measured, planning.cost_keys(trials.trace), hint),
+        costs=trials.costed.summary(),
+        planning=progress.summary(),
+        writes=bool(planning.written_memories(trials.trace)),
+        left_after=left_after,
+        timed=functools.partial(planning.timed, trace, lanes, trials.devices, candidate.threads),
     )

@@ -17,10 +17,9 @@ from manyhands.backends.torch.capture.call import Call, call
 from manyhands.backends.torch.capture.whole import Whole, trace_whole
 from manyhands.errors import CannotTrace, NotYet
 from manyhands.parallel import planner
-from manyhands.parallel.plan import Plan
+from manyhands.parallel.plan import AS_WRITTEN, Plan
 from manyhands.parallel.planner import Options
 from manyhands.parallel.progress import Progress
-from manyhands.parallel.way import AS_WRITTEN
 
 _SIGNATURES = 8  # that are kept
 _TRACES = 8  # of one signature: then what the function depends on outside changes at every call

@@ -11,10 +11,9 @@ from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.graphs import Graphs
-from manyhands.parallel.interface import P, R
+from manyhands.parallel.interface import P, R, refuse_threads
 from manyhands.parallel.planner import Options as GraphOptions
 from manyhands.tasks.arguments import Hooks
-from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
 
@@ -36,8 +35,7 @@ class _ScopeOrDecorator(Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
     def __init__(self, threads: int | None, options: Options) -> None:
-        hooks = Hooks(tasks.memory_of, tasks.parts_of, tasks.version_of, tasks.bound)
-        super().__init__(threads, synchronous=options["synchronous"], hooks=hooks)
+        super().__init__(threads, synchronous=options["synchronous"], hooks=Hooks.of(tasks))
         self._options = options
 
     def __enter__(self) -> Scope:
@@ -50,8 +48,7 @@ class _ScopeOrDecorator(Scope):
         return super().__enter__()
 
     def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:
-        if self._threads is not None:
-            raise EngineError(no_threads(self._threads))
+        refuse_threads(self._threads)
         return Parallel(function, **self._options)
 
 
@@ -105,15 +102,10 @@ def parallel(
     thread, for debugging. In a scope, ``task(fn)(a, b)`` runs beside others, on one of ``threads`` threads. As a
     decorator: ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
     """
-    options = Options(
-        pure=pure,
-        dynamic=dynamic,
-        reuse_outputs=reuse_outputs,
-        memory=memory,
-        compile=compile,
-        synchronous=synchronous,
+    given = Options(
+        pure=pure, dynamic=dynamic, reuse_outputs=reuse_outputs, memory=memory, compile=compile, synchronous=synchronous
     )
-    opened = _ScopeOrDecorator(threads, options)
+    opened = _ScopeOrDecorator(threads, given)
     return opened if function is None else opened(function)
 
 

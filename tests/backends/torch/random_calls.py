@@ -546,11 +546,7 @@ def content(value: Any) -> Any:
 
 
 _PARTS = ("the result", "the arguments", "the state", "random numbers or modes")
-
-
-def parallel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With plans that are always used."""
-    return Parallel(function, synchronous=True)
+WAYS: dict[str, dict[str, bool]] = {"default": {}, "planned": {"synchronous": True}}  # planned: plans are always used
 
 
 def by_dynamo(function: Callable[..., Any], *, backward: bool = False) -> Callable[..., Any]:
@@ -564,32 +560,37 @@ def by_dynamo(function: Callable[..., Any], *, backward: bool = False) -> Callab
     return call
 
 
-def difference(program: Program, through: Callable[..., Any] = parallel) -> str | None:
+def difference(program: Program, way: str = "planned") -> str | None:
     """The first call in which ``parallel`` differs from plain execution, and in what; None where none does.
 
-    What Dynamo gets wrong alone (``aot_eager``) does not count: the program ends there.
+    What Dynamo gets wrong alone does not count: ``aot_eager`` gives the same after the same calls, in everything that
+    is compared. The program ends there.
     """
-    found = _difference(program, through)
+    found = first_difference(program, lambda function: Parallel(function, **WAYS[way]))
     for backward in (False, True) if found is not None else ():
-        of_dynamo = _difference(program, functools.partial(by_dynamo, backward=backward))
-        if of_dynamo is not None and of_dynamo[0] <= found[0]:
+        assert found is not None
+        world = World(program, functools.partial(by_dynamo, backward=backward))
+        results = [world.run(number, *call) for number, call in enumerate(program.calls[: found[0] + 1])]
+        torch.set_default_dtype(torch.float32)
+        if results[-1] == found[1]:
             return None
-    return None if found is None else found[1]
+    return None if found is None else found[2]
 
 
-def _difference(program: Program, through: Callable[..., Any]) -> tuple[int, str] | None:
+def first_difference(program: Program, through: Callable[..., Any]) -> tuple[int, Any, str] | None:
+    """The number of the first call that differs from plain execution, what it gave, and a text that says in what."""
     plain, fast = World(program, lambda function: function), World(program, through)
     try:
-        for number, (changes, surroundings, arguments) in enumerate(program.calls):
+        for number, call in enumerate(program.calls):
             dtype = torch.get_default_dtype()
-            expected = plain.run(number, changes, surroundings, arguments)
+            expected = plain.run(number, *call)
             torch.set_default_dtype(dtype)
-            result = fast.run(number, changes, surroundings, arguments)
+            result = fast.run(number, *call)
             for what, one, other in zip(_PARTS, expected, result, strict=True):
                 if one != other:
                     where = [name for name in one if one[name] != other[name]] if isinstance(one, dict) else ""
                     texts = f"plain:    {_short(one, where)}\nparallel: {_short(other, where)}"
-                    return number, f"call {number}: {what} {where}\n{texts}"
+                    return number, result, f"call {number}: {what} {where}\n{texts}"
     finally:
         torch.set_default_dtype(torch.float32)
     return None
@@ -608,6 +609,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--way", choices=WAYS, default="planned")
     parser.add_argument("--breaks", action="store_true", help="programs that cannot be captured as one graph")
     parser.add_argument("--show", type=int, default=5, help="how many failing programs are printed")
     options = parser.parse_args()
@@ -617,7 +619,7 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.count):
         program = Program.of(seed, breaks=options.breaks)
         try:
-            wrong = difference(program)
+            wrong = difference(program, options.way)
         except Exception as error:
             wrong = f"the comparison itself failed: {type(error).__name__}: {error}"
         if wrong is not None:

@@ -19,12 +19,12 @@ from manyhands.backends.torch.capture.call import call as call_of
 from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.run import threads
 from manyhands.errors import EngineError
-from manyhands.parallel.choose import cpu as choose_cpu
+from manyhands.parallel import planner
 from manyhands.parallel.costs import costs
 from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel
-from manyhands.parallel.plan import Limit, why_too_large
-from manyhands.parallel.way import Executor, Way
+from manyhands.parallel.plan import Executor, Limit, Way, why_too_large
+from manyhands.parallel.trials import Candidate, peak_on_threads
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
@@ -195,7 +195,7 @@ def peaks(function: Callable[..., Any], lanes: int, *arguments: Any) -> int:
     footprint = Footprint(*planning.footprint(found))
     if lanes == 1:
         return peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
-    return choose_cpu._peak(schedule(measured, lanes_for(measured, lanes)), footprint)
+    return peak_on_threads(schedule(measured, lanes_for(measured, lanes)), footprint)
 
 
 def test_the_peak_is_what_is_alive_at_once() -> None:
@@ -212,7 +212,9 @@ def test_the_peak_is_what_is_alive_at_once() -> None:
 def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     xs = [torch.ones(1000) for _ in range(4)]
     assert peaks(chains, 4, *xs) > 1.3 * peaks(chains, 1, *xs)
-    monkeypatch.setattr(choose_cpu, "candidates", lambda trials, *_: [(FOUR, four(trials.measured))])
+    monkeypatch.setattr(
+        planner.candidates, "candidates", lambda trials: [Candidate(FOUR, four(trials.measured), trials.trace, 4)]
+    )
     monkeypatch.setattr(planning, "device_memory", lambda device: 0)
     fast = Parallel(chains)
     fast(*xs)

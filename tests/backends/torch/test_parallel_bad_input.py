@@ -17,7 +17,7 @@ from torch import nn
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads as torch_threads
-from manyhands.parallel.choose import cpu as choose_cpu
+from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
 
 pytestmark = pytest.mark.skipif(
@@ -262,7 +262,7 @@ def test_what_fails_while_plans_are_tried_is_noted(monkeypatch: pytest.MonkeyPat
 
     fast = mh.parallel(lambda x: x + 1)
     with monkeypatch.context() as patch:
-        patch.setattr(choose_cpu, "race", broken)
+        patch.setattr(trials, "in_turns", broken)
         assert fast(torch.ones(2)).tolist() == [2, 2]
         assert "it could not be planned: KeyError: 'of ours'" in fast.explain()
 
@@ -288,7 +288,7 @@ def test_no_memory_for_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any) -> None:
         raise OUT_OF_MEMORY
 
-    monkeypatch.setattr(choose_cpu, "race", no_memory)
+    monkeypatch.setattr(trials, "in_turns", no_memory)
     fast = mh.parallel(lambda x: x + 1)
     assert fast(torch.ones(2)).tolist() == [2, 2]
     assert "out of memory while planning" in fast.explain()

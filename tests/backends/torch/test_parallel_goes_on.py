@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyhands.backends.torch import planning
-from manyhands.parallel.choose import cpu as choose_cpu
+from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def test_runs_that_lost_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(planning, "thread_run", noted)
-    monkeypatch.setattr(choose_cpu, "_CLEARLY", 0.0)  # plain execution is kept
+    monkeypatch.setattr(trials, "_CLEARLY", {True: 0.0})  # plain execution is kept
     fast = Parallel(lambda x: (x @ x).sin() + (x @ x.T).cos())
     fast(torch.rand(8, 8))
     gc.collect()

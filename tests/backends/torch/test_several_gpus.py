@@ -18,10 +18,10 @@ from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.backends.torch.capture.trace import trace_of_graph  # noqa: E402
 from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
-from manyhands.parallel.choose import gpu as choose_gpu  # noqa: E402
-from manyhands.parallel.choose.trials import Trials  # noqa: E402
+from manyhands.parallel.candidates import candidates  # noqa: E402
 from manyhands.parallel.costs import Costed  # noqa: E402
-from manyhands.parallel.way import Executor  # noqa: E402
+from manyhands.parallel.plan import Executor  # noqa: E402
+from manyhands.parallel.trials import Trials  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, limit_memory, schedule  # noqa: E402
@@ -100,7 +100,7 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
     assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(captured))
     trials = Trials(captured, [], planning.device_of(captured), 1.3, reuse_outputs=False, measure=False)
     trials.costed = Costed(captured.tasks)  # measured on no GPU
-    tried = choose_gpu.candidates(trials)
+    tried = candidates(trials)
     assert tried[0].way.lanes == "one lane of each kind"
     assert {candidate.way.executor for candidate in tried} == {Executor.STREAMS}
     for made in (candidate.schedule for candidate in tried):

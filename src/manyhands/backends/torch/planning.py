@@ -6,7 +6,6 @@ Names that this module only imports are part of it, too.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -46,9 +45,7 @@ from manyhands.backends.torch.run.threads import ThreadRun
 threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide among themselves
 Tensor = Any  # for the planner, which imports no framework
 Run = Callable[[Sequence[Any]], list[Any]]  # the results of a graph for its tensors
-_REPEATS = 20
-_LONG = 0.5  # seconds: calls this long need no warm-up and few repetitions
-_ENOUGH = (4, 4 * _LONG), (7, 0.25)  # calls that took so many seconds in all: no more are timed
+_SHORT = 5e-3  # seconds
 _NOISE = 1e-2  # of the largest result: the size of what is zero up to rounding, as the gradient of a cancelled bias
 
 
@@ -264,26 +261,21 @@ def _has_bytes(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > 0
 
 
-def seconds(
-    run: Callable[[], object], device: Gpus | None, put_back: Callable[[], None], repeats: int = _REPEATS
-) -> float:
-    """The median time of one call, including the device's work, after a warm-up; fewer calls if one takes long.
+def seconds(run: Callable[[], object], device: Gpus | None, put_back: Callable[[], None]) -> float:
+    """The time of one call, including the device's work; ``put_back`` is called before.
 
-    ``put_back`` is called before each.
+    Threads of the previous run may still be spinning: of a short call only the second one counts.
     """
-    times: list[float] = []
-    for number in range(repeats + 3):
+    for _ in range(2):
         put_back()
         _wait(device)
         start = time.perf_counter()
         run()
         _wait(device)
-        once = time.perf_counter() - start
-        if number >= 3 or once > _LONG:
-            times.append(once)
-        if any(len(times) >= calls and sum(times) > spent for calls, spent in _ENOUGH):
+        spent = time.perf_counter() - start
+        if spent > _SHORT:
             break
-    return statistics.median(times[1:])
+    return spent
 
 
 def _wait(devices: Gpus | None) -> None:

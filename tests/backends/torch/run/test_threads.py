@@ -21,8 +21,9 @@ from support import run_python
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.tasks import bound, memory_of
-from manyhands.parallel.choose import cpu as choose_cpu
+from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
+from manyhands.parallel.plan import AS_WRITTEN
 from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import parallel, task
 
@@ -259,7 +260,7 @@ def test_plain_values_that_differ_are_no_small_difference() -> None:
 
 
 def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is stood in for: of the ways that were tried one is twice as fast, or all are nearly as fast."""
+    """The clock is stood in for: of the ways that were tried the first is twice as fast, or all are nearly as fast."""
 
     def branches(*xs: torch.Tensor) -> list[torch.Tensor]:
         results = []
@@ -272,15 +273,17 @@ def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch)
     inputs = [torch.randn(64, 64) for _ in range(4)]
     expected = branches(*inputs)
     for fastest, others in ((0.5, 1.0), (0.98, 0.99)):
+        raced: list[int] = []
 
-        def race(ways: Any, _: Any, last: float = fastest, middle: float = others) -> list[list[float]]:
-            return [[seconds] * 3 for seconds in (1.0, *[middle] * (len(ways) - 2), last)]
+        def in_turns(*_: Any, last: float = fastest, usual: float = others, raced: Any = raced) -> Any:
+            raced.append(1)
+            return [last if len(raced) == 1 else usual] * 3, [1.0] * 3
 
-        monkeypatch.setattr(choose_cpu, "race", race)
+        monkeypatch.setattr(trials, "in_turns", in_turns)
         fast = Parallel(branches, pure=True)
         results = fast(*inputs)
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, expected, strict=True))
-        assert fast.planned.seconds[fast.planned.way] == (0.5 if fastest == 0.5 else 1.0)
+        assert (fast.planned.way == AS_WRITTEN) == (fastest != 0.5)
 
 
 def test_trying_out_leaves_no_trace() -> None:
@@ -338,25 +341,3 @@ def test_explicit_tasks_know_views_and_carry_the_grad_mode() -> None:
         task(lambda t: time.sleep(0.02) or t.add_(1), writes=(top,))(top)
         assert task(lambda t: t.sum().item())(whole).result() == 2
         assert task(torch.is_grad_enabled)().result() is False
-
-
-def test_calls_that_take_long_are_tried_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: plain execution takes as many seconds as are given, and so do others."""
-    now, called = 0.0, list[int]()
-
-    def taking(number: int, seconds: float) -> Callable[[], None]:
-        def run() -> None:
-            nonlocal now
-            now += seconds
-            called.append(number)
-
-        return run
-
-    monkeypatch.setattr(choose_cpu.time, "perf_counter", lambda: now)
-    times = choose_cpu.race([taking(0, 4.0), taking(1, 3.0), taking(2, 6.0)], lambda: None)
-    assert times == [[4.0, 4.0], [3.0, 3.0], [6.0, 6.0]]
-    assert [called.count(number) for number in range(3)] == [2, 2, 1]
-    called.clear()
-    times = choose_cpu.race([taking(0, 0.006), taking(1, 0.008)], lambda: None)
-    assert [len(value) for value in times] == [30, 30]
-    assert [called.count(number) for number in range(2)] == [31, 31]  # the first round is the warm-up

@@ -46,7 +46,7 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
         replacements = iter(values)
         return structure.unflatten(next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
 
-    shares_memory, first = _aliases(tensors), tuple(first_of_each(tensors))
+    shares_memory, first = share_memory(tensors), tuple(first_of_each(tensors))
     signature = (structure, known, shares_memory, first, _orders((arguments, keywords)), modes())
     return Call(signature, tensors, shares_memory, rebuild)
 
@@ -83,8 +83,9 @@ def _key(leaf: Any) -> Any:
     return (type(leaf), repr(leaf)) if isinstance(leaf, BY_VALUE) else Same(leaf)
 
 
-def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two tensors share memory, by address: two ``from_numpy`` of one array do so without sharing a storage."""
+def share_memory(values: Sequence[Any]) -> bool:
+    """Whether two tensors among these share memory, by address: two ``from_numpy`` of one array share no storage."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
     return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
 

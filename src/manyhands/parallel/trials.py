@@ -1,0 +1,249 @@
+"""The trials of one graph: its candidates are run with the arguments of a call, compared with the graph, and timed.
+
+A graph has no effects but its results and what it writes to its arguments, so it can be tried as often as necessary:
+written arguments and random states are restored. A plan of unchanged operations must give the bits of the graph run
+operation by operation, except where kernels sum in another order. Compiled code rounds in other places and gets a
+larger tolerance (``trace.close``). Where that is not enough, the graph's own results say how much rounding matters in
+it: they are computed once more, for compiled code with arguments that are rounded.
+
+Which is faster depends on sizes, on the machine and on its load. So a candidate and the best one so far are called in
+turns: a temporary load affects both. A candidate that is not clearly faster is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.planning import Gpus, Replay, Tensor
+from manyhands.errors import first_line
+from manyhands.parallel.costs import Costed, costs
+from manyhands.parallel.plan import TO_THE_BIT, Exactness, Executor, Limit, Way, close, why_too_large
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import Graph, graph
+from manyhands.schedule.lanes import Schedule, limit_memory
+from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
+from manyhands.schedule.simulate import moments
+
+HANDOVER = 20e-6  # seconds; handing a shorter task to another thread does not pay
+_TIMES = 4  # the graph's own spread that a plan's results may be off
+_FEWEST, _MOST = 3, 30  # turns
+_BUDGET = 0.15  # seconds: then there are no more turns than the fewest
+_LONG = 0.1  # seconds: for calls this long two turns are enough, and the first one counts
+_BEHIND = 1.3  # times as long in the first turn: there is no other
+_CLEARLY = {True: 0.97, False: 0.99}  # of the time of plain execution; of another way
+Run = Callable[[Sequence[Tensor]], list[object]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the graph: a schedule of it, or of the graph compiled."""
+
+    way: Way
+    schedule: Schedule
+    trace: Trace
+    threads: int = 1  # of the CPU, which the lanes share
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate with the right results."""
+
+    candidate: Candidate
+    run: Run
+    exactness: Exactness | None
+    peaks: Peaks
+
+    @property
+    def way(self) -> Way:
+        return self.candidate.way
+
+
+@dataclass
+class Trials:
+    """What the candidates of one graph have in common, and what is learned from trying them."""
+
+    trace: Trace
+    tensors: Sequence[Tensor]
+    devices: Gpus | None
+    memory: float  # times the memory of plain execution that a plan may take
+    reuse_outputs: bool
+    measure: bool  # costs that are not known yet; otherwise they are estimated
+    seconds: dict[Way, float] = field(default_factory=dict)
+    predicted: dict[Way, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def costed(self) -> Costed:
+        return costs(self.trace, self.devices, measure=self.measure)
+
+    @functools.cached_property
+    def measured(self) -> Graph:
+        return graph(self.costed.tasks)
+
+    @functools.cached_property
+    def footprint(self) -> Footprint:
+        return Footprint(*planning.footprint(self.trace))
+
+    @functools.cached_property
+    def limit(self) -> Limit:
+        return Limit(self.memory, planning.device_memory(self.devices) // 100)
+
+    @functools.cached_property
+    def plain_peak(self) -> int:
+        tasks = self.measured.tasks
+        return peak(tasks, self.footprint, one_after_the_other(range(len(tasks))))
+
+    @functools.cached_property
+    def expected(self) -> list[object]:
+        """The results of the graph run operation by operation."""
+        return planning.results_of(self.trace, self.tensors, planning.as_written(self.trace))
+
+    def choose(self, candidates: Sequence[Candidate], best: Tried) -> Tried:
+        """The fastest right one of these candidates and the best one so far."""
+        for candidate in candidates:
+            candidate, needed = self._within_limit(candidate)
+            check(candidate.schedule)
+            right = self._tried(candidate, needed)
+            if right is not None and self._is_faster(right, best):
+                best = right
+        return best
+
+    def untested(self, candidate: Candidate) -> Tried:
+        """A candidate that needs no trial: the graph as it is, or what the caller demands."""
+        check(candidate.schedule)
+        return Tried(candidate, self._run_of(candidate), None, Peaks(self.plain_peak, self.plain_peak))
+
+    def footprint_of(self, trace: Trace) -> Footprint:
+        return self.footprint if trace is self.trace else Footprint(*planning.footprint(trace))
+
+    def _within_limit(self, candidate: Candidate) -> tuple[Candidate, int]:
+        """The candidate, on a GPU held back by more waits if it would take too much memory; and what it takes."""
+        footprint = self.footprint_of(candidate.trace)
+        beside = 0  # copies of the arguments, and of results in addition to those that the caller gets
+        if candidate.way.executor is Executor.GRAPH:
+            beside = planning.copied_bytes(self.tensors) + (0 if self.reuse_outputs else footprint.result_bytes())
+
+        def needed(scheduled: Schedule) -> int:
+            if self.devices is None:
+                return beside + peak_on_threads(scheduled, footprint)
+            released_after = planning.release_points(candidate.trace, planning.plan_of(scheduled))
+            in_order = one_after_the_other(scheduled.order)
+            return beside + peak(scheduled.graph.tasks, footprint, in_order, released_after)
+
+        bytes_needed = needed(candidate.schedule)
+        if self.devices is not None and not self.limit.allows(bytes_needed, self.plain_peak):
+            held_back = limit_memory(candidate.schedule, needed, self.limit.most(self.plain_peak))
+            candidate, bytes_needed = replace(candidate, schedule=held_back), needed(held_back)
+        return candidate, bytes_needed
+
+    def _tried(self, candidate: Candidate, needed: int) -> Tried | None:
+        """The candidate if it takes little enough memory, can be run, and is right; a note says why not."""
+        way = candidate.way
+        if (reason := why_too_large(way, needed, self.plain_peak, self.limit)) is not None:
+            self.notes.append(reason)
+            return None
+        try:
+            with planning.untouched(self.trace, self.tensors):
+                run = self._run_of(candidate)
+            results = planning.results_of(self.trace, self.tensors, run)
+        except Exception as error:  # out of memory, an operation that cannot be captured
+            self.notes.append(f"{way} is not used: {first_line(error)}")
+            return None
+        refused, exactness = self._judged(results, candidate.trace.close)
+        if refused is not None:
+            self.notes.append(f"{way} is not used: {refused}")
+            return None
+        return Tried(candidate, run, exactness, Peaks(needed, self.plain_peak))
+
+    def _run_of(self, candidate: Candidate) -> Run:
+        """The candidate, ready to be called; one thread at a time, if all its calls use the same memory."""
+        way, trace, plan = candidate.way, candidate.trace, planning.plan_of(candidate.schedule)
+        if way.executor is Executor.AS_WRITTEN:
+            run = planning.as_written(trace)
+            return planning.with_threads(run, 1) if way.one_thread else run
+        replayed: Replay
+        if way.executor is Executor.THREADS:
+            replayed = planning.thread_run(trace, plan, candidate.threads)
+        elif way.executor is Executor.CALLERS_THREAD:
+            replayed = planning.synchronous_run(trace, plan)
+        else:
+            assert self.devices is not None
+            if way.executor is Executor.STREAMS:
+                replayed = planning.StreamRun(trace, plan, self.devices)
+            else:
+                replayed = planning.GraphRun(trace, plan, self.tensors, self.devices, reuse_outputs=self.reuse_outputs)
+        return replayed.replay if replayed.concurrent else _one_at_a_time(replayed)
+
+    def _judged(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
+        """Why results are not right, or None; and how close they are."""
+        if planning.overlapping(results) - planning.overlapping(self.expected):
+            return "two of its results share memory", Exactness(False, "not comparable")
+        is_compiled = tolerance > self.trace.close
+        same, difference = planning.equal(results, self.expected, is_compiled=is_compiled)
+        if same:
+            return None, TO_THE_BIT
+        if difference > tolerance:
+            tolerance = max(tolerance, _TIMES * self._spread(tolerance if is_compiled else 0.0))
+        return f"its results differ by {difference:.1e}" if difference > tolerance else None, close(difference)
+
+    def _spread(self, tolerance: float) -> float:
+        """How far results of the graph itself are from each other, where kernels add in any order.
+
+        With a ``tolerance``, that of compiled code, its arguments are rounded to that precision, too.
+        """
+        tensors = planning.rounded(self.tensors, tolerance / 16) if tolerance else self.tensors
+        again = planning.results_of(self.trace, tensors, planning.as_written(self.trace))
+        return planning.equal(again, self.expected, is_compiled=tolerance > 0)[1]
+
+    def _is_faster(self, right: Tried, best: Tried) -> bool:
+        """Whether this takes clearly less time than the best so far; the seconds of both are kept for the report."""
+        with planning.untouched(self.trace, self.tensors) as put_back:
+
+            def seconds_of(one: Tried) -> float:
+                return planning.seconds(lambda: one.run(self.tensors), self.devices, put_back)
+
+            ours, theirs = in_turns(lambda: seconds_of(right), lambda: seconds_of(best))
+        self.seconds[right.way], self.seconds[best.way] = statistics.median(ours), statistics.median(theirs)
+        # A load from outside that slows only the best so far is no reason to replace it: also the best times count.
+        ratio = statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+        return max(ratio, min(ours) / min(theirs)) < _CLEARLY[best.way.is_plain]
+
+
+def in_turns(first: Callable[[], float], second: Callable[[], float]) -> tuple[list[float], list[float]]:
+    """The seconds of both in every turn, after a turn to warm up; no more turns if the first is far behind."""
+    ours, theirs = list[float](), list[float]()
+    start = time.perf_counter()
+    for number in range(_MOST + 1):
+        our, their = (first(), second()) if number % 2 else (second(), first())[::-1]
+        is_behind, is_long = our > _BEHIND * their, min(our, their) > _LONG
+        if number or is_behind or is_long:
+            ours.append(our)
+            theirs.append(their)
+        enough = len(ours) >= (2 if is_long else _FEWEST) and time.perf_counter() - start > _BUDGET
+        if enough or (is_behind and not number):
+            break
+    return ours, theirs
+
+
+def peak_on_threads(scheduled: Schedule, footprint: Footprint) -> int:
+    """Peak memory on threads: a memory is freed after its last user, on whichever lane that is."""
+    if len(set(scheduled.lane_of)) < 2:
+        return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order))
+    return peak(scheduled.graph.tasks, footprint, moments(scheduled, wait_seconds=HANDOVER))
+
+
+def _one_at_a_time(run: Replay) -> Run:
+    alone = threading.Lock()
+
+    def replay(tensors: Sequence[Tensor]) -> list[object]:
+        with alone:
+            return run.replay(tensors)
+
+    return replay
