@@ -53,6 +53,10 @@ _CALLED = {
     "callbacks": "callback cbs",
     "loggers": "logger report_to",
     "optimize": "fast compile fused_norms jit jit_compile torch_compile run_eagerly eager",
+    # The arguments of fit
+    "validation": "validation_data val_data valid_data eval_data val val_dataloaders val_dataloader eval_dataset "
+    "val_dataset validation_dataset test_data",
+    "data": "train_data train train_dataloaders train_dataloader train_dataset dataloaders datamodule dls x",
 }
 _MEANT = {name: option for option, names in _CALLED.items() for name in names.split()}
 
@@ -61,8 +65,7 @@ _ADVICE = {
         "weight_decay momentum betas nesterov eps"
     ),
     "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader": (
-        "data train_data validation_data val_data train_dataset eval_dataset dls train_dataloaders val_dataloaders "
-        "datamodule test_data x y"
+        "data validation y"
     ),
     "loggers have it: Trainer(loggers=[mh.CSVLogger(every=50)])": "log_every_n_steps",
     "the model is given to fit: trainer.fit(model, data)": "model",
@@ -76,13 +79,6 @@ _ADVICE = {
     "it is a callback: Trainer(callbacks=[mh.EarlyStopping('val_loss', patience=3)])": "early_stopping patience",
 }
 _EXPLAINED = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
-# The arguments of fit, and what others call them.
-_OF_METHOD = {
-    "validation": "validation_data val_data valid_data eval_data val val_dataloaders val_dataloader eval_dataset "
-    "val_dataset validation_dataset test_data",
-    "data": "train_data train train_dataloaders train_dataloader train_dataset dataloaders datamodule dls x X",
-}
-_ARGUMENTS = {name: argument for argument, names in _OF_METHOD.items() for name in names.split()}
 # An option that belongs to a topic: the trainer's argument, and the class of its value.
 _PLACES: dict[str, tuple[str, str]] = {}
 
@@ -132,18 +128,17 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
 
 def _cure(name: str, value: object, known: Collection[str]) -> str:
     """What to write instead of an option that does not exist; ``known`` are those that do."""
-    option = _ARGUMENTS.get(name)
-    if option not in known:
-        option = option_called(name) or (name if name in _CALLED or name in _PLACES else None)
+    option = option_called(name) or (name if name in _CALLED or name in _PLACES else None)
     if option in known:
         return f"it is called {option} here"
+    if (advice := _EXPLAINED.get(option or name.lower())) is not None:
+        return advice
     if option is not None:
         is_shown = option == name or (isinstance(value, Real) and not isinstance(value, bool))
         text = repr(value) if is_shown and len(repr(value)) < 60 else "..."
         return f"{'write' if option == name else f'it is called {option} here. Write'} {_written(option, text)}"
-    if (advice := _EXPLAINED.get(name.lower())) is not None:
-        return advice
-    close = difflib.get_close_matches(name, [*known, *_PLACES, *_CALLED], 1)
+    options = [option for option in _CALLED if option not in _EXPLAINED]
+    close = difflib.get_close_matches(name, [*known, *_PLACES, *options], 1)
     if not close:
         return f"there are {', '.join(known)}"
     return f"did you mean {close[0] if close[0] in known else _written(close[0], '...')}?"

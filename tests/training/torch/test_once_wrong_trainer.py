@@ -151,11 +151,11 @@ def test_an_interrupted_start_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) ->
         started.append(spawn(self, rank, address, key))
         return started[-1]
 
-    pool._stop_pools()
+    pool.stop_all()
     monkeypatch.setattr(pool.Pool, "_spawn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(mlp(), vectors(), ranks=2)
-    assert not pool._pools
+    assert pool._pool is None
     assert started[0].process.poll() is not None
 
 

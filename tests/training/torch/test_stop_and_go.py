@@ -108,7 +108,7 @@ def test_resumed_on_another_number_of_ranks(tmp_path: Path, before: int, after: 
 
 def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
     fit(mlp(), vectors(), 2)  # so that there is a pool
-    (workers,) = [one.workers for one in pool._pools.values()]
+    workers = pool.pool_for([torch.device("cpu")] * 2).workers
     victim = random.Random(5).randrange(2)
     delay = random.random() * 0.5
 
@@ -164,7 +164,7 @@ def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.Capt
     fit(SumsUp(COUNT), OneHot(COUNT), 2, loss=prints, max_epochs=1)
     assert "a word from the first rank" in capfd.readouterr().out
     assert before is not None
-    (workers,) = [one.workers for one in pool._pools.values()]
+    workers = pool.pool_for([torch.device("cpu")] * 2).workers
     assert {psutil.Process(worker.process.pid).ppid() for worker in workers} == {before.process.pid}
     assert fork_server.current(before.environment) is before
 
@@ -172,7 +172,7 @@ def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.Capt
 def test_a_fork_of_the_caller_leaves_its_workers_alone() -> None:
     """A child that ends as usual calls what was registered for the end; the workers are its parent's."""
     fit(mlp(), vectors(), 2, max_epochs=1)
-    (workers,) = [one.workers for one in pool._pools.values()]
+    workers = pool.pool_for([torch.device("cpu")] * 2).workers
     child = os.fork()
     if child == 0:
         pool.stop_all()
@@ -180,7 +180,7 @@ def test_a_fork_of_the_caller_leaves_its_workers_alone() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert [worker.process.poll() for worker in workers] == [None, None]
     fit(mlp(), vectors(), 2, max_epochs=1)
-    assert [one.workers for one in pool._pools.values()] == [workers]
+    assert pool.pool_for([torch.device("cpu")] * 2).workers is workers
 
 
 def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
-from manyhands.training.torch.workers import job_bytes
 
 _HOST = torch.device("cpu")
 
@@ -194,6 +193,8 @@ class _Outputs:
         moving, structure = coming
         pair = structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
         if self.world.size > 1:
+            from manyhands.training.torch.workers import job_bytes
+
             parts = self.world.bytes_to_first(job_bytes.dumps(map_tensors(_compact, pair)))
             pair = _joined([pickle.loads(part) for part in parts]) if self.world.first else None
         if pair is not None and self.take_pair is not None:

@@ -6,10 +6,9 @@ several, or in the processes of a launcher. Workers send their outputs back in p
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from manyhands.training.evaluation.metrics import evaluate_with_metrics, ignore_
 from manyhands.training.learner import Say, Take
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.evaluation import Evaluation
-from manyhands.training.torch.job import HALVES, Job
+from manyhands.training.torch.job import HALVES, Job, placement_preserved
 from manyhands.training.torch.objective import placed
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.workers import job_bytes, pool
+from manyhands.training.torch.workers import job_bytes
 
 _ALIVE_EVERY = 0.2  # seconds
 
@@ -49,7 +48,7 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
     """In the calling process; the model, and the caller's random numbers, are then as they were."""
-    with randomness.preserved(here.device), _device_and_precision_preserved(job.model):
+    with randomness.preserved(here.device), placement_preserved(job.model):
         return computed(job, here, take, ignore_progress)
 
 
@@ -72,6 +71,7 @@ def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
 
 def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict[str, Any] | None:
     """The caller's side of a job in worker processes."""
+    from manyhands.training.torch.workers import pool
 
     def event(event: dict[str, Any]) -> None:
         if event["kind"] == "outputs" and take is not None:
@@ -79,22 +79,3 @@ def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict
 
     figures: dict[str, Any] | None = pool.pool_for(ranks).run(job, event)["figures"]
     return figures
-
-
-@contextlib.contextmanager
-def _device_and_precision_preserved(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards the model is on its device and in its precision again."""
-    before = {name: (tensor.device, tensor.dtype) for name, tensor in model_tensors(model)}
-    try:
-        yield
-    finally:
-        if any(tensor.device != before[name][0] for name, tensor in model_tensors(model)):
-            model.to(next(iter(before.values()))[0])
-        for name, tensor in model_tensors(model):  # buffers are other objects after a move
-            if tensor.dtype != before[name][1]:
-                tensor.data = tensor.data.to(before[name][1])
-
-
-def model_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """All tensors of a model by name, also those that it does not save."""
-    return [*model.named_parameters(), *model.named_buffers()]

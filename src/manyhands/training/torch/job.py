@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +90,28 @@ class Job:
                 "Step(on_nan='continue') with several optimizers: a batch that is skipped would have to take back the "
                 "updates of all of them. Leave it out"
             )
+
+
+@contextlib.contextmanager
+def placement_preserved(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the model is on its device, and in its precision and memory format, again."""
+
+    def tensors() -> list[tuple[str, torch.Tensor]]:
+        return [*model.named_parameters(), *model.named_buffers()]  # others are not saved, but they move
+
+    device = next((tensor.device for _, tensor in tensors()), torch.device("cpu"))
+    dtypes = {name: tensor.dtype for name, tensor in tensors()}
+    was_contiguous = all(tensor.is_contiguous() for _, tensor in tensors() if tensor.dim() == 4)
+    try:
+        yield
+    finally:
+        model.to(device)
+        if was_contiguous:
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        for name, tensor in tensors():  # buffers are other objects after a move
+            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+            if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
+                tensor.grad = tensor.grad.to(tensor.dtype)
 
 
 def number_format_for(job: Job, device: torch.device) -> NumberFormat:

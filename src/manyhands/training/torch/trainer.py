@@ -33,15 +33,14 @@ from manyhands.training.learner import Take
 from manyhands.training.loss import own_step
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import evaluation, evaluation_job, optimizers, schedulers
+from manyhands.training.torch import evaluation, optimizers, schedulers
 from manyhands.training.torch.data.sources import Source, source
-from manyhands.training.torch.job import Job
+from manyhands.training.torch.job import Job, placement_preserved
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.preflight import checks, gradient_hooks, lessons, loss_trial
+from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
-from manyhands.training.torch.workers import job_bytes, pool
 from manyhands.training.trainer import BaseTrainer
 
 _OF_NCCL = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
@@ -123,15 +122,21 @@ class Trainer(BaseTrainer):
         before = checks.copied(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
-        diagnosed = _diagnosed(lambda error: lessons.of(dataclasses.replace(job, model=before), error))
-        with own_step.plots_taken_over(model), diagnosed:
-            device = self._launched_device() if launcher.is_launched() else self.ranks[0]
+        with own_step.plots_taken_over(model), _explained(dataclasses.replace(job, model=before)):
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
-                gradient_hooks.check(model, settings.step, launcher.size() or len(self.ranks))
-                loss_trial.check_loss(model, job, launcher.size() or len(self.ranks), device)
+                checks.note_sum(job)
+                if (ranks := launcher.size() or len(self.ranks)) > 1 or settings.step.accumulate > 1:
+                    self._check_parts(model, job, ranks)
             return self._fit(job, dispatcher)
+
+    def _check_parts(self, model: torch.nn.Module, job: Job, ranks: int) -> None:
+        """A batch is processed in parts: check that they make the update of the whole."""
+        from manyhands.training.torch.preflight import gradient_hooks, loss_trial
+
+        gradient_hooks.check(model, job.settings.step, ranks)
+        loss_trial.check_loss(model, job, ranks, self._launched_device() if launcher.is_launched() else self.ranks[0])
 
     def _launched_device(self) -> torch.device:
         """The device of this rank of a launcher: a GPU where every rank of the machine has its own."""
@@ -181,6 +186,8 @@ class Trainer(BaseTrainer):
         return evaluation.joined(arrays)
 
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
+        from manyhands.training.torch.workers import pool
+
         sent = _on_host(job)
         try:
             final_state = pool.pool_for(self.ranks).run(sent, dispatcher.event)
@@ -271,7 +278,7 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        with own_step.plots_taken_over(model), _diagnosed(lambda error: lessons.of(job, error)):
+        with own_step.plots_taken_over(model), _explained(job):
             with modes_preserved(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)
@@ -299,7 +306,7 @@ class Trainer(BaseTrainer):
     def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         job = self._other_job(model, source, settings, "predict")
         job.inputs = inputs
-        with _diagnosed(lambda error: lessons.of_prediction(job)):
+        with _explained(job):
             return collect_outputs(lambda _, take: self._computed(job, take), self._joined)
 
     def _other_job(
@@ -312,6 +319,8 @@ class Trainer(BaseTrainer):
         return Job(model, objective, source, None, settings, _no_optimizer, purpose=purpose)
 
     def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
+        from manyhands.training.torch import evaluation_job
+
         if launcher.is_launched():
             with self._as_rank(job.settings, _warn) as here:
                 return evaluation_job.in_process(job, here, take)
@@ -339,21 +348,13 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     """Train in this process; leave the model, and the caller's random numbers, where they were."""
     from manyhands.training.torch.learner import loop_of  # what a job in worker processes does not need here
 
-    device = next(job.model.parameters()).device
-    dtypes = {name: tensor.dtype for name, tensor in evaluation_job.model_tensors(job.model)}
     try:
-        with randomness.preserved(here.device), modes_preserved(job.model):
+        with randomness.preserved(here.device), placement_preserved(job.model), modes_preserved(job.model):
             loop, rank = loop_of(job, here, dispatcher.event)
             result = loop.fit()
             rank.update_caller_model()
             return result
     finally:
-        job.model.to(device)
-        job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        for name, tensor in evaluation_job.model_tensors(job.model):
-            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
-            if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
-                tensor.grad = tensor.grad.to(tensor.dtype)
         if isinstance(job.optimizer, torch.optim.Optimizer):
             job_state.settle(job.optimizer)
 
@@ -373,6 +374,8 @@ def _on_host(job: Job) -> Job:
     """The job with its model and optimizer in the host's memory, to be sent."""
     if all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in job.model.parameters()):
         return job
+    from manyhands.training.torch.workers import job_bytes
+
     sent = copy.copy(job)
     try:  # as for a worker: hooks come along, and hold the copies
         sent.model, sent.optimizer = job_bytes.loads(job_bytes.dumps((job.model, job.optimizer)))
@@ -383,13 +386,15 @@ def _on_host(job: Job) -> Job:
 
 
 @contextlib.contextmanager
-def _diagnosed(diagnosis: Callable[[Exception], str | None]) -> Iterator[None]:
-    """Raises a BadBatch with the diagnosis where PyTorch, here or in a worker, may have refused the samples."""
+def _explained(job: Job) -> Iterator[None]:
+    """Raises a BadBatch that says what to change, where PyTorch may have refused the samples, here or in a worker."""
     try:
         yield
     except Exception as error:
-        is_known = isinstance(error, (ManyhandsError, OSError)) and not isinstance(error, WorkerFailed)
-        lesson = None if is_known else diagnosis(error)
-        if lesson is None:
+        if isinstance(error, (ManyhandsError, OSError)) and not isinstance(error, WorkerFailed):
+            raise
+        from manyhands.training.torch.preflight import lessons
+
+        if (lesson := lessons.of_prediction(job) if job.purpose == "predict" else lessons.of(job, error)) is None:
             raise
         raise BadBatch(lesson) from error

@@ -6,16 +6,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from manyhands.training.torch.workers import job_bytes, pool
+from manyhands.training.torch.workers import pool
 
 
 class Answers:
     """The end of a worker's connection."""
 
     def __init__(self) -> None:
-        self.sent: list[bytes] = []
+        self.sent: list[Any] = []
 
-    def send_bytes(self, message: bytes) -> None:
+    def send(self, message: Any) -> None:
         self.sent.append(message)
 
 
@@ -30,11 +30,11 @@ def test_the_time_of_a_callback_is_no_silence_of_a_worker() -> None:
 
     own._pass_on(workers[0], {"kind": "evaluation", "asks": True}, say)
     assert all(worker.heard >= 1000.05 for worker in workers)
-    assert workers[0].connection.sent == [b'answer {"stop": null, "save": []}']
+    assert workers[0].connection.sent == [("answer", {"stop": None, "save": []})]
     assert not workers[1].connection.sent
     own._pass_on(workers[0], {"kind": "steps"}, lambda event: None)
     assert len(workers[0].connection.sent) == 1
     own._pass_on(workers[0], {"kind": "steps"}, say)
     assert len(workers[0].connection.sent) == 1
     own._pass_on(workers[0], {"kind": "steps"}, lambda event: {"stop": "enough"})
-    assert workers[0].connection.sent[1:] == [job_bytes.WISH + b'{"stop": "enough"}']
+    assert workers[0].connection.sent[1:] == [("wish", {"stop": "enough"})]

@@ -117,6 +117,14 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
     return why_no_classes(str(target.dtype).removeprefix("torch."), (data.count, *target.shape[1:]))
 
 
+def note_sum(job: Job) -> None:
+    if getattr(getattr(job.objective, "loss", None), "reduction", None) == "sum":
+        job.notes.append(
+            "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on "
+            "the batch size. To minimise the sum, multiply lr by the batch size"
+        )
+
+
 # Labels
 
 

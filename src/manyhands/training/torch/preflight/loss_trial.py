@@ -42,10 +42,6 @@ _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes litt
 _PRECISIONS = {torch.float64: "float64", torch.float32: "tf32"}  # a GPU may multiply float32 in TF32
 _GATHERED = 2 << 30  # bytes of a batch that are gathered at most
 _READ_BACK = 1e-6  # relative: what a pass may differ from the one before that has changed the state
-_MEAN_OF_SUM = (
-    "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on the "
-    "batch size. To minimise the sum, multiply lr by the batch size"
-)
 _OF_UPDATES = (
     "training_step(batch, optimizers): several devices make the update of one if each loss is a mean over samples or "
     "an mh.LossSum, which the trainer cannot try out here"
@@ -59,12 +55,8 @@ _TOGETHER = (
 
 
 def check_loss(model: torch.nn.Module, job: Job, ranks: int, device: torch.device) -> None:
-    """Find out how the parts of a batch are put together, where it is processed in parts; refuse what cannot be."""
+    """Find out how the parts of a batch, which is processed in parts, are put together; refuse what cannot be."""
     objective = job.objective
-    if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
-        job.notes.append(_MEAN_OF_SUM)
-    if ranks == 1 and job.settings.step.accumulate == 1:
-        return
     if isinstance(objective, OwnStep) and makes_updates(model):  # to try a loss would be to train
         job.notes.append(_OF_UPDATES)
         objective.rows = Rows()

@@ -26,11 +26,6 @@ from manyhands.backends.torch import compat
 from manyhands.errors import NotSendable
 from manyhands.training.torch.job import Job
 
-ANSWER = b"answer "  # to the first rank: what callbacks say to an event of it; JSON follows
-STOP_JOB = b"stop"  # to a rank: end the job between two steps, and send the weights
-STOP = b"stop after this step: "  # to the first rank; the name of the caller's signal follows
-WISH = b"callbacks stop: "  # to the first rank: callbacks stop the training without being asked; JSON follows
-
 
 def pickled(job: Job) -> bytes:
     """A job as bytes; the error names what cannot be sent."""

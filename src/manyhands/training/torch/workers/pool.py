@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import pickle
 import secrets
@@ -34,8 +33,7 @@ from manyhands.training import stopping
 from manyhands.training.learner import Say
 from manyhands.training.torch.job import Job, torch_settings
 from manyhands.training.torch.ranks import world
-from manyhands.training.torch.workers import fork_server
-from manyhands.training.torch.workers import job_bytes as sending
+from manyhands.training.torch.workers import fork_server, job_bytes
 
 _START_SECONDS = 120
 _STDOUT = 1
@@ -62,11 +60,17 @@ class _Worker:
     log: Path
     connection: Connection = None  # type: ignore[assignment]
     heard: float = 0.0
-    # Between two messages.
-    longest: float = 0.0
-    step: int = -1
-    spoke: bool = False
+    longest: float = 0.0  # between two messages
+    step: int = -1  # none was reported
     outcome: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.device})"
+
+    def patience(self, hang_seconds: float) -> float:
+        """How long it may be silent."""
+        return max(hang_seconds * (_FIRST_STEPS if self.step < 1 else 1), 5 * self.longest)
 
 
 @dataclass
@@ -82,30 +86,24 @@ class Pool:
 
     def start(self) -> None:
         """Start all workers, or none: an interruption leaves no process behind."""
+        key, address = secrets.token_bytes(32), os.path.join(self.folder.name, "pool")
+        until = time.monotonic() + _START_SECONDS
         try:
-            self._start()
+            with Listener(address, "AF_UNIX", backlog=len(self.devices), authkey=key) as listener:
+                for rank in range(len(self.devices)):
+                    self.workers.append(self._spawn(rank, address, key))
+                listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+                while any(worker.connection is None for worker in self.workers):
+                    with contextlib.suppress(TimeoutError):
+                        connection = listener.accept()
+                        self.workers[connection.recv()].connection = connection
+                    for worker in self.workers:
+                        if worker.process.poll() is not None or time.monotonic() > until:
+                            raise WorkerFailed(f"the worker of rank {worker.rank} did not start:\n{_tail(worker.log)}")
         except BaseException:
             self.stop()
             self.folder.cleanup()
             raise
-
-    def _start(self) -> None:
-        key = secrets.token_bytes(32)
-        address = os.path.join(self.folder.name, "pool")
-        with Listener(address, "AF_UNIX", backlog=len(self.devices), authkey=key) as listener:
-            for rank in range(len(self.devices)):
-                self.workers.append(self._spawn(rank, address, key))
-            listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
-            until = time.monotonic() + _START_SECONDS
-            missing = len(self.devices)
-            while missing:
-                try:
-                    connection = listener.accept()
-                except TimeoutError:
-                    self._check_start(until)
-                    continue
-                self.workers[connection.recv()].connection = connection
-                missing -= 1
 
     def _spawn(self, rank: int, address: str, key: bytes) -> _Worker:
         device = self.devices[rank]
@@ -133,11 +131,6 @@ class Pool:
         on_cpu = sum(device.type == "cpu" for device in self.devices)
         return max(1, machine.usable_cores() // max(1, on_cpu))
 
-    def _check_start(self, until: float) -> None:
-        for worker in self.workers:
-            if worker.process.poll() is not None or time.monotonic() > until:
-                raise WorkerFailed(f"the worker of rank {worker.rank} did not start:\n{_tail(worker.log)}")
-
     def alive(self) -> bool:
         return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
 
@@ -151,18 +144,18 @@ class Pool:
     def run(self, job: Job, say: Say) -> dict[str, Any]:
         """Run a job; returns what the first rank sends back: its result, the weights, and the optimizer's state."""
         self.jobs += 1
-        job_bytes = sending.pickled(job)
+        pickled = job_bytes.pickled(job)
         now = time.monotonic()
         for worker in self.workers:
-            worker.heard, worker.longest, worker.step, worker.spoke, worker.outcome = now, 0.0, -1, False, None
+            worker.heard, worker.longest, worker.step, worker.outcome = now, 0.0, -1, None
         try:
             for worker in self.workers:
-                self._send(worker, pickle.dumps((job_bytes, self._place(worker, job))))
+                self._send(worker, "job", (pickled, self._place(worker, job)))
             asked = None
             while any(worker.outcome is None for worker in self.workers):
                 self._listen(say)
                 if asked is None and (asked := stopping.current_requests().asked) is not None:
-                    self._send(self.workers[0], sending.STOP + asked.encode())
+                    self._send(self.workers[0], "signal", asked)
                 self._check(job.settings.workers.hang_seconds)
         except KeyboardInterrupt as interrupt:
             try:
@@ -186,19 +179,16 @@ class Pool:
         worker = self.workers[0 if shares is None else shares.index(max(shares))]
         until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            worker.connection.send_bytes(sending.STOP_JOB)
-            while (left := until - time.monotonic()) > 0:
-                if worker.connection.poll(left):
-                    message: dict[str, Any] = worker.connection.recv()
-                    if message["kind"] in ("stopped", "done"):
-                        return message if "weights" in message else None
-                    if message["kind"] == "error":
-                        return None
+            worker.connection.send(("interrupt", None))
+            while (left := until - time.monotonic()) > 0 and worker.connection.poll(left):
+                message: dict[str, Any] = worker.connection.recv()
+                if message["kind"] in ("stopped", "done", "error"):
+                    return message if "weights" in message else None
         return None
 
-    def _send(self, worker: _Worker, message: bytes) -> None:
+    def _send(self, worker: _Worker, kind: str, content: Any) -> None:
         try:
-            worker.connection.send_bytes(message)
+            worker.connection.send((kind, content))
         except OSError:
             self._fail_dead(worker)
 
@@ -224,9 +214,9 @@ class Pool:
             except (EOFError, OSError):
                 self._fail_dead(worker)
             now = time.monotonic()
-            if worker.spoke:
+            if worker.step >= 0:
                 worker.longest = max(worker.longest, now - worker.heard)
-            worker.heard, worker.spoke, worker.step = now, True, message.get("step", worker.step)
+            worker.heard, worker.step = now, message.get("step", worker.step)
             if message["kind"] == "error":
                 self._fail_with(worker, message)
             elif message["kind"] == "done":
@@ -239,32 +229,29 @@ class Pool:
         begun = time.monotonic()
         answer = say(message)
         if message.get("asks"):
-            self._send(worker, sending.ANSWER + json.dumps(answer).encode())
+            self._send(worker, "answer", answer)
         elif answer is not None and answer.get("stop") is not None:
-            self._send(worker, sending.WISH + json.dumps(answer).encode())
+            self._send(worker, "wish", answer)
         for each in self.workers:
             each.heard += time.monotonic() - begun
 
     def _check(self, hang_seconds: float) -> None:
-        for worker in self.workers:
-            if worker.outcome is None and worker.process.poll() is not None and not worker.connection.poll():
-                self._fail_dead(worker)
         waiting = [worker for worker in self.workers if worker.outcome is None]
-        limits = [
-            max(hang_seconds * (_FIRST_STEPS if worker.step < 1 else 1), 5 * worker.longest) for worker in waiting
-        ]
+        for worker in waiting:
+            if worker.process.poll() is not None and not worker.connection.poll():
+                self._fail_dead(worker)
         now = time.monotonic()
-        if waiting and all(now - worker.heard > limit for worker, limit in zip(waiting, limits, strict=True)):
+        if waiting and all(now - worker.heard > worker.patience(hang_seconds) for worker in waiting):
             self._fail_hanging(waiting)
 
     def _fail_with(self, worker: _Worker, message: dict[str, Any]) -> None:
         """An error that a rank has raised: raise it here, with its rank and traceback."""
-        if any(word in message["text"] for word in _CONSEQUENCES):
+        if _is_consequence(message):
             self._blame_another(worker)
         kind = getattr(errors, message["type"], None)
         if isinstance(kind, type) and issubclass(kind, ManyhandsError):
-            raise kind(f"rank {worker.rank} ({worker.device}): {message['text']}")
-        raise WorkerFailed(f"rank {worker.rank} ({worker.device}) raised an error:\n{message['traceback']}")
+            raise kind(f"{worker.name}: {message['text']}")
+        raise WorkerFailed(f"{worker.name} raised an error:\n{message['traceback']}")
 
     def _blame_another(self, worker: _Worker) -> None:
         """A rank lost its connection: wait a moment for an error, or the death, of another rank."""
@@ -275,7 +262,7 @@ class Pool:
                 if other.connection.poll():
                     with contextlib.suppress(EOFError, OSError):
                         message = other.connection.recv()
-                        if message["kind"] == "error" and not any(w in message["text"] for w in _CONSEQUENCES):
+                        if message["kind"] == "error" and not _is_consequence(message):
                             self._fail_with(other, message)
                 if other.process.poll() is not None:
                     self._fail_dead(other)
@@ -286,7 +273,7 @@ class Pool:
             worker.process.wait(2)
         code = worker.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-        raise WorkerFailed(f"rank {worker.rank} ({worker.device}) {how} at step {worker.step}\n{_tail(worker.log)}")
+        raise WorkerFailed(f"{worker.name} {how} at step {worker.step}\n{_tail(worker.log)}")
 
     def _fail_hanging(self, waiting: list[_Worker]) -> None:
         before = {worker.rank: worker.log.stat().st_size for worker in waiting}
@@ -298,7 +285,7 @@ class Pool:
         time.sleep(0.2)  # a stack is written line by line
         stacks = {worker.rank: _tail(worker.log, before[worker.rank], lines=80) for worker in waiting}
         guilty = [worker for worker in waiting if not _waits_for_others(stacks[worker.rank])] or waiting
-        names = ", ".join(f"rank {worker.rank} ({worker.device})" for worker in guilty)
+        names = ", ".join(f"{worker.name}" for worker in guilty)
         seconds = time.monotonic() - min(worker.heard for worker in guilty)
         shown = "\n".join(f"rank {worker.rank} is here:\n{stacks[worker.rank]}" for worker in guilty)
         raise WorkerFailed(
@@ -316,28 +303,28 @@ class Pool:
         self.workers = []
 
 
-_pools: dict[tuple[str, ...], Pool] = {}
+_pool: Pool | None = None
 
 
 def pool_for(devices: list[torch.device]) -> Pool:
     """The pool of these devices: that of the last job, if all its workers are alive."""
-    key = tuple(map(str, devices))
-    pool = _pools.get(key)
-    if pool is None or not pool.alive() or pool.code_changed():
-        _stop_pools()  # idle workers of other devices would keep memory and cores
+    global _pool
+    if _pool is None or _pool.devices != devices or not _pool.alive() or _pool.code_changed():
+        _stop_pool()  # idle workers of other devices would keep memory and cores
         pool = Pool(devices)
         pool.start()
-        _pools[key] = pool
-    return pool
+        _pool = pool
+    return _pool
 
 
-_inherited: list[Any] = []  # in a fork: the parent's pools, kept alive because finalizers would delete their folders
+_inherited: list[Any] = []  # in a fork: the parent's pool, kept alive because its finalizer would delete its folder
 
 
 def _forget_in_fork() -> None:
-    """A fork of the caller has no workers: the pools belong to the parent."""
-    _inherited.append((dict(_pools), fork_server.forget()))
-    _pools.clear()
+    """A fork of the caller has no workers: they belong to the parent."""
+    global _pool
+    _inherited.append((_pool, fork_server.forget()))
+    _pool = None
 
 
 os.register_at_fork(after_in_child=_forget_in_fork)
@@ -346,15 +333,20 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 @atexit.register
 def stop_all() -> None:
     """End all workers, and the process that forks them."""
-    _stop_pools()
+    _stop_pool()
     fork_server.stop()
 
 
-def _stop_pools() -> None:
-    for pool in _pools.values():
-        pool.stop()
-        pool.folder.cleanup()
-    _pools.clear()
+def _stop_pool() -> None:
+    global _pool
+    if _pool is not None:
+        _pool.stop()
+        _pool.folder.cleanup()
+    _pool = None
+
+
+def _is_consequence(message: dict[str, Any]) -> bool:
+    return any(words in message["text"] for words in _CONSEQUENCES)
 
 
 def _is_open(descriptor: int) -> bool:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -32,76 +30,69 @@ from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.workers import job_bytes
-from manyhands.training.torch.workers.job_bytes import ANSWER, STOP, STOP_JOB, WISH
 
 _ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
 
 
-def main(address: str, rank: int) -> None:
+def main(address: str, rank: int, key: str) -> None:
     # The caller asks a rank that makes no more steps for its stack.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
     signal.signal(signal.SIGTERM, stopping.current_requests().handle)  # a scheduler may signal every process of a job
-    connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
+    connection = Client(address, authkey=bytes.fromhex(key))
     connection.send(rank)
-    jobs: queue.Queue[bytes] = queue.Queue()
-    stop_requested = threading.Event()
-    answers: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, jobs, answers, stop_requested), daemon=True).start()
+    caller = _Caller(connection)
+    threading.Thread(target=caller.listen, daemon=True).start()
     while True:
-        _do(jobs.get(), connection, answers, stop_requested)
+        try:
+            job, place = caller.jobs.get()
+            sys.path[:] = place["path"]  # modules beside the caller's script are found on the caller's path alone
+            connection.send(_run(job_bytes.loads(job), place, caller.say))
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error))
+            connection.send({"kind": "error", "type": type(error).__name__, "text": str(error), "traceback": trace})
 
 
 class _StopRequested(BaseException):
     """Ends a job between two steps."""
 
 
-def _listen(
-    connection: Any, jobs: queue.Queue[bytes], answers: queue.Queue[bytes], stop_requested: threading.Event
-) -> None:
-    try:
-        while True:
-            message = connection.recv_bytes()
-            if message == STOP_JOB:
-                stop_requested.set()
-            elif message.startswith(ANSWER):
-                answers.put(message.removeprefix(ANSWER))
-            elif message.startswith(STOP):
-                stopping.current_requests().ask(message.removeprefix(STOP).decode())
-            elif message.startswith(WISH):
-                stopping.current_requests().wish = json.loads(message.removeprefix(WISH))
-            else:
-                stopping.current_requests().clear()
-                jobs.put(message)
-    except (EOFError, OSError):
+class _Caller:
+    """The caller, at the other end of the connection: its jobs, its answers to events, and its requests to stop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._interrupted = connection, threading.Event()
+        self.jobs: queue.Queue[tuple[bytes, dict[str, Any]]] = queue.Queue()
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def listen(self) -> None:
+        requests = stopping.current_requests()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, content = self._connection.recv()
+                if kind == "job":
+                    requests.clear()
+                    self.jobs.put(content)
+                elif kind == "answer":  # of callbacks, to an event that asks
+                    self._answers.put(content)
+                elif kind == "signal":  # that the caller got: stop after this step
+                    requests.ask(content)
+                elif kind == "wish":  # of callbacks that were not asked: stop the training
+                    requests.wish = content
+                elif kind == "interrupt":  # end the job between two steps, and send the weights
+                    self._interrupted.set()
         os._exit(0)
 
-
-def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], stop_requested: threading.Event) -> None:
-    def say(event: dict[str, Any]) -> dict[str, Any] | None:
-        # Events come between steps only: model and optimizer are those after a whole step.
-        connection.send(event)
+    def say(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """Send an event. They come between steps only: model and optimizer are those after a whole step."""
+        self._connection.send(event)
         answer = None
-        while event.get("asks") and answer is None and not stop_requested.is_set():
+        while event.get("asks") and answer is None and not self._interrupted.is_set():
             with contextlib.suppress(queue.Empty):
-                answer = answers.get(timeout=_ANSWER_SECONDS)
-        if stop_requested.is_set():
+                answer = self._answers.get(timeout=_ANSWER_SECONDS)
+        if self._interrupted.is_set():
             raise _StopRequested
-        return None if answer is None else json.loads(answer)
-
-    try:
-        job, place = pickle.loads(message)
-        sys.path[:] = place["path"]  # modules beside the caller's script are found on the caller's path alone
-        connection.send(_run(job_bytes.loads(job), place, say))
-    except BaseException as error:
-        connection.send(
-            {
-                "kind": "error",
-                "type": type(error).__name__,
-                "text": str(error),
-                "traceback": "".join(traceback.format_exception(error)),
-            }
-        )
+        return answer
 
 
 def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
@@ -148,4 +139,4 @@ def _final_state(job: Job, worker: Rank) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), os.environ.pop("MANYHANDS_WORKER_KEY"))
