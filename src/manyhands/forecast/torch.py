@@ -385,7 +385,7 @@ def _subject_of(job: Job, device: torch.device) -> tuple[_Subject, list[str]]:
         model.double()
     notes = []
     if settings.precision == "auto":
-        choice = precision.choose(job, model, objective, World(0, 1, device), None)
+        choice = precision.choose(job, model, World(0, 1, device), None)
         notes.append(f"{choice}.")
         number_format = precision.bf16_format(model) if choice.bf16 else number_format
     if number_format.channels_last:

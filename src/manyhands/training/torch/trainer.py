@@ -33,7 +33,7 @@ from manyhands.training.learner import Take
 from manyhands.training.loss import own_step
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import evaluation, optimizers, schedulers
+from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job, placement_preserved
 from manyhands.training.torch.objective import objective_for
@@ -179,10 +179,14 @@ class Trainer(BaseTrainer):
         )
 
     def _own_meter(self, metric: Any) -> MetricCalls | None:
+        from manyhands.training.torch import evaluation
+
         return evaluation.own_meter(metric)
 
     @staticmethod
     def _joined(arrays: list[Any]) -> Any:
+        from manyhands.training.torch import evaluation
+
         return evaluation.joined(arrays)
 
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
@@ -367,6 +371,8 @@ def _restore_final_state(job: Job, final_state: dict[str, Any]) -> None:
         job_state.restore_optimizer(
             job.optimizer, final_state["optimizer"], final_state["optimizer_numbers"], final_state["optimizer_groups"]
         )
+        from manyhands.training.torch import schedulers
+
         schedulers.restore_final_state(job.schedule, job.optimizer, final_state["scheduler"])
 
 

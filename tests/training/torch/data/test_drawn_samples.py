@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 from training_cases import Rows, difference, fit, mlp, same
@@ -67,14 +66,3 @@ def test_every_epoch_draws_anew() -> None:
     assert not torch.equal(one[1][0], other[1][0])
     subset = DrawnSamples(Subset(dataset, [3, 2]), 5)
     assert torch.equal(subset.__getitems__([0, 1])[1][0], subset[1][0])
-
-
-@pytest.mark.parametrize("generator", [np.random.default_rng(0), random.Random(0), torch.Generator()])
-def test_a_generator_of_its_own_is_noted(generator: Any) -> None:
-    class Holding(Rows):
-        transforms = None
-
-    dataset = Holding(16)
-    dataset.transforms = [generator]  # type: ignore[assignment]
-    _, result = fit(mlp(), dataset, max_epochs=1)
-    assert any("dataset.transforms[0] is a random generator of the dataset:" in note for note in result.notes)

@@ -20,7 +20,7 @@ from manyhands.training.torch.data.sources import source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import Rank
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.preflight import precision
+from manyhands.training.torch.preflight import lessons, precision
 from manyhands.training.torch.ranks.world import World
 
 AMX = ("amx_bf16", "avx512f")
@@ -207,3 +207,14 @@ def test_all_others_compute_in_bfloat16(
     rank.steps.precision.choose()
     assert rank.number_format.autocast is torch.bfloat16
     assert not [note for note in rank.notes if "cannot" in note]
+
+
+def test_an_error_in_bfloat16_says_what_to_give() -> None:
+    """With several ranks a first step cannot be made again."""
+    X, y = vectors()
+    model, data = Laid(), (X.float(), y)
+    job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) as refused, torch.autocast("cpu", torch.bfloat16):
+        model(data[0][:2])
+    assert "give precision='fp32'" in str(lessons.of(job, refused.value))
+    assert lessons.of(job, ValueError("of a callback")) is None

@@ -8,7 +8,7 @@ would one with another number of workers or devices. Here PyTorch, NumPy and Pyt
     from the start     worker 0: 7:0 1:0, 3:0 4:0     worker 1: 5:0 2:0
     resumed at batch 2 worker 0: 5:0 2:0              worker 1: 3:0 4:0
 
-Generators that a dataset holds itself are not seeded; :func:`generator_of` finds them for a note.
+Generators that a dataset holds itself are not seeded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _PLAIN = (list, tuple, TensorDataset)  # they give what they hold
 _WORD = 2**64 - 1
-_DEPTH = 3  # a transform of a list of transforms of a dataset
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:
@@ -82,20 +80,3 @@ def start_worker(function: Callable[[int], None], number: int) -> None:
     information: Any = get_worker_info()
     object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
     function(number)
-
-
-def generator_of(dataset: Any) -> str | None:
-    """The path of a random generator that a dataset, its transforms or its inner datasets hold; None without one."""
-    return _search(dataset, "dataset", _DEPTH)
-
-
-def _search(value: Any, name: str, depth: int) -> str | None:
-    if isinstance(value, _GENERATORS):
-        return name
-    if not depth or isinstance(value, (torch.Tensor, np.ndarray, str, bytes, type)):
-        return None
-    if isinstance(value, (list, tuple)):
-        parts = [(f"{name}[{number}]", part) for number, part in enumerate(value[:64])]
-    else:
-        parts = [(f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
-    return next((path for key, part in parts if (path := _search(part, key, depth - 1)) is not None), None)

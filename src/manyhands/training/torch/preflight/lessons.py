@@ -47,6 +47,10 @@ _ONE_SAMPLE = (
     "BatchNorm takes two samples or more, and the last batch, or one of its micro-batches, has only one: give "
     "another batch_size or accumulate, or a DataLoader with drop_last=True"
 )
+_IN_BF16 = (
+    "the model works in float32 and fails in bfloat16, which precision='auto' has chosen for this hardware: give "
+    "precision='fp32'"
+)
 _NO_GRADIENT = (
     "the loss does not depend on the model's weights, so there are no gradients: compute it without "
     "torch.no_grad(), .detach(), .item() and NumPy"
@@ -67,6 +71,8 @@ def of(job: Job, error: Exception) -> str | None:
         case = _Case(dataclasses.replace(job, train=data))
         with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
             if case.works(case.batch):
+                if job.settings.precision == "auto" and _is_cause(_Case(case.job, bf16=True).error(), error):
+                    return _IN_BF16
                 continue
             lesson = _corrected(case) or _layer(case, error)
             if lesson is None and not case.loss(*case.copies(case.batch)).requires_grad:
@@ -79,8 +85,8 @@ def of(job: Job, error: Exception) -> str | None:
 class _Case:
     """A job, whose first samples are tried on copies of its model."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, *, bf16: bool = False) -> None:
+        self.job, self.bf16 = job, bf16
         try:
             self.batch = job.train.few(_FEW)
         except Exception:  # samples that cannot be collated
@@ -99,8 +105,16 @@ class _Case:
 
     def loss(self, model: torch.nn.Module, batch: Batch, objective: Objective | None = None) -> torch.Tensor:
         device = next(model.parameters()).device
-        with randomness.preserved(device):
+        with randomness.preserved(device), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
             return placed(objective or self.job.objective, device, self.dtype)(model, batch)[0]
+
+    def error(self) -> Exception | None:
+        """What the samples fail with, as they are."""
+        try:
+            self.loss(*self.copies(self.batch)).backward()
+        except Exception as error:
+            return error
+        return None
 
     def works(self, batch: Batch, objective: Objective | None = None) -> bool:
         """Whether a forward and a backward pass can be made."""
@@ -224,10 +238,10 @@ def _layer(case: _Case, error: Exception) -> str | None:
     try:
         case.loss(model, batch)
     except Exception as again:
-        failed = str(again).splitlines()[0]
+        failed = again
     else:
         return None
-    if not running or re.sub(r"\d+", "#", failed) not in re.sub(r"\d+", "#", str(error)):  # batch sizes differ
+    if not running or not _is_cause(failed, error):
         return None
     name, layer, (X, *_) = running[-1]
     shape, kind = tuple(X.shape), type(layer).__name__
@@ -245,7 +259,13 @@ def _layer(case: _Case, error: Exception) -> str | None:
         entries, low, high = layer.num_embeddings, int(X.min()), int(X.max())
         if low < 0 or high >= entries:
             return f"{which} has entries 0 to {entries - 1}, and {gets} numbers from {low} to {high}"
-    return f"{which} does not take an input of the shape {shape}: {failed}"
+    return f"{which} does not take an input of the shape {shape}: {str(failed).splitlines()[0]}"
+
+
+def _is_cause(again: Exception | None, error: Exception) -> bool:
+    """Whether a trial has failed as the job did."""
+    first = next(iter(str(again).splitlines()), "")
+    return again is not None and re.sub(r"\d+", "#", first) in re.sub(r"\d+", "#", str(error))  # batch sizes differ
 
 
 # Prediction

@@ -15,14 +15,12 @@ All ranks compute alike: in bfloat16 only if each of them would. A resumed job k
 ``config.json`` of the run and a note of the result say what was chosen, and why.
 
 Some operations refuse bfloat16: ``out[rows] = layer(x)`` with an out of float32, Fourier transforms, binary
-cross-entropy in a model's own step. A model that works in float32 must not fail because of our choice. On one device a
-first step that fails before its update is made again in float32. With several ranks the others would wait for its
-gradients, so there a copy of the model makes one pass with two samples beforehand.
+cross-entropy in a model's own step. On one device a first step that fails before its update is made again in float32.
+With several ranks the others would wait for its gradients: there the error says to give ``precision="fp32"``.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -31,17 +29,13 @@ import torch
 
 from manyhands import machine
 from manyhands.backends.torch import compat
-from manyhands.training.torch.data.batches import Batch, as_the_model
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective
-from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.part import Step
 
 CONTINUED = "as in the checkpoint that this job continues"
-_TWO = 2
 _WIDE = 64  # channels
 
 
@@ -60,17 +54,14 @@ class Choice:
         return f"precision {self.precision}: {self.why}"
 
 
-def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World, before: bool | None) -> Choice:
+def choose(job: Job, model: torch.nn.Module, world: World, before: bool | None) -> Choice:
     """The precision of all ranks for ``precision="auto"``; a collective.
 
     ``before``: whether a resumed job computed in bfloat16 (None: it is not resumed).
     """
     if before is not None:
         return Choice("bf16" if before else _of_weights(model), CONTINUED)
-    choice = _of_this_rank(job, model, world.device)
-    if choice.bf16 and world.size > 1:
-        choice = _refusal(job, model, objective, world.device) or choice
-    choices = world.gather_bytes(json.dumps(asdict(choice)).encode())
+    choices = world.gather_bytes(json.dumps(asdict(_of_this_rank(job, model, world.device))).encode())
     return agreed([Choice(**json.loads(each)) for each in choices])
 
 
@@ -122,26 +113,6 @@ def bf16_format(model: torch.nn.Module) -> NumberFormat:
     return NumberFormat(torch.bfloat16, channels_last=images)
 
 
-def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: torch.device) -> Choice | None:
-    """Float32, where a pass fails in bfloat16 and not in float32."""
-    if not job.train.rereadable:
-        return None
-    number_format = bf16_format(model)
-    with randomness.preserved(device):
-        try:
-            batch = job.train.few(_TWO)
-            _make_pass(model, objective, batch, number_format)
-        except Exception as error:
-            error_in_bf16 = error
-        else:
-            return None
-        try:
-            _make_pass(model, objective, batch, NumberFormat(channels_last=number_format.channels_last))
-        except Exception:  # bfloat16 is not the cause: the first step will raise the error with its context
-            return None
-    return refused(model, error_in_bf16)
-
-
 def refused(model: torch.nn.Module, error: Exception) -> Choice:
     """Float32, because of an error in bfloat16."""
     why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -170,15 +141,3 @@ class BeforeStep:
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self._step.model.buffers(), self._step.metrics.sums]
-
-
-def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, number_format: NumberFormat) -> None:
-    """Forward and backward of a copy of the model."""
-    trial = copy.deepcopy(model)
-    global_batch_norm.use_local_statistics(trial)  # the other ranks are not asked
-    if number_format.channels_last:
-        trial.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    cast_batch = number_format.cast(as_the_model(trial, batch))
-    with number_format.scope(next(trial.parameters()).device):
-        loss, _ = objective(trial, cast_batch)
-    loss.backward()

@@ -23,7 +23,6 @@ from manyhands.training.data.sources import bad_numbers
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.batches import Shard, tensors_in
-from manyhands.training.torch.data.drawn_samples import generator_of
 from manyhands.training.torch.data.sources import Samples, Source, Stream
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm
@@ -102,15 +101,6 @@ class RankFeed:
     def shard(self, window: Window) -> Shard | None:
         """The samples of one batch, for a rank alone."""
         return next(feed.shards(self.data, self.order(window.epoch), [window], self._world))
-
-    def notes(self) -> list[str]:
-        generator = generator_of(self.data.dataset) if isinstance(self.data, Samples) else None
-        if generator is None:
-            return []
-        return [
-            f"{generator} is a random generator of the dataset: a resumed job does not restore it. "
-            "Draw from torch, numpy.random or random, which are seeded for every sample"
-        ]
 
     def bad_samples(self, numbers: _Numbers) -> str | None:
         """Which of these samples of a dataset have NaN or infinity, in words."""

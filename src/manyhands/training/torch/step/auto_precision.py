@@ -37,7 +37,7 @@ class AutoPrecision:
         if rank.number_format.dtype is torch.float64:
             self._report(precision.Choice("fp64", precision.CONTINUED))
             return
-        choice = precision.choose(rank.job, rank.model, rank.objective, rank.world, self.half_before)
+        choice = precision.choose(rank.job, rank.model, rank.world, self.half_before)
         self._report(choice)
         self._unproven = choice.bf16 and rank.size == 1
         if choice.bf16:

@@ -61,7 +61,6 @@ class Steps:
             rank.notes.append(f"the whole step in one CUDA graph, kernels {compiled}")
         else:
             rank.notes.append(f"plain steps: {reason}")
-        rank.notes += rank.feed.notes()
 
     def _prepare_parts(self) -> None:
         for part in self.plain.parts:
