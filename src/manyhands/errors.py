@@ -25,7 +25,6 @@
      +- BadProfile               a profile or link file that cannot be used        (ValueError)
      +- RunInUse                 another job writes to the run's folder            (RuntimeError)
      +- CheckpointError
-     |   +- BadCheckpoint        something that cannot be saved as a checkpoint    (ValueError)
      |   +- NoCheckpoint         nothing to load                                   (FileNotFoundError)
      |   +- CheckpointDamaged    a file of a checkpoint is missing or was changed  (ValueError)
      |   +- CheckpointNotWritten the disk is full or refuses to write              (OSError)
@@ -153,10 +152,6 @@ class RunInUse(ManyhandsError, RuntimeError):
 
 class CheckpointError(ManyhandsError):
     """Something about checkpoints."""
-
-
-class BadCheckpoint(CheckpointError, ValueError):
-    """An invalid step, name of a blob, or number of checkpoints to keep."""
 
 
 class NoCheckpoint(CheckpointError, FileNotFoundError):

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands import files
 from manyhands.audit import listen, profile, sites, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report
 from manyhands.device import FRAMEWORKS
-from manyhands.training.checkpoints import atomic_files
 
 
 class EnoughSteps(BaseException):
@@ -129,7 +129,7 @@ def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
         listen.end(framework, recorder)
     written = report.make(recorder, program=settings["program"], warmup=settings["warmup"])
     written.ended = ended
-    atomic_files.replace(Path(settings["result"]), json.dumps(written.as_data()).encode())
+    files.replace(Path(settings["result"]), json.dumps(written.as_data()).encode())
 
 
 def _run_as_main(module: bool, arguments: Sequence[str]) -> tuple[int, str]:

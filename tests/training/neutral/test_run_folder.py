@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from manyhands import files
 from manyhands.errors import BadRunFolder, ManyhandsError, NotJson, RunInUse
-from manyhands.training.checkpoints import atomic_files
 from manyhands.training.checkpoints.run_folder import RunFolder
 
 ROWS = [{"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "val_acc": None} for step in (1, 2, 3)]
@@ -222,8 +222,8 @@ def test_going_back_drops_the_rows_of_later_steps(run: RunFolder) -> None:
 
 
 def test_replace_leaves_no_temporary_files(tmp_path: Path) -> None:
-    atomic_files.replace(tmp_path / "file", b"1")
-    atomic_files.replace(tmp_path / "file", b"2")
+    files.replace(tmp_path / "file", b"1")
+    files.replace(tmp_path / "file", b"2")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"2"
 

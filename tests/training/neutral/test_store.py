@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,9 +23,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.errors import BadCheckpoint, CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
-from manyhands.training.checkpoints import atomic_files, store
-from manyhands.training.checkpoints import folder as checkpoint_folder
+from manyhands import files
+from manyhands.errors import CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
+from manyhands.training.checkpoints import store
 
 STATE = {"epoch": 2, "cursor": 512, "lr": 0.1, "names": ["a", "ä"], "rng": {"key": 2**127, "on": True, "none": None}}
 BLOBS = {"model": b"weights" * 100, "optimizer": b"", "rng.cpu": bytes(range(256))}
@@ -36,18 +35,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def leave(folder: Path, role: str, *, pid: int, step: int = 1, host: str | None = None) -> Path:
-    """What a writer of that pid would leave behind."""
-    path = folder / f".step-{step:08d}.{role}.{pid}.0123abcd.{host or checkpoint_folder._host()}"
+def leave(folder: Path, role: str, *, step: int = 1) -> Path:
+    """What a killed writer leaves behind."""
+    path = folder / f".step-{step:08d}.{role}"
     path.mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"half")
     return path
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_an_entry_of_the_state_can_be_changed(tmp_path: Path) -> None:
@@ -154,11 +147,11 @@ def circle() -> dict[str, Any]:
     [
         (math.nan, "is nan"),
         (-math.inf, "is -inf"),
-        ((1, 2), r"Write list\(value\)"),
-        ({1}, r"Write list\(value\)"),
+        ((1, 2), r"list\(value\)"),
+        ({1}, r"list\(value\)"),
         ({1: "a"}, "only strings for keys"),
-        (b"raw", "save it as a blob"),
-        (signal.SIGKILL, r"Write int\(value\)"),
+        (b"raw", "is a bytes"),
+        (signal.SIGKILL, "is a Signals"),
         pytest.param(10**5000, r"Write hex\(value\)", id="long"),
         (object(), "Use None"),
     ],
@@ -177,7 +170,7 @@ def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 def test_numpy_numbers_are_refused_with_the_cure(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
-    with pytest.raises(NotJson, match=r"Write float\(value\)"):
+    with pytest.raises(NotJson, match=r"float\(value\)"):
         store.save(tmp_path, 1, {"loss": numpy.float64(1.0)}, {})
     with pytest.raises(NotJson, match="tolist"):
         store.save(tmp_path, 1, {"loss": numpy.float32(1.0)}, {})
@@ -187,29 +180,6 @@ def test_a_state_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(store, "_LARGEST_STATE", 1000)
     with pytest.raises(NotJson, match="save arrays as blobs"):
         store.save(tmp_path, 1, {"text": "x" * 1000}, {})
-
-
-@pytest.mark.parametrize("name", ["", "../evil", "a/b", ".hidden", "a\\b", "a\0", "x" * 101, "ä", 5])
-def test_a_bad_blob_name_is_refused(tmp_path: Path, name: Any) -> None:
-    with pytest.raises(BadCheckpoint, match="name"):
-        store.save(tmp_path, 1, {}, {name: b""})
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"step": -1},
-        {"step": True},
-        {"step": 1.0},
-        {"step": 10**18},
-        {"keep": 0},
-        {"blobs": {"a": b"", "A": b""}},
-        {"blobs": {"a": "text"}},
-    ],
-)
-def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(BadCheckpoint):
-        store.save(tmp_path, **{"step": 1, "state": {}, "blobs": {}, **arguments})
 
 
 # Damage
@@ -338,21 +308,11 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
 
 
 def test_leftovers_are_no_checkpoints_and_are_cleared_away(tmp_path: Path) -> None:
-    pid = dead_pid()
     for role in ("writing", "deleted"):
-        leave(tmp_path, role, pid=pid, step=99)
+        leave(tmp_path, role, step=99)
     assert store.latest(tmp_path) is None
     store.save(tmp_path, 1, {}, BLOBS)
     assert names(tmp_path) == ["step-00000001"]
-
-
-def test_leftovers_of_the_living_and_of_other_machines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [leave(tmp_path, "writing", pid=os.getppid()), leave(tmp_path, "writing", pid=dead_pid(), host="far_away")]
-    store.save(tmp_path, 1, {}, BLOBS)
-    assert all(path.exists() for path in kept)
-    monkeypatch.setattr(checkpoint_folder, "_OLD", -1.0)
-    store.save(tmp_path, 2, {}, BLOBS)
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -366,7 +326,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 def test_death_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     path = store.save(tmp_path, 5, STATE, BLOBS)
-    aside = leave(tmp_path, "replaced", pid=dead_pid(), step=5)
+    aside = leave(tmp_path, "replaced", step=5)
     shutil.rmtree(aside)
     path.rename(aside)
     assert store.latest(tmp_path) == aside
@@ -377,7 +337,7 @@ def test_death_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
 
 def test_death_after_the_second_rename_leaves_the_new_one(tmp_path: Path) -> None:
     store.save(tmp_path, 5, STATE, BLOBS)
-    leave(tmp_path, "replaced", pid=dead_pid(), step=5)
+    leave(tmp_path, "replaced", step=5)
     assert store.load(tmp_path).blobs == BLOBS
     store.save(tmp_path, 6, STATE, BLOBS)
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
@@ -426,41 +386,6 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
     assert names(tmp_path) == [f"step-{highest:08d}", f"step-{highest + 1:08d}"]
 
 
-def test_one_set_aside_goes_when_another_comes_in_the_moment_it_is_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(tmp_path, 1, {"mark": 1}, {})
-    target = tmp_path / "step-00000001"
-    rename = os.rename
-
-    def meanwhile(source: Path, place: Path) -> None:
-        if place == target and ".replaced." in source.name:  # the other writer is a moment quicker
-            store.save(tmp_path, 1, {"mark": 2}, {})
-        rename(source, place)
-
-    aside = checkpoint_folder._leftover(target, "replaced")
-    rename(target, aside)
-    monkeypatch.setattr(os, "rename", meanwhile)
-    checkpoint_folder._settle(aside, target)
-    assert names(tmp_path) == ["step-00000001"]
-    assert store.load(tmp_path).state["mark"] == 2
-
-
-def test_two_writers_of_one_step_leave_one_of_them(tmp_path: Path) -> None:
-    def write(mark: int) -> None:
-        for _ in range(15):
-            store.save(tmp_path, 1, {"mark": mark}, {"model": bytes([mark]) * 1000})
-
-    threads = [threading.Thread(target=write, args=(mark,)) for mark in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert names(tmp_path) == ["step-00000001"]
-    found = store.load(tmp_path)
-    assert found.blobs == {"model": bytes([found.state["mark"]]) * 1000}
-
-
 # A disk that refuses
 
 
@@ -493,11 +418,11 @@ def test_a_full_disk_leaves_the_older_checkpoint(small_disk: Path) -> None:
 
 
 def test_the_space_of_a_killed_writer_is_used_again(small_disk: Path) -> None:
-    (leave(small_disk, "writing", pid=dead_pid()) / "rest").write_bytes(bytes(700_000))
+    (leave(small_disk, "writing") / "rest").write_bytes(bytes(700_000))
     store.save(small_disk, 2, STATE, {"model": bytes(600_000)})
 
 
-@pytest.mark.parametrize("failing", ["write", "sync_folder", "rename"])
+@pytest.mark.parametrize("failing", ["write_new", "sync_folder", "rename"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_whatever_call_fails_the_older_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, step: int
@@ -509,14 +434,14 @@ def test_whatever_call_fails_the_older_one_stays(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def fail_into_place(source: Path, target: Path) -> None:
-        if ".writing." in source.name and (not target.exists() or step == 2):
+        if source.name.endswith(".writing") and (not target.exists() or step == 2):
             fail()
         rename(source, target)
 
     if failing == "rename":
         monkeypatch.setattr(os, "rename", fail_into_place)
     else:
-        monkeypatch.setattr(atomic_files, failing, fail)
+        monkeypatch.setattr(files, failing, fail)
     with pytest.raises(CheckpointNotWritten, match="No space left"):
         store.save(tmp_path, step, {"new": True}, BLOBS)
     monkeypatch.undo()
@@ -528,7 +453,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     def interrupt(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(atomic_files, "sync_folder", interrupt)
+    monkeypatch.setattr(files, "sync_folder", interrupt)
     with pytest.raises(KeyboardInterrupt):
         store.save(tmp_path, 1, STATE, BLOBS)
     assert names(tmp_path) == []
@@ -541,5 +466,5 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_the_errors_survive_a_trip_to_another_process() -> None:
-    for kind in (CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, BadCheckpoint):
+    for kind in (CheckpointDamaged, CheckpointNotWritten, NoCheckpoint):
         assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"

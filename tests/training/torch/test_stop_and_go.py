@@ -20,8 +20,9 @@ import torch
 from support import eventually
 from training_cases import Harm, OneHot, SumsUp, fit, mean_output, mlp, one_hot, rows, same, vectors
 
+from manyhands import files
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
-from manyhands.training.checkpoints import atomic_files, store
+from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import epoch_order
 from manyhands.training.options import Checkpoints, Limits, Workers
@@ -241,14 +242,14 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
 
 def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on and says so; the checkpoint before stays."""
-    written = atomic_files.write
+    written = files.write
 
     def full(path: Path, data: bytes) -> None:
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written(path, data)
 
-    monkeypatch.setattr(atomic_files, "write", full)
+    monkeypatch.setattr(files, "write", full)
     with pytest.warns(UserWarning, match="No space left on device.*continues"):
         seen(tmp_path / "run", 1, checkpoints=Checkpoints(every=2, keep=10))
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

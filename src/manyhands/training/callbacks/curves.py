@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands import files
 from manyhands.errors import PackageMissing
 from manyhands.training.callbacks.callback import Callback, Row, Training
-from manyhands.training.checkpoints import atomic_files
 from manyhands.training.checkpoints.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Pa
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lstrip(".") or "png", dpi=150)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.replace(path, picture.getvalue())
+    files.replace(path, picture.getvalue())
     return path
 
 

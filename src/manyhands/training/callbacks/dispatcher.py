@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from manyhands import files
 from manyhands.errors import CallbackFailed, ManyhandsError
 from manyhands.training.callbacks.callback import Callback, CallbackPlan, Training, names, plan_of
 from manyhands.training.callbacks.curves import Picture
 from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
-from manyhands.training.checkpoints import atomic_files
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures
 
@@ -178,7 +178,7 @@ class Dispatcher:
         states = {}
         for name in self._callbacks:
             state = self._call(name, "state_dict")
-            atomic_files.exact_json(state, f"{name}.state_dict()")
+            files.exact_json(state, f"{name}.state_dict()")
             states[name] = state
         return {"states": states, "means": {name: means.state() for name, means in self._means.items()}}
 

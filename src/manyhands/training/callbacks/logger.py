@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from manyhands import files
 from manyhands.errors import BadSettings, PackageMissing
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
-from manyhands.training.checkpoints import atomic_files
 
 # What of a row is no figure.
 NO_FIGURES = ("epoch", "step", "whole")
@@ -262,5 +262,5 @@ class _Table:
         writer = self._writer(text)
         writer.writeheader()
         writer.writerows(rows)
-        atomic_files.replace(self._path, text.getvalue().encode())
+        files.replace(self._path, text.getvalue().encode())
         self._may_be_torn = False

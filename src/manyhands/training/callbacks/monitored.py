@@ -20,7 +20,7 @@ from typing import Any, Literal
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
-from manyhands.training.checkpoints import folder as checkpoint_folder
+from manyhands.training.checkpoints import store
 from manyhands.training.options import is_from_zero
 
 Mode = Literal["min", "max"]
@@ -221,14 +221,14 @@ class BestCheckpoint(Callback):
     @property
     def best_path(self) -> Path | None:
         """The checkpoint with the best figure."""
-        return None if self._path is None or not self._best else checkpoint_folder.path_of(self._path, self._best[0][1])
+        return None if self._path is None or not self._best else store.path_of(self._path, self._best[0][1])
 
     @property
     def best(self) -> dict[Path, float]:
         """All that are kept, the best first: their paths and figures."""
         if self._path is None:
             return {}
-        return {checkpoint_folder.path_of(self._path, step): value for value, step in self._best}
+        return {store.path_of(self._path, step): value for value, step in self._best}
 
     def on_fit_start(self, training: Training) -> None:
         assert training.run is not None
@@ -236,7 +236,7 @@ class BestCheckpoint(Callback):
         if not training.resumed:
             self._best, self._dropped = [], []
         # A job that resumes in another folder, or from an older checkpoint, does not have all of them.
-        steps = {step for step, _ in checkpoint_folder.checkpoints(self._path)}
+        steps = {step for step, _ in store.checkpoints(self._path)}
         self._best = [(value, step) for value, step in self._best if step in steps]
 
     def on_evaluation(self, training: Training, figures: Values) -> None:
@@ -263,7 +263,7 @@ class BestCheckpoint(Callback):
         best_steps = {step for _, step in self._best}
         for step in self._dropped:
             if step not in best_steps:
-                checkpoint_folder.delete(checkpoint_folder.path_of(self._path, step))
+                store.delete(store.path_of(self._path, step))
         self._dropped = []
 
     def state_dict(self) -> dict[str, Any]:

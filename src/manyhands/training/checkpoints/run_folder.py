@@ -27,8 +27,9 @@ from typing import Any
 
 import filelock
 
+from manyhands import files
 from manyhands.errors import BadRunFolder, RunInUse, type_in_words
-from manyhands.training.checkpoints import atomic_files, store
+from manyhands.training.checkpoints import store
 
 _LOCK = "job.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
@@ -205,7 +206,7 @@ class RunFolder:
         before = self._config_before
         with contextlib.suppress(OSError):
             if before is not None and self.config_path.read_bytes() != before:
-                atomic_files.replace(self.config_path, before)
+                files.replace(self.config_path, before)
 
     @property
     def config_path(self) -> Path:
@@ -240,13 +241,13 @@ class RunFolder:
 
     def write_step(self, words: str) -> None:
         """Write step.txt: the parts of a step of this run."""
-        atomic_files.replace(self.step_path, (words + "\n").encode())
+        files.replace(self.step_path, (words + "\n").encode())
 
     @property
     def config(self) -> dict[str, Any]:
         """How the run was started. Setting it writes the file, in one moment."""
         try:
-            value = atomic_files.read_json(self.config_path.read_bytes())
+            value = files.read_json(self.config_path.read_bytes())
         except FileNotFoundError as error:
             raise BadRunFolder(f"{self.config_path} is missing.") from error
         except ValueError as error:
@@ -257,8 +258,8 @@ class RunFolder:
 
     @config.setter
     def config(self, value: Mapping[str, Any]) -> None:
-        text = atomic_files.exact_json(dict(value), "config", indent=2) + "\n"
-        atomic_files.replace(self.config_path, text.encode())
+        text = files.exact_json(dict(value), "config", indent=2) + "\n"
+        files.replace(self.config_path, text.encode())
 
     def add_row(self, row: dict[str, Any]) -> str | None:
         """Append a row to metrics.jsonl. If a full disk refuses it: the warning. The next call tries it again."""
@@ -276,7 +277,7 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, float | int | str | None]) -> None:
         """Add one row and hand it to the system, so that a kill does not lose it. NaN and infinity become null."""
-        line = atomic_files.exact_json({key: _or_null(value) for key, value in row.items()}, "row") + "\n"
+        line = files.exact_json({key: _or_null(value) for key, value in row.items()}, "row") + "\n"
         if self._may_be_torn:
             self._repair()
         self._may_be_torn = True  # until this line is whole: the disk may be full
@@ -293,7 +294,7 @@ class RunFolder:
         lines = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
         if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(lines):
             with named_refusals(self.path):
-                atomic_files.replace(self.metrics_path, lines)
+                files.replace(self.metrics_path, lines)
         self._may_be_torn = False
 
     def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
@@ -345,7 +346,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = atomic_files.read_json(line)
+        row = files.read_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.amounts import counted
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
 from manyhands.training import running_sums
-from manyhands.training.checkpoints import folder, store
+from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
 from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved
@@ -81,7 +81,7 @@ def mark_end(loop: Loop) -> None:
     The checkpoint was written before that evaluation: without the note a resumed job would not know of it.
     """
     if loop.run is not None:
-        store.amend(folder.path_of(loop.run.checkpoints, loop.cursor.step), end={"epoch": loop.cursor.epoch})
+        store.amend(store.path_of(loop.run.checkpoints, loop.cursor.step), end={"epoch": loop.cursor.epoch})
 
 
 def write(loop: Loop, content: Saved | None, folders: Sequence[str]) -> None:
@@ -177,7 +177,7 @@ def rows_before(run: RunFolder, last_row: int) -> list[dict[str, Any]]:
 def rewind(run: RunFolder, begun: Cursor, last_row: int) -> None:
     """Delete figures and checkpoints of later steps than the one where the job begins."""
     run.truncate_metrics(last_row)
-    store.amend(folder.path_of(run.checkpoints, begun.step), end=None)  # its row is dropped
+    store.amend(store.path_of(run.checkpoints, begun.step), end=None)  # its row is dropped
     for folder_of_checkpoints in run.folders_of_checkpoints():
         store.drop_after(folder_of_checkpoints, begun.step)
 
@@ -192,7 +192,7 @@ def unsaved_weights(run: RunFolder, step: int) -> list[str]:
     newest = store.latest(run.checkpoints)
     if newest is None:
         return [f"there is no checkpoint: the weights after step {step} are not saved"]
-    last = folder.step_of(newest)
+    last = store.step_of(newest)
     return (
         [] if last == step else [f"the last checkpoint is of step {last}: the weights after step {step} are not saved"]
     )

@@ -1,15 +1,26 @@
 """The store of checkpoints: each is complete on disk, or absent.
 
-A checkpoint is a folder ``step-00000123`` with ``state.json`` and one ``<name>.safetensors`` per blob.
-It is written under another name, synced, and renamed; only then are older ones deleted. So a kill at
-any moment leaves whole checkpoints, and at most a leftover that the next `save` clears away.
+A checkpoint is a folder, named after its step, with ``state.json`` and one ``<name>.safetensors`` per blob. Everything
+else in the folder of checkpoints whose name begins with a dot is a leftover::
 
-``state.json`` holds the format's version, the step, the caller's state, each blob's file, size and
-SHA-256, and a SHA-256 of all that. Nothing is ever unpickled.
+    step-00000100/
+    step-00000200/
+    .step-00000300.writing/     not whole yet
+    .step-00000200.replaced/    an older step 200, until the new one is in place
+    .step-00000001.deleted/     no longer wanted
+
+A checkpoint is written under such a name, synced, and renamed; only then are older ones deleted. A folder cannot be
+renamed over another one, so a step that exists is set aside first; should the writer die between the two renames, the
+one set aside counts. So a kill at any moment leaves whole checkpoints, and at most leftovers, which the next `save`
+clears away. One process at a time may write: the lock of a run's folder sees to that.
+
+``state.json`` holds the format's version, the step, the caller's state, each blob's file, size and SHA-256, and a
+SHA-256 of all that. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -21,23 +32,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands import files
 from manyhands.amounts import counted
-from manyhands.errors import (
-    BadCheckpoint,
-    CheckpointDamaged,
-    CheckpointNotWritten,
-    NoCheckpoint,
-    NotJson,
-    type_in_words,
-)
-from manyhands.training.checkpoints import atomic_files
-from manyhands.training.checkpoints import folder as checkpoint_folder
+from manyhands.errors import CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
 
 FORMAT = 1
 
 _STATE = "state.json"
 _LARGEST_STATE = 64 * 2**20  # bytes; a larger one is not read into memory
 _BLOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_LEFTOVER = re.compile(r"\.(step-[0-9]{8,18})\.(writing|replaced|deleted)(\..*)?")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,78 @@ class Checkpoint:
     step: int
 
 
+# The names in a folder of checkpoints
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step belongs."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint, also of one that is set aside; None for other names."""
+    leftover = _LEFTOVER.fullmatch(path.name)
+    name = leftover[1] if leftover and leftover[2] == "replaced" else path.name
+    whole = _STEP.fullmatch(name)
+    return int(whole[1]) if whole else None
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and paths of all checkpoints, the highest step first."""
+    by_step: dict[int, Path] = {}
+    for path in _entries(folder):
+        step = step_of(path)
+        # "." sorts first: of one step, the checkpoint in place overwrites one that is set aside.
+        if step is not None and path.is_dir():
+            by_step[step] = path
+    return sorted(by_step.items(), reverse=True)
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the highest step, by its name alone: only `load` checks the contents."""
+    return next((path for _, path in checkpoints(Path(folder))), None)
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint, renaming it first: a half-deleted one never has its name."""
+    doomed = _leftover(path, "deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Delete the checkpoints of later steps: for a run that resumes from an earlier one."""
+    for other, path in checkpoints(Path(folder)):
+        if other > step:
+            delete(path)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _leftover(path: Path, role: str) -> Path:
+    return path.with_name(f".{path.name.lstrip('.').partition('.')[0]}.{role}")
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Delete what a killed writer has left, and put back the checkpoint that it had set aside."""
+    for path in _entries(folder):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and match[2] == "replaced" and not (folder / match[1]).exists():
+            os.rename(path, folder / match[1])
+        elif match:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# Writing
+
+
 def save(
     folder: Path, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes], *, keep: int | None = 3
 ) -> Path:
@@ -58,15 +135,14 @@ def save(
     A disk that refuses is `CheckpointNotWritten`: nothing of the new checkpoint stays, and the older
     ones do. Checkpoints of later steps are left alone; see `drop_after`.
     """
-    _check_arguments(step, blobs, keep)
     folder = Path(folder)
-    target = checkpoint_folder.path_of(folder, step)
-    files = {_file_of(name): blob for name, blob in blobs.items()}
-    files[_STATE] = _state_text(step, dict(state), blobs)
+    target = path_of(folder, step)
+    contents = {_file_of(name): blob for name, blob in blobs.items()}
+    contents[_STATE] = _state_text(step, dict(state), blobs)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint_folder.sweep(folder)
-        _write(files, target, step)
+        _clear_leftovers(folder)
+        _write(contents, target)
     except OSError as error:
         refused = CheckpointNotWritten(
             f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. "
@@ -74,16 +150,16 @@ def save(
         )
         refused.errno = error.errno
         raise refused from error
-    upto = [path for other, path in checkpoint_folder.checkpoints(folder) if other <= step]
+    upto = [path for other, path in checkpoints(folder) if other <= step]
     for path in upto[keep:] if keep is not None else ():
-        checkpoint_folder.delete(path)
+        delete(path)
     return target
 
 
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint, or the newest whole one of a folder, with a warning for each newer one that is damaged."""
     path = Path(path)
-    if path.is_dir() and (checkpoint_folder.step_of(path) is not None or (path / _STATE).exists()):
+    if path.is_dir() and (step_of(path) is not None or (path / _STATE).exists()):
         return _read(path)
     return _read_newest(path)
 
@@ -94,53 +170,27 @@ def amend(path: Path, **changes: Any) -> None:
         content = _read_state(path / _STATE)
         if any(content["state"].get(name) != value for name, value in changes.items()):
             content["state"].update(changes)
-            text = atomic_files.exact_json({**content, "sha256": _digest(content)}, _STATE, indent=1)
-            atomic_files.replace(path / _STATE, text.encode())
+            text = files.exact_json({**content, "sha256": _digest(content)}, _STATE, indent=1)
+            files.replace(path / _STATE, text.encode())
     except (CheckpointDamaged, OSError):
         return
-
-
-def latest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step, by its name alone: only `load` checks the contents."""
-    return next((path for _, path in checkpoint_folder.checkpoints(Path(folder))), None)
-
-
-def drop_after(folder: Path, step: int) -> None:
-    """Delete the checkpoints of later steps: for a run that resumes from an earlier one."""
-    for other, path in checkpoint_folder.checkpoints(Path(folder)):
-        if other > step:
-            checkpoint_folder.delete(path)
 
 
 def _what_is_left(folder: Path) -> str:
     newest = latest(folder)
     if newest is None:
         return "There is no older one."
-    return f"The last one left is of step {checkpoint_folder.step_of(newest)}."
-
-
-def _check_arguments(step: int, blobs: Mapping[str, bytes], keep: int | None) -> None:
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise BadCheckpoint(f"step={step!r} is not a step: give an integer of at least 0.")
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise BadCheckpoint(f"keep={keep!r} would delete the checkpoint just written: keep at least 1.")
-    for name, blob in blobs.items():
-        if not isinstance(name, str) or not _BLOB.fullmatch(name):
-            raise BadCheckpoint(f"a blob's name becomes a file's: letters, digits and _ . - only, not {name!r}.")
-        if not isinstance(blob, bytes):
-            raise BadCheckpoint(f"the blob {name!r} is {type_in_words(blob)}: serialise it to safetensors bytes first.")
-    if len({name.casefold() for name in blobs}) < len(blobs):
-        raise BadCheckpoint(f"two blobs differ only by capital letters, and so may be one file: {sorted(blobs)}.")
+    return f"The last one left is of step {step_of(newest)}."
 
 
 def _state_text(step: int, state: dict[str, Any], blobs: Mapping[str, bytes]) -> bytes:
-    atomic_files.exact_json(state, "state")
+    files.exact_json(state, "state")
     described = {
         name: {"file": _file_of(name), "size": len(blob), "sha256": hashlib.sha256(blob).hexdigest()}
         for name, blob in blobs.items()
     }
     content = {"format": FORMAT, "step": step, "state": state, "blobs": described}
-    text = atomic_files.exact_json({**content, "sha256": _digest(content)}, _STATE, indent=1).encode()
+    text = files.exact_json({**content, "sha256": _digest(content)}, _STATE, indent=1).encode()
     if len(text) > _LARGEST_STATE:
         raise NotJson(f"the state is {len(text)} bytes of JSON, more than {_LARGEST_STATE}: save arrays as blobs.")
     return text
@@ -148,27 +198,37 @@ def _state_text(step: int, state: dict[str, Any], blobs: Mapping[str, bytes]) ->
 
 def _digest(content: dict[str, Any]) -> str:
     """Of the values in state.json, not of its text, so that it can stand in the same file."""
-    return hashlib.sha256(atomic_files.exact_json(content, _STATE).encode()).hexdigest()
+    return hashlib.sha256(files.exact_json(content, _STATE).encode()).hexdigest()
 
 
 def _file_of(name: str) -> str:
     return f"{name}.safetensors"
 
 
-def _write(files: Mapping[str, bytes], target: Path, step: int) -> None:
-    temporary = checkpoint_folder.temporary(target.parent, step)
+def _write(contents: Mapping[str, bytes], target: Path) -> None:
+    new, old = _leftover(target, "writing"), _leftover(target, "replaced")
+    new.mkdir()
     try:
-        for name, data in files.items():
-            atomic_files.write(temporary / name, data)
-        atomic_files.sync_folder(temporary)
-        checkpoint_folder.put_in_place(temporary, target)
+        for name, data in contents.items():
+            files.write_new(new / name, data)
+        files.sync_folder(new)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(new, target)
+        files.sync_folder(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        for path in (new, old):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# Reading
 
 
 def _read_newest(folder: Path) -> Checkpoint:
     damaged: list[CheckpointDamaged] = []
-    for _, path in checkpoint_folder.checkpoints(folder):
+    for _, path in checkpoints(folder):
         try:
             checkpoint = _read(path)
         except CheckpointDamaged as error:
@@ -190,7 +250,7 @@ def _read_newest(folder: Path) -> Checkpoint:
 def _read(path: Path) -> Checkpoint:
     content = _read_state(path / _STATE)
     step = content["step"]
-    if checkpoint_folder.step_of(path) not in (None, step):
+    if step_of(path) not in (None, step):
         raise CheckpointDamaged(f"{path / _STATE} is of step {step}, which contradicts the folder's name.")
     blobs = {}
     for name, entry in content["blobs"].items():
@@ -208,7 +268,7 @@ def _read(path: Path) -> Checkpoint:
 
 def _read_state(file: Path) -> dict[str, Any]:
     try:
-        content = atomic_files.read_json(_read_file(file, _LARGEST_STATE))
+        content = files.read_json(_read_file(file, _LARGEST_STATE))
     except ValueError as error:
         if isinstance(error, CheckpointDamaged):
             raise
