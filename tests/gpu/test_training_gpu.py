@@ -170,12 +170,12 @@ def test_no_step_makes_the_host_wait(optimize: Any, callbacks: CallbackPlan) -> 
     loop, rank = _loop(callbacks, step=Step(optimize=optimize), max_epochs=6, gradient_clip_val=1.0)
     for _ in range(5):  # warm up: kernels, redundant biases, graphs of both sizes
         loop._make_steps()
-        loop.cursor = loop.cursor.next_epoch()
+        loop.position.cursor = loop.cursor.next_epoch()
         rank.metrics.peek()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loop._shown = 0.0  # a look at the figures is due
+        loop.report._shown = 0.0  # a look at the figures is due
         loop._make_steps()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -106,7 +106,7 @@ _libraries = tuple(
     }
 )
 # The end of an epoch is not part of a step: there the trainer reads figures, evaluates and saves.
-_OUTSIDE_STEPS = {"_end_epoch", "_read_figures", "_begin", "_commit", "_close"}
+_OUTSIDE_STEPS = {"_end_epoch", "_read_sums", "_begin", "_close"}
 # Files of PyTorch that an operation passes on its way to a virtual device.
 PLUMBING = ("torch/utils/_pytree.py", "torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 # A virtual device only does what a line asks of PyTorch.

@@ -1,6 +1,10 @@
 """Training from the first step to the last, in any framework: a learner makes the steps, the loop does the rest.
 
-Nothing in a step makes the host wait: losses stay on the devices, and only figures that have already arrived are shown.
+The loop drives epochs; its parts know where the job stands (:mod:`.data.position`), when it ends (:mod:`.stopping`),
+what is reported to callbacks (:mod:`.callbacks.reporter`), what is saved (:mod:`.checkpoints.saving`) and how the
+learning rate changes (:mod:`.schedules`).
+
+Nothing in a step makes the host wait: losses stay on the devices, and only sums that have already arrived are shown.
 The host waits at the end of an epoch and for a checkpoint.
 """
 
@@ -9,29 +13,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+import json
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
-from manyhands.training import running_sums, schedules
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
-from manyhands.training.callbacks.dispatcher import named
 from manyhands.training.callbacks.reporter import Reporter
-from manyhands.training.checkpoints import saving
-from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
+from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.checkpoints.saving import Saver
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
+from manyhands.training.data.position import Position
 from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
-from manyhands.training.learner import Data, Learner, Say
+from manyhands.training.learner import Learner, Say
 from manyhands.training.result import Result
-from manyhands.training.running_sums import Figures, or_none, together
-from manyhands.training.schedules import Schedule
-from manyhands.training.settings import Settings
-from manyhands.training.stopping import ENDLESS, Ending, StopNow
-
-_SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
+from manyhands.training.running_sums import Figures, NanCheck, add, means_by_name, or_none
+from manyhands.training.schedules import Schedule, ScheduleOfJob
+from manyhands.training.settings import ENDLESS, Settings
+from manyhands.training.stopping import Ending, StopNow
 
 # Called after each step of any job of this process: the auditor counts by them.
 step_listeners: list[Callable[[], None]] = []
@@ -53,135 +54,97 @@ class Loop:
         metrics: Metrics | None = None,
     ) -> None:
         """``resume`` is a checkpoint, or a folder of them, that the first process can read."""
-        self.learner, self.settings, self.say, self.schedule = learner, settings, say, schedule
+        self.learner, self.settings = learner, settings
         self.metrics = metrics or Metrics()
         self.result = Result()
-        self.report = Reporter(self, callbacks)
-        self.cursor = Cursor()
-        self.batches_before: int | None = None  # the batches of a loader in the epoch before
-        self.last_row = 0  # the step of the newest row of figures
-        # From the checkpoint: where its job ended and was evaluated; None: it did not end, {}: not known.
-        self.end_before: dict[str, Any] | None = {}
-        self._owes_evaluation = False  # the job before ended here, but was not evaluated
+        self.position = Position(learner.data, settings)
         self.ending = Ending(learner, settings.limits)
-        self.keeps_checkpoints = run is not None
-        self.run = RunFolder(run.path) if run is not None and self.first else None
-        self._begun: tuple[Cursor, int] | None = None  # cursor and last row at the start; None after the first step
-        self._saved: tuple[Cursor, int] | None = None  # cursor and last row of the newest checkpoint
-        self._row_began = time.perf_counter()
-        self.seconds_before = 0.0  # of a row that the job before had begun
-        self._shown = time.perf_counter()
-        self._evaluated = 0  # batches of this evaluation
+        self.report = Reporter(learner, say, callbacks, self.position, self.ending)
+        self.schedule = ScheduleOfJob(schedule, learner, self.position)
+        self.nan_check = NanCheck(learner, self.position)
+        self.saver = Saver(learner, self.position, self.ending, self.report, self.nan_check, run)
+        self._is_resumed = False
+        self._owes_evaluation = False  # the job before ended here, but was not evaluated
         try:
-            self._begin(run, resume)
+            self._begin(resume, same_run=run is not None and run.resumes)
         except BaseException:
             self._close()
             raise
 
-    def _begin(self, run: RunPlan | None, resume: Path | None) -> None:
-        """Restore, and only then begin the run: a job that is refused does not change its folder."""
-        if self.run is not None and self.run.path.is_dir():
-            self.run.lock()  # also for reading, so that no other job writes meanwhile
-        if self.report.plan.average is not None:
-            self.learner.keep_average(self.report.plan.average)
-        before = saving.restore(self, resume)
-        self.report.resumed = before is not None
-        self._settle_end(same_run=run is not None and run.resumes)
-        if before is not None and self.first:
-            saving.announce(self, before, run.announced if run is not None else ())
-        schedules.check(self.schedule, self)
-        if self.run is not None and run is not None:
-            note = self.run.begin(run, self.settings.as_dict())
-            if note is not None:
-                self.say({"kind": "warning", "text": note})
-            # Only a job that is at its end counts the row of that end (_add_last_row).
-            self.result.rows = saving.rows_before(self.run, self.cursor.step if self.is_over else self.last_row)
-            self._begun = self.cursor, self.last_row
-        if before is not None:
-            saving.share_rows(self)
-
-    def _settle_end(self, *, same_run: bool) -> None:
-        """If the job before had reached this job's end: find out whether that end must still be evaluated.
-
-        It must if that job was killed during the evaluation, or if its figures are in another run.
-        """
-        end = self.end_before
-        if end is None or (end and not same_run):
-            self._owes_evaluation = self.cursor.step > self.last_row
-        elif end.get("epoch", 0) > self.cursor.epoch and end["epoch"] >= self.settings.max_epochs:
-            self.cursor = self.cursor.next_epoch()
-
-    def _commit(self) -> None:
-        """Take over the existing run, now that the first step (or an evaluation) has succeeded."""
-        if self.run is not None and self._begun is not None:
-            self.run.commit()
-            saving.rewind(self.run, *self._begun)
-            self._begun = None
-
-    def _close(self) -> None:
-        try:
-            self.learner.close()
-        finally:
-            if self.run is not None:
-                self.run.release()
+    @property
+    def cursor(self) -> Cursor:
+        return self.position.cursor
 
     @property
     def first(self) -> bool:
         """Whether this process writes files and shows things."""
         return self.learner.rank == 0
 
+    def _begin(self, resume: Path | None, *, same_run: bool) -> None:
+        """Restore, and only then begin the run: a job that is refused does not change its folder."""
+        self.saver.lock()
+        if self.report.plan.average is not None:
+            self.learner.keep_average(self.report.plan.average)
+        before = self.saver.restore(resume)
+        if before is not None:
+            self._is_resumed = True
+            self._continue_at_end(before["end"], same_run=same_run)
+            if self.first:
+                self.saver.announce(before, is_over=self.is_over)
+        self.schedule.check(self.metrics.names)
+        self.result.rows = self.saver.begin(is_over=self.is_over)
+        if before is not None:
+            self.result.rows = json.loads(self.learner.from_first(json.dumps(self.result.rows).encode()))
+
+    def _continue_at_end(self, end: dict[str, Any] | None, *, same_run: bool) -> None:
+        """Continue a job that may have reached this job's end: is that end still to be evaluated?
+
+        It is if the job was killed before its evaluation (``end`` is None then), or if its rows are in another run.
+        """
+        if end is None or not same_run:
+            self._owes_evaluation = self.cursor.step > self.position.last_row
+        elif end["epoch"] > self.cursor.epoch and end["epoch"] >= self.settings.max_epochs:
+            self.position.next_epoch()
+
+    def _close(self) -> None:
+        try:
+            self.learner.close()
+        finally:
+            self.saver.close()
+
     def fit(self) -> Result:
         try:
-            self.report_alive()
+            self.report.alive()
             if self.is_over:
                 self.learner.notes.append("this run had already finished: nothing was trained, its figures are shown")
-                if self.run is not None:
-                    self.run.restore_config()
             else:
                 self._check_repeats()
-            self.report.begin()
+            self.report.begin(self.result.rows, resumed=self._is_resumed)
             while (ended := self._ended()) is None:
                 self.report.epoch_start()
                 self._train_epoch()
-            self._say_end(ended)
-            self.result.notes = self.learner.notes
-            self.result.shares = self.learner.shares
-            self.result.steps = self.cursor.step
-            self.result.unsaved = self._unsaved()
-            return self.result
+            return self._finished_result(ended)
         except BaseException:
-            if self.run is not None and self._begun is not None:
-                self.run.withdraw()
+            self.saver.withdraw()
             raise
         finally:
             self._close()
 
-    def _say_end(self, ended: str) -> None:
-        """Record why the training ends; a note reports an end before the last epoch."""
-        self.result.ended = ended
-        if ended == "max_epochs":
-            return
-        self.result.signal, self.result.stopped = self.ending.signal, self.ending.signal or self.report.stop
-        where = f"step {self.cursor.step}" if self.cursor.sample else f"epoch {self.cursor.epoch}"
-        if self.result.stopped is not None:
-            self.learner.notes.append(f"stopped after {where}: {self.result.stopped}")
-        self.say({"kind": "note", "text": f"ended after {where}: {ended}"})
+    def _finished_result(self, ended: str) -> Result:
+        result, cursor = self.result, self.cursor
+        result.ended = ended
+        if ended != "max_epochs":
+            where = f"step {cursor.step}" if cursor.sample else f"epoch {cursor.epoch}"
+            result.signal = self.ending.signal
+            result.stopped = result.signal or (None if self.ending.stop is None else self.ending.stop["stop"])
+            if result.stopped is not None:
+                self.learner.notes.append(f"stopped after {where}: {result.stopped}")
+            self.report.note(f"ended after {where}: {ended}")
+        result.notes, result.shares, result.steps = self.learner.notes, self.learner.shares, cursor.step
+        result.unsaved = self.saver.unsaved()
+        return result
 
-    def _ended(self) -> str | None:
-        """Why the training ends here, for ``Result.ended``; None if it continues."""
-        if self.ending.signal is not None:
-            return f"signal {self.ending.signal}"
-        if self.report.stop is not None:
-            return f"{self.report.stopped_by}: {self.report.stop}"
-        if self.is_over:
-            return "max_epochs" if self.cursor.epoch >= self.settings.max_epochs else self.ending.reached
-        endless = self.settings.max_epochs == ENDLESS
-        if self.cursor.epoch and endless and loader_batches.is_used_up(self._loader):
-            self.learner.notes.append(
-                f"the data ended after {counted(self.cursor.step, 'step')}, before a limit was reached"
-            )
-            return "end of the data"
-        return None
+    # When it ends
 
     @property
     def is_over(self) -> bool:
@@ -190,50 +153,72 @@ class Loop:
             return True
         return self.ending.is_reached(self.cursor.step) and not self._owes_evaluation
 
+    def _ended(self) -> str | None:
+        """Why the training ends here, for ``Result.ended``; None if it continues."""
+        if self.ending.reason is not None:
+            return self.ending.reason
+        if self.is_over:
+            return "max_epochs" if self.cursor.epoch >= self.settings.max_epochs else self.ending.reached
+        is_endless = self.settings.max_epochs == ENDLESS
+        if self.cursor.epoch and is_endless and loader_batches.is_used_up(self.position.loader):
+            self.learner.notes.append(
+                f"the data ended after {counted(self.cursor.step, 'step')}, before a limit was reached"
+            )
+            return "end of the data"
+        return None
+
+    # Steps
+
     def _train_epoch(self) -> None:
         """Train to the end of the epoch, or of the job."""
-        self._row_began = time.perf_counter() - (self.seconds_before if self.cursor.sample else 0.0)
+        self.position.begin_epoch()
         with contextlib.suppress(StopNow):
             over = self._make_steps()
-            self.report.take_stop(self.ending.stop or {})
-            if not self.ending.signal and (over or self.ending.reached or self.report.stop is not None):
+            if not self.ending.signal and (over or self.ending.reached or self.ending.stop is not None):
                 self._end_epoch(over=over)
         if self.ending.signal:
-            self.save_once()
+            self.saver.save_once()
 
     def _make_steps(self) -> bool:
         """Make the remaining steps of the epoch; False where the job ends before the epoch."""
-        first, window, most = self.cursor.step, None, self.settings.limits.batches
+        first, window, every = self.cursor.step, None, self.settings.checkpoints.every
         with contextlib.closing(self._batches_left()) as batches:
             for window, batch in batches:
                 if self.ending.reached:  # no step is left, only the evaluation of the end
                     break
-                if self._evaluation_is_due():
-                    self._commit()
-                    self._add_row(self._read_figures(), evaluates=True)
-                    saving.save(self, self.report.take_wanted_folders())
-                    if self.report.stop is not None:
+                if self.position.evaluation_is_due:
+                    self.saver.commit()
+                    self._add_row(self._read_sums(), evaluates=True)
+                    self.saver.save(self.report.take_wanted_folders())
+                    if self.ending.stop is not None:
                         return False
-                self.learner.step(window, batch, schedules.factor(self.schedule, self))
-                for listener in step_listeners:
-                    listener()
-                self._commit()
-                self.cursor = self.cursor.after(window)
-                self.report.step()
-                self._look()
-                if self.cursor.batch == loader_batches.MANY and self.batches_of_epoch() is None:
-                    self._warn_of_endless(window)
-                every = self.settings.checkpoints.every
+                self._step(window, batch)
                 if every and self.cursor.step % every == 0 and self.cursor.step > first:
-                    self.save_once()
+                    self.saver.save_once()
                 if self.ending.check(self.cursor.step):
                     break
             else:
                 return True
         if window is not None:
-            loader_batches.check_agreed(window, self.learner.all_have, self._loader)
-        known = self.learner.data.count is not None or self.cursor.batch == most
-        return known and self.cursor.batch == self.batches_of_epoch()
+            loader_batches.check_agreed(window, self.learner.all_have, self.position.loader)
+        return self.position.is_end_of_epoch
+
+    def _step(self, window: Window, batch: Any) -> None:
+        self.learner.step(window, batch, self.schedule.factor())
+        for listener in step_listeners:
+            listener()
+        self.saver.commit()
+        self.position.cursor = self.cursor.after(window)
+        self.report.step()
+        if self.report.is_due:
+            sums = self.learner.peek()
+            if sums is not None:
+                self.nan_check.check(sums)
+            self.report.progress(sums)
+        endless = self.position.batches is None and not self.settings.limits.ends_training
+        if self.cursor.batch == loader_batches.MANY and endless:
+            batches = loader_batches.MANY
+            self.report.warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
 
     def _batches_left(self) -> Generator[tuple[Window, Any]]:
         limits, at = self.settings.limits, self.cursor
@@ -242,36 +227,11 @@ class Loop:
         pairs = self.learner.batches(at)
         if limits.batches is not None:
             pairs = itertools.islice(pairs, max(0, limits.batches - at.batch))
-        return loader_batches.agreed(pairs, self.learner.all_have, self._loader)
-
-    @property
-    def _loader(self) -> Any:
-        return getattr(self.learner.data, "loader", None)
-
-    def batches_of_epoch(self) -> int | None:
-        """The batches of an epoch; for a loader as in the epoch before, or its ``len``; None where unknown."""
-        count, most = self.learner.data.count, self.settings.limits.batches
-        if count is not None:
-            batches: int | None = -(-count // self.settings.batch_size)
-        else:
-            batches = self.batches_before or loader_batches.length(self.learner.data)
-        return batches if most is None or batches is None else min(batches, most)
-
-    def _warn_of_endless(self, window: Window) -> None:
-        if not self.settings.limits.ends_training:
-            batches = loader_batches.MANY
-            self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
-
-    def save_once(self, folders: Sequence[str] = ("checkpoints",)) -> None:
-        """Write a checkpoint into these folders of the run; into ``checkpoints`` only if this moment has none yet."""
-        now = self.cursor, self.last_row
-        saving.save(self, [folder for folder in folders if folder != "checkpoints" or self._saved != now])
-        if "checkpoints" in folders:
-            self._saved = now
+        return loader_batches.agreed(pairs, self.learner.all_have, self.position.loader)
 
     def _check_repeats(self) -> None:
         """Warn if a job resumes at the start of an epoch and its loader gives another order than before."""
-        before, loader = self.cursor.first_batch, self._loader
+        before, loader = self.cursor.first_batch, self.position.loader
         if self.cursor.batch or not self.cursor.epoch or before is None or isinstance(loader, Iterator):
             return
         if self.settings.limits.overfit_batches is not None:
@@ -280,176 +240,118 @@ class Loop:
         first = next(windows, None)
         windows.close()
         if (first is None or first.digest != before) and self.first:
-            self._warn(loader_batches.not_repeated_epoch(loader, self.cursor.epoch))
+            self.report.warn(loader_batches.not_repeated_epoch(loader, self.cursor.epoch))
 
-    def _warn(self, text: str) -> None:
-        self.say({"kind": "warning", "text": text})
-
-    def _look(self) -> None:
-        """Every 0.2 seconds: report progress, with the figures that have already arrived."""
-        now = time.perf_counter()
-        if now - self._shown < _SHOW_EVERY:
-            return
-        self._shown = now
-        figures = self.learner.peek()
-        if figures is not None:
-            running_sums.check(self, figures)
-        answer = self.say(
-            {
-                "kind": "progress",
-                "epoch": self.cursor.epoch + 1,
-                "step": self.cursor.step,
-                "batch": self.cursor.batch,
-                "batches": self.batches_of_epoch(),
-                "samples": self.cursor.sample,
-                "loss": figures.loss if figures and figures.count else None,
-                "accuracy": or_none(figures.accuracy) if figures else None,
-            }
-        )
-        self.report.heard(answer)
-
-    def report_alive(self) -> None:
-        self._shown = time.perf_counter()
-        self.say({"kind": "alive", "step": self.cursor.step})
-
-    def _report_alive_periodically(self) -> None:
-        """After each batch of an evaluation."""
-        self.ending.interrupt_evaluation()
-        self._evaluated += 1
-        if self._evaluated == loader_batches.MANY and self.first and _has_unknown_length(self.learner.test):
-            self._warn(
-                f"the evaluation has not ended after {loader_batches.MANY} batches. If the validation data have no "
-                "end, say how many batches to take: limits=mh.Limits(limit_val_batches=100)"
-            )
-        if time.perf_counter() - self._shown > _SHOW_EVERY:
-            self.report_alive()
-
-    # The end of an epoch
-
-    def _count_batches(self) -> None:
-        says = loader_batches.length(self.learner.data)
-        if self.batches_before is None and says not in (None, self.cursor.batch):
-            self.learner.notes.append(
-                f"the loader's len is {says}, and it gave {counted(self.cursor.batch, 'batch', 'batches')}: progress "
-                "and schedule go by the batches of the epoch before"
-            )
-        self.batches_before = self.cursor.batch
-
-    def _read_figures(self) -> Figures:
-        """The epoch's figures over all processes; waits."""
-        figures = together(self.learner.read())
-        self.report.report_steps(wait=True)
-        running_sums.check(self, figures)
-        if figures.bad_step is not None and self.first:
-            self._warn(f"{running_sums.describe(self, figures.bad_step)}; continuing, as requested")
-        return figures
+    # Rows of metrics
 
     def _end_epoch(self, *, over: bool) -> None:
-        """The figures and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
-        figures = self._read_figures()
-        self._commit()
+        """The row and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
+        sums = self._read_sums()
+        self.saver.commit()
         self._owes_evaluation = False
-        if self.cursor.step > self.last_row:
+        if self.cursor.step > self.position.last_row:
             epoch, (every, unit) = self.cursor.epoch, self.settings.limits.evaluation
-            due = (epoch + 1) % every == 0 if unit == "epochs" else self._evaluation_is_due()
-            is_last = self.is_over or self.report.stop is not None
-            is_last = is_last or (over and epoch + 1 >= self.settings.max_epochs)
+            due = (epoch + 1) % every == 0 if unit == "epochs" else self.position.evaluation_is_due
+            is_last = self._is_last or (over and epoch + 1 >= self.settings.max_epochs)
             if is_last and not (over and due):
-                self._add_last_row(figures, over=over)
+                self._add_last_row(sums, over=over)
                 return
-            self._add_row(figures, evaluates=due, ends_epoch=True, over=over)
+            self._add_row(sums, evaluates=due, ends_epoch=True, over=over)
         if over:
             self._next_epoch()
-        is_last = self.is_over or self.report.stop is not None
-        regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
-        self.save_once([*self.report.take_wanted_folders(), *regular])
+        regular = ["checkpoints"] if self._is_last or not self.settings.checkpoints.every else []
+        self.saver.save_once([*self.report.take_wanted_folders(), *regular])
+
+    @property
+    def _is_last(self) -> bool:
+        return self.is_over or self.ending.stop is not None
 
     def _next_epoch(self) -> None:
-        if self.learner.data.count is None:
-            self._count_batches()
-        self.cursor = self.cursor.next_epoch()
-        schedules.after_epoch(self)
+        note = self.position.next_epoch()
+        self.learner.notes += [] if note is None else [note]
+        self.schedule.after_epoch()
 
-    def _add_last_row(self, figures: Figures, *, over: bool) -> None:
+    def _add_last_row(self, sums: Figures, *, over: bool) -> None:
         """Add an evaluated row at an end where a job with larger limits would have no row.
 
         The checkpoint is from before that row: in a resumed job schedulers and callbacks have not seen it, so the job
         continues as if it had never ended here.
         """
-        before = saving.captured(self)
-        if self._saved != (self.cursor, self.last_row):
-            saving.write(self, before, ["checkpoints"])
-            self._saved = self.cursor, self.last_row
-        stop, by = self.report.stop, self.report.stopped_by
-        self._add_row(figures, evaluates=True, ends_epoch=True, over=over, counts=False)
-        self.report.stop, self.report.stopped_by = stop, by
-        saving.write(self, before, self.report.take_wanted_folders())
+        before = self.saver.capture()
+        self.saver.save_captured_once(before)
+        stop = self.ending.stop
+        self._add_row(sums, evaluates=True, ends_epoch=True, over=over, counts=False)
+        self.ending.stop = stop
+        self.saver.write(before, self.report.take_wanted_folders())
         if over:
             self._next_epoch()
-        saving.mark_end(self)
+        self.saver.mark_end()
 
-    def _evaluation_is_due(self) -> bool:
-        """Whether ``evaluate_every`` asks for an evaluation after the step that was made last."""
-        every, unit = self.settings.limits.evaluation
-        return unit == "steps" and self.cursor.step % every == 0 and self.cursor.step > self.last_row
-
-    @property
-    def seconds_of_row(self) -> float:
-        """The training time since the row before, or since the epoch began; a resumed job goes on counting."""
-        return time.perf_counter() - self._row_began
+    def _read_sums(self) -> Figures:
+        """The sums since the row before, over all processes; waits."""
+        sums = add(self.learner.read())
+        self.report.report_steps(wait=True)
+        self.nan_check.check(sums)
+        if sums.bad_step is not None and self.first:
+            self.report.warn(f"{self.nan_check.describe(sums.bad_step)}; continuing, as requested")
+        return sums
 
     def _add_row(
-        self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, over: bool = False, counts: bool = True
+        self,
+        sums: Figures,
+        *,
+        evaluates: bool,
+        ends_epoch: bool = False,
+        over: bool = False,
+        counts: bool = True,
     ) -> None:
-        """Add a row with the figures since the row before; ``counts``: schedulers see it."""
-        seconds = self.seconds_of_row
-        self.report_alive()
-        tested, metrics = self._evaluate(self.cursor.epoch + 1) if evaluates else (None, {})
-        self.report_alive()
+        """Add a row with the metrics since the row before; ``counts``: schedulers see it."""
+        seconds, cursor = self.position.seconds_of_row, self.cursor
+        self.report.alive()
+        tested, metrics = self._evaluate(cursor.epoch + 1) if evaluates else (None, {})
+        self.report.alive()
         self.learner.reset()
         row = {
-            "epoch": self.cursor.epoch + 1,
-            "step": self.cursor.step,
-            "train_loss": or_none(figures.loss),
-            "train_acc": or_none(figures.accuracy),
+            "epoch": cursor.epoch + 1,
+            "step": cursor.step,
+            "train_loss": or_none(sums.loss),
+            "train_acc": or_none(sums.accuracy),
             "val_loss": or_none(tested.loss) if tested else None,
             "val_acc": or_none(tested.accuracy) if tested else None,
             **metrics,
-            "samples": int(figures.count),
+            "samples": int(sums.count),
             "seconds": seconds,
-            "whole": over and self.last_row <= self.cursor.step - self.cursor.batch,  # no other row in this epoch
+            "whole": over and self.position.last_row <= cursor.step - cursor.batch,  # no other row in this epoch
             **self.report.rates(),
         }
-        self.last_row, self._row_began = self.cursor.step, time.perf_counter()
+        self.position.last_row = cursor.step
+        self.position.begin_row()
         if counts:
-            schedules.after_row(self, row)
+            self.schedule.after_row(row)
         self.result.rows.append(row)
-        if self.run is not None and (warning := self.run.add_row(row)) is not None:
-            self._warn(warning)
-        if ends_epoch:
-            self.report.epoch_end(row, figures)
-        else:
-            self.report.row(row, figures)
+        if self.saver.run is not None and (warning := self.saver.run.add_row(row)) is not None:
+            self.report.warn(warning)
+        self.report.row(row, sums, ends_epoch=ends_epoch)
 
     def _evaluate(self, epoch: int) -> tuple[Figures | None, dict[str, Any]]:
-        """Figures over the validation data, and the user's metrics by the names that they have in a row."""
-        self._evaluated = 0
+        """The sums over the validation data, and the user's metrics by the names that they have in a row."""
+        batches = itertools.count(1)
         with self.learner.averaged():
-            tested, values = evaluate_with_metrics(self.learner, self.metrics, self._report_alive_periodically)
+            tested, values = evaluate_with_metrics(
+                self.learner, self.metrics, lambda: self._after_evaluated_batch(next(batches))
+            )
         metrics = {f"val_{name}": value for name, value in values.items()}
         if tested is not None:
             known = {name: value for name, value in metrics.items() if value is not None}
-            self.report.evaluated({**named(tested, "val"), **known}, epoch)
+            self.report.evaluation({**means_by_name(tested, "val"), **known}, epoch)
         return tested, metrics
 
-    def _unsaved(self) -> list[str]:
-        """What the run's folder lacks at the end of the job."""
-        if self.run is None:
-            return []
-        rows = ", ".join(str(row["epoch"]) for row in self.run.unwritten)
-        figures = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
-        return figures + saving.unsaved_weights(self.run, self.cursor.step)
-
-
-def _has_unknown_length(data: Data | None) -> bool:
-    return data is not None and data.count is None and loader_batches.length(data) is None
+    def _after_evaluated_batch(self, number: int) -> None:
+        self.ending.interrupt_evaluation()
+        if number == loader_batches.MANY and self.first and loader_batches.has_unknown_length(self.learner.test):
+            self.report.warn(
+                f"the evaluation has not ended after {loader_batches.MANY} batches. If the validation data have no "
+                "end, say how many batches to take: limits=mh.Limits(limit_val_batches=100)"
+            )
+        if self.report.is_due:
+            self.report.alive()

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from manyhands.errors import LossIsNotANumber
-from manyhands.training.data.order import epoch_order
 
 if TYPE_CHECKING:
-    from manyhands.training.loop import Loop
+    from manyhands.training.data.position import Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Figures:
         return cls(math.nan if loss is None else loss, correct, count, None, counted)
 
 
-def together(parts: Sequence[Figures]) -> Figures:
+def add(parts: Sequence[Figures]) -> Figures:
     """The sums of the figures of all processes."""
     bad = [part.bad_step for part in parts if part.bad_step is not None]
     return Figures(
@@ -62,11 +59,11 @@ def together(parts: Sequence[Figures]) -> Figures:
     )
 
 
-def of_one(parts: Sequence[Figures], rank: int, size: int) -> Figures:
+def figures_of_process(parts: Sequence[Figures], rank: int, size: int) -> Figures:
     """What one process of a resumed job begins with. On another number of them the first takes all."""
     if len(parts) == size:
         return parts[rank]
-    everything = together(parts)
+    everything = add(parts)
     return everything if rank == 0 else Figures(counted=everything.counted)
 
 
@@ -75,8 +72,13 @@ def or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# NaN
+def means_by_name(figures: Figures, part: str) -> dict[str, float]:
+    """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc."""
+    means = {f"{part}_loss": figures.loss}
+    return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
 
+
+# NaN
 
 NAN_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
@@ -86,41 +88,38 @@ NAN_HINT = (
 _LISTED = 8  # samples of a batch that an error lists
 
 
-def check(loop: Loop, figures: Figures) -> None:
-    """Raise an error where a step had no finite loss, unless the job is to continue."""
-    if figures.bad_step is None or loop.settings.step.on_nan == "continue":
-        return
-    why: str | None = getattr(loop.learner, "why_no_numbers", lambda: None)()  # PyTorch's, with fp16
-    if why is not None:
-        raise LossIsNotANumber(f"{why}. It is step {figures.bad_step}")
-    raise LossIsNotANumber(f"{describe(loop, figures.bad_step)}. {_bad_samples(loop, figures.bad_step) or NAN_HINT}")
+class NanCheck:
+    """Finds which step had a NaN loss or gradient, and which samples were in its batch."""
 
+    def __init__(self, learner: Any, position: Position) -> None:
+        """``learner`` may have ``bad_samples`` (which of these samples are NaN, in words) and ``why_no_numbers``."""
+        self._learner, self._position = learner, position
+        self._continues = position.settings.step.on_nan == "continue"
 
-def describe(loop: Loop, step: int) -> str:
-    """Which step of the current epoch it is, and which samples are in its batch."""
-    numbers = _samples_of(loop, step)
-    which = f"batch {loop.cursor.batch - (loop.cursor.step - step)} of the loader"
-    if numbers is not None:
-        which = f"samples {', '.join(map(str, numbers[:_LISTED]))}{', ...' if len(numbers) > _LISTED else ''}"
-    return f"the loss or a gradient of step {step} is not a number (epoch {loop.cursor.epoch + 1}, {which})"
+    def check(self, figures: Figures) -> None:
+        """Raise an error where a step had no finite loss, unless the job is to continue."""
+        if figures.bad_step is None or self._continues:
+            return
+        why: str | None = getattr(self._learner, "why_no_numbers", lambda: None)()  # PyTorch's, with fp16
+        if why is not None:
+            raise LossIsNotANumber(f"{why}. It is step {figures.bad_step}")
+        step = figures.bad_step
+        raise LossIsNotANumber(f"{self.describe(step)}. {self._bad_samples(step) or NAN_HINT}")
 
+    def describe(self, step: int) -> str:
+        """Which step of the current epoch it is, and which samples are in its batch."""
+        numbers = self._position.samples_of(step)
+        which = f"batch {self._position.batch_of(step)} of the loader"
+        if numbers is not None:
+            which = f"samples {', '.join(map(str, numbers[:_LISTED]))}{', ...' if len(numbers) > _LISTED else ''}"
+        epoch = self._position.cursor.epoch + 1
+        return f"the loss or a gradient of step {step} is not a number (epoch {epoch}, {which})"
 
-def _bad_samples(loop: Loop, step: int) -> str | None:
-    """Which samples of a step have NaN, in words, if the learner can read them again."""
-    look, numbers = getattr(loop.learner, "bad_samples", None), _samples_of(loop, step)
-    if look is None or numbers is None:
+    def _bad_samples(self, step: int) -> str | None:
+        look, numbers = getattr(self._learner, "bad_samples", None), self._position.samples_of(step)
+        if look is None or numbers is None:
+            return None
+        with contextlib.suppress(Exception):  # the error about the loss matters more
+            words: str | None = look(numbers)
+            return words
         return None
-    with contextlib.suppress(Exception):  # the error about the loss matters more
-        words: str | None = look(numbers)
-        return words
-    return None
-
-
-def _samples_of(loop: Loop, step: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    size, data = loop.settings.batch_size, loop.learner.data
-    if data.count is None:
-        return None
-    batch = loop.cursor.batch - (loop.cursor.step - step)
-    epoch = 0 if loop.settings.limits.overfit_batches is not None else loop.cursor.epoch
-    order = epoch_order(loop.settings.seed, epoch, data.count, shuffle=data.shuffle)
-    return order[batch * size : (batch + 1) * size]

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.monitored import is_known, known_figures, several_values, unknown
-from manyhands.training.stopping import ENDLESS
+from manyhands.training.settings import ENDLESS
 
 if TYPE_CHECKING:
-    from manyhands.training.loop import Loop
+    from manyhands.training.data.position import Position
+    from manyhands.training.learner import Learner
 
 HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
@@ -104,98 +105,90 @@ def check_option(schedule: Any, *, schedulers: bool) -> None:
         raise BadSettings(f"schedule={schedule!r}: {HINT}")
 
 
-def factor(schedule: Schedule | None, loop: Loop) -> float | None:
-    """The learning rate's factor at the next batch; None where there is no schedule."""
-    if schedule is None or isinstance(schedule, PerStep | PerEpoch):
-        return None
-    if isinstance(schedule, by_step):
-        return _factor_at(schedule.function, loop.cursor.step, "by_step's function")
-    return _factor_at(schedule, _done(loop), "schedule")
+class ScheduleOfJob:
+    """The schedule of one job: functions give a factor for each step, PyTorch's schedulers are stepped."""
 
+    def __init__(self, schedule: Schedule | None, learner: Learner, position: Position) -> None:
+        self._schedule, self._learner, self._position = schedule, learner, position
+        # PyTorch's schedulers, which the learner has made; others have none.
+        self._scheduler: Any = getattr(learner, "scheduler", None)
 
-def _done(loop: Loop) -> float:
-    """How much of the training is done, by the limit that is nearest to be reached."""
-    epochs, steps, cursor = loop.settings.max_epochs, loop.settings.limits.max_steps, loop.cursor
-    batches = loop.batches_of_epoch()
-    of_epoch = min(cursor.batch / batches, 1.0) if batches else 0.0
-    done = (cursor.epoch + of_epoch) / epochs if epochs < ENDLESS else 0.0
-    return done if steps is None else max(done, cursor.step / steps)
+    @property
+    def _monitors(self) -> Sequence[str]:
+        return [] if self._scheduler is None else self._scheduler.monitors
 
+    def factor(self) -> float | None:
+        """The learning rate's factor at the next batch; None where there is no schedule."""
+        if self._schedule is None or isinstance(self._schedule, PerStep | PerEpoch):
+            return None
+        if isinstance(self._schedule, by_step):
+            return _factor_at(self._schedule.function, self._position.cursor.step, "by_step's function")
+        return _factor_at(self._schedule, self._position.done, "schedule")
 
-def check(schedule: Schedule | None, loop: Loop) -> None:
-    """A schedule by progress has to know how far the training is; a scheduler has to last as long as the job."""
-    epochs, steps = loop.settings.max_epochs, loop.settings.limits.max_steps
-    _check_length(loop)
-    _check_monitors(loop)
-    if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
-        return
-    if steps is not None or loop.cursor.epoch >= epochs:
-        return
-    if epochs == ENDLESS:
-        raise BadSettings(
-            "schedule= follows how much of the training is done, and max_time alone does not say how many steps there "
-            "will be: give max_epochs or Limits(max_steps=...) as well, or a schedule by the step, mh.by_step(function)"
+    def check(self, metrics: Sequence[str]) -> None:
+        """A schedule by progress has to know how far the training is; a scheduler has to last as long as the job."""
+        if self._scheduler is not None:
+            self._check_length()
+        known = known_figures(metrics, validates=self._learner.test is not None, rates=False)
+        for name in self._monitors:
+            if not is_known(name, known):
+                raise BadSettings(f"PerEpoch(monitor={name!r}): {unknown(name, known)}")
+        position, epochs = self._position, self._position.settings.max_epochs
+        if self._schedule is None or isinstance(self._schedule, by_step | PerStep | PerEpoch):
+            return
+        if position.settings.limits.max_steps is not None or position.cursor.epoch >= epochs:
+            return
+        if epochs == ENDLESS:
+            raise BadSettings(
+                "schedule= follows how much of the training is done, and max_time alone does not say how many steps "
+                "there will be: give max_epochs or Limits(max_steps=...) as well, or a schedule by the step, "
+                "mh.by_step(function)"
+            )
+        if position.batches is not None:
+            return
+        if epochs == 1:
+            raise BadSettings(
+                "schedule= follows how much of the training is done, and the loader does not say how many batches an "
+                "epoch has: give a loader with __len__, (X, y) arrays, or limits=mh.Limits(max_steps=...)"
+            )
+        self._learner.notes.append(
+            "the loader does not say how many batches an epoch has (it has no __len__): the schedule is constant in "
+            "the first epoch and moves with every batch from the second on"
         )
-    if loop.batches_of_epoch() is not None:
-        return
-    if epochs == 1:
-        raise BadSettings(
-            "schedule= follows how much of the training is done, and the loader does not say how many batches an "
-            "epoch has: give a loader with __len__, (X, y) arrays, or limits=mh.Limits(max_steps=...)"
-        )
-    loop.learner.notes.append(
-        "the loader does not say how many batches an epoch has (it has no __len__): the schedule is constant in the "
-        "first epoch and moves with every batch from the second on"
-    )
 
+    def _check_length(self) -> None:
+        """Refuse a scheduler that ends before the job does."""
+        cursor, batches, limits = self._position.cursor, self._position.batches, self._position.settings.limits
+        epochs = self._position.settings.max_epochs if self._position.settings.max_epochs < ENDLESS else None
+        ends = [] if limits.max_steps is None else [limits.max_steps]
+        if epochs is not None and batches is not None:
+            ends.append(cursor.step - cursor.batch + (epochs - cursor.epoch) * batches)
+        steps = max(0, min(ends) - cursor.step) if ends else None
+        if epochs is not None and steps is not None and batches:
+            epochs = min(epochs, cursor.epoch + (cursor.batch + steps) // batches)
+        self._scheduler.check_steps(steps, None if epochs is None else max(0, epochs - cursor.epoch))
 
-def _check_length(loop: Loop) -> None:
-    """Refuse a scheduler that ends before the job does."""
-    scheduler: Any = getattr(loop.learner, "scheduler", None)
-    if scheduler is None:
-        return
-    epochs = loop.settings.max_epochs if loop.settings.max_epochs < ENDLESS else None
-    batches, ends = loop.batches_of_epoch(), []
-    if epochs is not None and batches is not None:
-        ends.append(loop.cursor.step - loop.cursor.batch + (epochs - loop.cursor.epoch) * batches)
-    if loop.settings.limits.max_steps is not None:
-        ends.append(loop.settings.limits.max_steps)
-    steps = max(0, min(ends) - loop.cursor.step) if ends else None
-    if epochs is not None and steps is not None and batches:
-        epochs = min(epochs, loop.cursor.epoch + (loop.cursor.batch + steps) // batches)
-    scheduler.check_steps(steps, None if epochs is None else max(0, epochs - loop.cursor.epoch))
+    def after_row(self, row: Mapping[str, Any]) -> None:
+        """Step schedulers that follow a metric, where the row has a new one; the same in all processes."""
+        for monitor in self._monitors:
+            value = json.loads(self._learner.from_first(json.dumps(row.get(monitor)).encode()))
+            if isinstance(value, list):
+                raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
+            if value is not None:
+                self._scheduler.after_figure(monitor, float(value))
+            elif monitor not in row or not self._position.settings.limits.evaluate_every:
+                metrics = [
+                    name for name, value in row.items() if name.startswith(("train_", "val_")) and value is not None
+                ]
+                known = (
+                    f"{', '.join(metrics)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
+                )
+                raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
 
-
-def _check_monitors(loop: Loop) -> None:
-    """Refuse a scheduler that follows a figure that there will not be."""
-    learner: Any = loop.learner
-    scheduler: Any = getattr(learner, "scheduler", None)  # PyTorch's: others have none
-    for name in [] if scheduler is None else scheduler.monitors:
-        known = known_figures(loop.metrics.names, validates=learner.test is not None, rates=False)
-        if not is_known(name, known):
-            raise BadSettings(f"PerEpoch(monitor={name!r}): {unknown(name, known)}")
-
-
-def after_row(loop: Loop, row: Mapping[str, Any]) -> None:
-    """Step schedulers that follow a figure, where the row has a new one; the same in all processes."""
-    scheduler: Any = getattr(loop.learner, "scheduler", None)  # PyTorch's: others have none
-    for monitor in [] if scheduler is None else scheduler.monitors:
-        value = json.loads(loop.learner.from_first(json.dumps(row.get(monitor)).encode()))
-        if isinstance(value, list):
-            raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
-        if value is not None:
-            scheduler.after_figure(monitor, float(value))
-        elif monitor not in row or not loop.settings.limits.evaluate_every:
-            figures = [name for name, value in row.items() if name.startswith(("train_", "val_")) and value is not None]
-            known = f"{', '.join(figures)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
-            raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
-
-
-def after_epoch(loop: Loop) -> None:
-    """Step schedulers that go by epochs."""
-    scheduler: Any = getattr(loop.learner, "scheduler", None)
-    if scheduler is not None:
-        scheduler.after_epoch()
+    def after_epoch(self) -> None:
+        """Step schedulers that go by epochs."""
+        if self._scheduler is not None:
+            self._scheduler.after_epoch()
 
 
 def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:

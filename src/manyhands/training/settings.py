@@ -19,6 +19,7 @@ from manyhands.training.options import (
     make_plain,
 )
 
+ENDLESS = 2**31 - 1  # epochs of a job that something else ends
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 
 # What other libraries call a precision, and ours for it.

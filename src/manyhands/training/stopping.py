@@ -35,7 +35,6 @@ from manyhands.training.learner import Learner
 from manyhands.training.options import Limits
 from manyhands.training.result import Result
 
-ENDLESS = 2**31 - 1  # epochs of a job that something else ends
 _ASK_EVERY = 1.0  # seconds between two questions to the other processes
 _MOST_STEPS = 1000
 
@@ -52,12 +51,19 @@ class Ending:
         self.requests = current_requests()
         self.signal: str | None = None  # that has stopped the job
         self.reached: str | None = None  # the limit that has ended it: "max_steps" or "max_time"
-        self.wish: dict[str, Any] | None = None  # in the first process: a callback's, to end the training
-        self.stop: dict[str, Any] | None = None  # that wish, when all processes know it
+        self.stop: dict[str, Any] | None = None  # the callback that ends it, and why, when all processes know it
+        self.wish: dict[str, Any] | None = None  # the same in the first process, before the others know
         self._before = 0.0  # seconds of training in the jobs that this one resumes
         self._begun = self._asked_at = time.monotonic()
         self._asked_step: int | None = None
         self._ask_at = 0
+
+    @property
+    def reason(self) -> str | None:
+        """Why the training ends, for ``Result.ended``, if a signal or a callback ends it."""
+        if self.signal is not None:
+            return f"signal {self.signal}"
+        return None if self.stop is None else f"{self.stop['by']}: {self.stop['stop']}"
 
     @property
     def seconds(self) -> float:
@@ -71,19 +77,23 @@ class Ending:
         """Whether a limit of steps or time was reached; every process knows it."""
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
             self.reached = "max_steps"
-        elif self.limits.max_time is not None and self._before >= float(self.limits.max_time):  # type: ignore[arg-type]
+        elif self._is_time_up(self._before):
             self.reached = "max_time"
         return self.reached is not None
 
+    def take(self, answer: dict[str, Any]) -> None:
+        """Take the callbacks' answer, the same in every process: whether to end the training, and why."""
+        if self.stop is None and answer.get("stop") is not None:
+            self.stop = answer
+
     def check(self, step: int) -> bool:
         """Whether the job ends after this many steps; asks the other processes now and then."""
-        if self.is_reached(step) or self.signal or self.stop:
-            return True
-        if self.learner.size == 1:
-            self._decide(self.requests.asked, self._wish(), time_is_up=self._time_is_up())
-        elif step >= self._ask_at:
-            self._ask_all(step)
-        return bool(self.reached or self.signal or self.stop)
+        if not (self.is_reached(step) or self.reason):
+            if self.learner.size == 1:
+                self._decide(self.requests.asked, self._wish(), time_is_up=self._is_time_up(self.seconds))
+            elif step >= self._ask_at:
+                self._ask_all(step)
+        return bool(self.reached or self.reason)
 
     def interrupt_evaluation(self) -> None:
         """Raise where a signal has come; a resumed job evaluates again.
@@ -94,8 +104,8 @@ class Ending:
             self.signal = self.requests.asked
             raise StopNow
 
-    def _time_is_up(self) -> bool:
-        return self.limits.max_time is not None and self.seconds >= float(self.limits.max_time)  # type: ignore[arg-type]
+    def _is_time_up(self, seconds: float) -> bool:
+        return self.limits.max_time is not None and seconds >= float(self.limits.max_time)  # type: ignore[arg-type]
 
     def _wish(self) -> dict[str, Any] | None:
         return self.wish or self.requests.wish
@@ -107,13 +117,13 @@ class Ending:
         if time_is_up:
             self.reached = "max_time"
         else:
-            self.stop = wish
+            self.take(wish or {})
 
     def _ask_all(self, step: int) -> None:
         wants = 0 if self.requests.asked is None else 1 + SIGNALS.index(self.requests.asked)
         nobody = self.learner.all_have(wants) and not wants
         name = None if nobody else self._signal_of_any(wants)
-        first: dict[str, Any] = {"up": self._time_is_up(), "wish": self._wish()}
+        first: dict[str, Any] = {"up": self._is_time_up(self.seconds), "wish": self._wish()}
         first["next"] = step + self._steps_a_second(step)
         first = json.loads(self.learner.from_first(json.dumps(first).encode()))
         self._ask_at = first["next"]

@@ -38,8 +38,7 @@ from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Wo
 from manyhands.training.result import Result
 from manyhands.training.running_sums import NAN_HINT
 from manyhands.training.schedules import Schedule
-from manyhands.training.settings import Precision, Settings
-from manyhands.training.stopping import ENDLESS
+from manyhands.training.settings import ENDLESS, Precision, Settings
 
 DEFAULT_BATCH = 256
 

@@ -20,7 +20,7 @@ from manyhands.training.callbacks.curves import Picture
 from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
 from manyhands.training.result import Result
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Figures, means_by_name
 
 Event = dict[str, Any]
 
@@ -229,7 +229,7 @@ class StepMeans:
         """The means up to these sums of the epoch."""
         rest = _sum(self._carried, sums, self._reported)
         self._carried, self._reported = Figures(), sums
-        return named(rest, "train")
+        return means_by_name(rest, "train")
 
     def end_epoch(self, sums: Figures) -> None:
         self._carried, self._reported = _sum(self._carried, sums, self._reported), Figures()
@@ -239,12 +239,6 @@ class StepMeans:
 
     def restore(self, state: list[Any]) -> None:
         self._carried, self._reported = (Figures.from_json(sums) for sums in state)
-
-
-def named(figures: Figures, part: str) -> dict[str, float]:
-    """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc."""
-    means = {f"{part}_loss": figures.loss}
-    return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
 
 
 def _sum(carried: Figures, sums: Figures, reported: Figures) -> Figures:

@@ -67,7 +67,6 @@ class RunFolder:
         self._lock: filelock.FileLock | None = None
         self._lock_note: str | None = None
         self._is_new = False  # whether this job began the run
-        self._config_before: bytes | None = None  # of the run that this job resumes
         self._next_config: dict[str, Any] | None = None  # what `commit` will write
 
     def __repr__(self) -> str:
@@ -176,8 +175,6 @@ class RunFolder:
             self._next_config = {**plan.config, "settings": dict(settings)}
             if self._is_new:
                 self.commit()
-            else:
-                self._config_before = self.config_path.read_bytes()
         return note
 
     def commit(self) -> None:
@@ -192,21 +189,13 @@ class RunFolder:
         self._next_config = None
 
     def withdraw(self) -> None:
-        """Undo a job whose first step failed: delete a new run's folder, restore an existing run."""
+        """Undo a job whose first step failed: delete a new run's folder."""
         if not self._is_new:
-            self.restore_config()
             return
         with contextlib.suppress(OSError):
             self.config_path.unlink(missing_ok=True)
             self.release()
             self.path.rmdir()  # only if nothing else is in it
-
-    def restore_config(self) -> None:
-        """Restore config.json after a job that has trained nothing."""
-        before = self._config_before
-        with contextlib.suppress(OSError):
-            if before is not None and self.config_path.read_bytes() != before:
-                files.replace(self.config_path, before)
 
     @property
     def config_path(self) -> Path:

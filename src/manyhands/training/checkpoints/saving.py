@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
-from manyhands.training import running_sums
+from manyhands.training.callbacks.reporter import Reporter
 from manyhands.training.checkpoints import store
-from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.order import Cursor
+from manyhands.training.data.position import Position
 from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved
-from manyhands.training.running_sums import Figures, of_one, together
-from manyhands.training.settings import Settings
-from manyhands.training.stopping import ENDLESS
-
-if TYPE_CHECKING:
-    from manyhands.training.loop import Loop
+from manyhands.training.running_sums import Figures, NanCheck, add, figures_of_process
+from manyhands.training.settings import ENDLESS, Settings
+from manyhands.training.stopping import Ending
 
 # Settings that may change when a job is resumed, in words.
 _ANNOUNCED = {
@@ -34,124 +31,214 @@ _ANNOUNCED = {
 }
 
 
-def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
-    """Write a checkpoint of this moment into these folders of the run; every process takes part, the first one writes.
+class Saver:
+    """Writes the checkpoints of one job; every process takes part, and the first one writes."""
 
-    Older ones are deleted in ``checkpoints`` only; callbacks delete those in their own folders.
-    """
-    if folders:
-        write(loop, captured(loop), folders)
+    def __init__(
+        self,
+        learner: Learner,
+        position: Position,
+        ending: Ending,
+        report: Reporter,
+        nan_check: NanCheck,
+        plan: RunPlan | None,
+    ) -> None:
+        self._learner, self._position, self._ending = learner, position, ending
+        self._report, self._nan_check, self._plan = report, nan_check, plan
+        self._settings = position.settings
+        # The run's folder, in the first process; None where nothing is written.
+        self.run = RunFolder(plan.path) if plan is not None and learner.rank == 0 else None
+        self._begun: tuple[Cursor, int] | None = None  # cursor and last row at the start; None after the first step
+        self._newest: tuple[Cursor, int] | None = None  # cursor and last row of the newest checkpoint
+
+    # The run
+
+    def lock(self) -> None:
+        """Lock an existing run before it is read, so that no other job writes to it meanwhile."""
+        if self.run is not None and self.run.path.is_dir():
+            self.run.lock()
+
+    def begin(self, *, is_over: bool) -> list[dict[str, Any]]:
+        """Begin the run, or take over one that is there; the rows that it has so far."""
+        if self.run is None or self._plan is None:
+            return []
+        note = self.run.begin(self._plan, self._settings.as_dict())
+        if note is not None:
+            self._report.warn(note)
+        self._begun = self._position.cursor, self._position.last_row
+        # Only a job that is at its end counts the row of that end, which is newer than the checkpoint.
+        last = self._position.cursor.step if is_over else self._position.last_row
+        return [row for row in self.run.metrics(last) if "epoch" in row]
+
+    def commit(self) -> None:
+        """Take over the existing run, now that the first step (or an evaluation) has succeeded.
+
+        Metrics and checkpoints of later steps than the one where the job begins are deleted.
+        """
+        if self.run is None or self._begun is None:
+            return
+        (begun, last_row), self._begun = self._begun, None
+        self.run.commit()
+        self.run.truncate_metrics(last_row)
+        store.amend(store.path_of(self.run.checkpoints, begun.step), end=None)  # its row is dropped
+        for folder in self.run.folders_of_checkpoints():
+            store.drop_after(folder, begun.step)
+
+    def withdraw(self) -> None:
+        """The job has failed: a run whose first step was never made is left as it was."""
+        if self.run is not None and self._begun is not None:
+            self.run.withdraw()
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.release()
+
+    # Checkpoints
+
+    def save(self, folders: Sequence[str]) -> None:
+        """Write a checkpoint of this moment into these folders of the run.
+
+        Older ones are deleted in ``checkpoints`` only; callbacks delete those in their own folders.
+        """
+        if folders:
+            self.write(self.capture(), folders)
+
+    def save_once(self, folders: Sequence[str] = ("checkpoints",)) -> None:
+        """The same; into ``checkpoints`` only if this moment has none yet."""
+        now = self._position.cursor, self._position.last_row
+        self.save([folder for folder in folders if folder != "checkpoints" or self._newest != now])
+        if "checkpoints" in folders:
+            self._newest = now
+
+    def save_captured_once(self, content: Saved | None) -> None:
+        """Write what was captured at this moment into ``checkpoints``, if this moment has none yet."""
+        now = self._position.cursor, self._position.last_row
+        if self._newest != now:
+            self.write(content, ["checkpoints"])
+            self._newest = now
+
+    def capture(self) -> Saved | None:
+        """The content of a checkpoint of this moment; all processes but the first get None."""
+        if self._plan is None:
+            return None
+        learner = self._learner
+        figures = learner.read()
+        self._nan_check.check(add(figures))
+        self._report.report_steps(wait=True)
+        saved = learner.save()
+        if self.run is None or saved is None:
+            return None
+        state = {
+            **saved.state,
+            **self._position.state(),
+            "framework": learner.framework,
+            "settings": self._settings.as_dict(),
+            "samples": learner.data.count,
+            "shuffle": learner.data.shuffle,
+            "optimizer_type": learner.optimizer_name,
+            "optimizer_options": learner.optimizer_options,
+            "figures": [figure.as_json() for figure in figures],
+            "shares": learner.shares,
+            "callbacks": self._report.states(),
+            "seconds": self._ending.seconds,
+            "end": None,
+        }
+        return Saved(state, saved.blobs)
+
+    def write(self, content: Saved | None, folders: Sequence[str]) -> None:
+        """Write what was captured at the job's last step into these folders of the run."""
+        if content is None or self.run is None:
+            return
+        step = self._position.cursor.step
+        for name in folders:
+            self._report.alive()
+            keep = self._settings.checkpoints.keep if name == "checkpoints" else None
+            try:
+                path = store.save(self.run.path / name, step, content.state, content.blobs, keep=keep)
+                self._report.checkpoint(path)
+            except CheckpointNotWritten as error:
+                self._report.warn(f"{error} Training continues")
+            self._report.alive()
+
+    def mark_end(self) -> None:
+        """Record in the newest checkpoint that the job ended there and was evaluated: ``end``.
+
+        The checkpoint was written before that evaluation: without this a resumed job would not know of it.
+        """
+        if self.run is not None:
+            cursor = self._position.cursor
+            store.amend(store.path_of(self.run.checkpoints, cursor.step), end={"epoch": cursor.epoch})
+
+    def unsaved(self) -> list[str]:
+        """What the run's folder lacks at the end of the job, in words."""
+        if self.run is None:
+            return []
+        rows = ", ".join(str(row["epoch"]) for row in self.run.unwritten)
+        missing = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
+        step, newest = self._position.cursor.step, store.latest(self.run.checkpoints)
+        last = None if newest is None else store.step_of(newest)
+        if last != step:
+            where = "there is no checkpoint" if last is None else f"the last checkpoint is of step {last}"
+            missing.append(f"{where}: the weights after step {step} are not saved")
+        return missing
+
+    # Resuming
+
+    def restore(self, path: Path | None) -> dict[str, Any] | None:
+        """Resume from a checkpoint, if there is one, on any number of devices; its state. Writes no file.
+
+        The first process reads it and sends it to the others, which may be on machines that do not have the file.
+        """
+        learner = self._learner
+        checkpoint = store.load(path) if path is not None and learner.rank == 0 else None
+        header = {"state": checkpoint.state, "blobs": list(checkpoint.blobs)} if checkpoint is not None else {}
+        header = json.loads(learner.from_first(json.dumps(header).encode()))
+        if not header:
+            return None
+        blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}
+        state: dict[str, Any] = header["state"]
+        check_fits(state, self._settings, learner)
+        figures = [Figures.from_json(sums) for sums in state["figures"]]
+        learner.restore(state, blobs, figures_of_process(figures, learner.rank, learner.size))
+        if "average" in blobs and self._report.plan.average is None:
+            learner.notes.append(AVERAGE_DROPPED)
+        self._position.restore(state)
+        self._ending.resume(state["seconds"])
+        self._report.states_before = state.get("callbacks")
+        return state
+
+    def announce(self, before: Mapping[str, Any], *, is_over: bool) -> None:
+        """Say where the job resumes, and which settings have changed: the new ones count."""
+        changed = changed_settings(
+            before, self._settings, self._learner, () if self._plan is None else self._plan.announced
+        )
+        if changed:
+            self._learner.notes.append(f"resumed with {', '.join(changed)}")
+        cursor, most = self._position.cursor, self._settings.max_epochs
+        epochs = f"epoch {min(cursor.epoch + 1, most)}" + (f" of {most}" if most < ENDLESS else "")
+        new = f", with {', '.join(changed)}" if changed else ""
+        begins = "nothing left to train: the run ended" if is_over else "resuming"
+        self._report.note(f"{begins} after step {cursor.step}, in {epochs}{new}")
 
 
-def captured(loop: Loop) -> Saved | None:
-    """The content of a checkpoint of this moment; every process takes part, and all but the first get None."""
-    if not loop.keeps_checkpoints:
-        return None
-    learner = loop.learner
-    figures = learner.read()
-    running_sums.check(loop, together(figures))
-    loop.report.report_steps(wait=True)
-    saved = learner.save()
-    if loop.run is None or saved is None:
-        return None
-    state = {
-        **saved.state,
-        "framework": learner.framework,
-        "cursor": asdict(loop.cursor),
-        "settings": loop.settings.as_dict(),
-        "samples": learner.data.count,
-        "shuffle": learner.data.shuffle,
-        "optimizer_type": learner.optimizer_name,
-        "optimizer_options": learner.optimizer_options,
-        "figures": [figure.as_json() for figure in figures],
-        "shares": learner.shares,
-        "batches_before": loop.batches_before,
-        "callbacks": loop.report.states(),
-        "last_row": loop.last_row,
-        "seconds_of_row": loop.seconds_of_row,
-        "end": None,
-        "seconds": loop.ending.seconds,
-    }
-    return Saved(state, saved.blobs)
-
-
-def mark_end(loop: Loop) -> None:
-    """Note in the newest checkpoint that the job ended there and was evaluated: ``end``.
-
-    The checkpoint was written before that evaluation: without the note a resumed job would not know of it.
-    """
-    if loop.run is not None:
-        store.amend(store.path_of(loop.run.checkpoints, loop.cursor.step), end={"epoch": loop.cursor.epoch})
-
-
-def write(loop: Loop, content: Saved | None, folders: Sequence[str]) -> None:
-    """Write what was captured at the job's last step into these folders of the run."""
-    if content is None or loop.run is None:
-        return
-    for name in folders:
-        loop.report_alive()
-        path = loop.run.path / name
-        keep = loop.settings.checkpoints.keep if path == loop.run.checkpoints else None
-        try:
-            loop.report.checkpoint(store.save(path, loop.cursor.step, content.state, content.blobs, keep=keep))
-        except CheckpointNotWritten as error:
-            loop.say({"kind": "warning", "text": f"{error} Training continues"})
-        loop.report_alive()
-
-
-def restore(loop: Loop, path: Path | None) -> Mapping[str, Any] | None:
-    """Resume from a checkpoint, if there is one, on any number of devices. Writes no file.
-
-    Returns the checkpoint's state, for :func:`announce`; None without a checkpoint.
-
-    The first process reads it and sends it to the others, which may be on machines that do not have the file.
-    """
-    learner = loop.learner
-    checkpoint = store.load(path) if path is not None and loop.first else None
-    header = {"state": checkpoint.state, "blobs": list(checkpoint.blobs)} if checkpoint is not None else {}
-    header = json.loads(learner.from_first(json.dumps(header).encode()))
-    if not header:
-        return None
-    blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}
-    state = header["state"]
-    check_fits(state, loop.settings, learner)
-    figures = [Figures.from_json(sums) for sums in state["figures"]]
-    learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
-    if "average" in blobs and loop.report.plan.average is None:
-        learner.notes.append(AVERAGE_DROPPED)
-    loop.cursor = Cursor(**state["cursor"])
-    loop.batches_before = state.get("batches_before")
-    loop.report.states_before = state.get("callbacks")
-    loop.last_row = state.get("last_row", loop.cursor.step - (1 if loop.cursor.sample else 0))
-    loop.seconds_before = state.get("seconds_of_row", 0.0)
-    loop.ending.resume(state.get("seconds", 0.0))
-    loop.end_before = state.get("end", {})
-    return dict(state)
-
-
-def announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str] = ()) -> None:
-    """Say where the job resumes, and which settings have changed: the new ones count."""
-    learner, settings, saved = loop.learner, _flat(loop.settings.as_dict()), _flat(before["settings"])
-    now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
+def changed_settings(
+    before: Mapping[str, Any], settings: Settings, learner: Learner, announced: Collection[str]
+) -> list[str]:
+    """The settings that a resumed job has changed, in words, without those that the caller has announced."""
+    own, saved = _flat(settings.as_dict()), _flat(before["settings"])
+    now = {words: own[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
     then = {words: saved.get(name, now[words]) for name, words in _ANNOUNCED.items()}
     then |= before.get("optimizer_options", {})
     if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
         del now[_ANNOUNCED["lr"]]
-    if settings["precision"] == "auto" and getattr(learner, "keeps_precision", False):
+    if own["precision"] == "auto" and getattr(learner, "keeps_precision", False):
         del now[_ANNOUNCED["precision"]]
     known = {_ANNOUNCED.get(name, name) for name in announced} | set(announced)
-    changed = [
+    return [
         f"{name} {_in_words(value)} instead of {_in_words(then[name])}"
         for name, value in now.items()
         if name not in known and then.get(name, value) != value
     ]
-    if changed:
-        learner.notes.append(f"resumed with {', '.join(changed)}")
-    most = loop.settings.max_epochs
-    epochs = f"epoch {min(loop.cursor.epoch + 1, most)}" + (f" of {most}" if most < ENDLESS else "")
-    new = f", with {', '.join(changed)}" if changed else ""
-    begins = "nothing left to train: the run ended" if loop.is_over else "resuming"
-    loop.say({"kind": "note", "text": f"{begins} after step {loop.cursor.step}, in {epochs}{new}"})
 
 
 def _in_words(value: object) -> str:
@@ -167,35 +254,6 @@ def is_kept(name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> 
     """Whether an option of the optimizer keeps the job's value: the saved optimizer was made with another one."""
     options = saved.get("optimizer_options", {})
     return name in options and current.get(name) != options[name]
-
-
-def rows_before(run: RunFolder, last_row: int) -> list[dict[str, Any]]:
-    """The rows of a run that were written before its checkpoint was."""
-    return [row for row in run.metrics(last_row) if "epoch" in row]
-
-
-def rewind(run: RunFolder, begun: Cursor, last_row: int) -> None:
-    """Delete figures and checkpoints of later steps than the one where the job begins."""
-    run.truncate_metrics(last_row)
-    store.amend(store.path_of(run.checkpoints, begun.step), end=None)  # its row is dropped
-    for folder_of_checkpoints in run.folders_of_checkpoints():
-        store.drop_after(folder_of_checkpoints, begun.step)
-
-
-def share_rows(loop: Loop) -> None:
-    """The epochs that are done already, for every process's result."""
-    loop.result.rows = json.loads(loop.learner.from_first(json.dumps(loop.result.rows).encode()))
-
-
-def unsaved_weights(run: RunFolder, step: int) -> list[str]:
-    """In words, if the checkpoint of the last step is missing; else empty."""
-    newest = store.latest(run.checkpoints)
-    if newest is None:
-        return [f"there is no checkpoint: the weights after step {step} are not saved"]
-    last = store.step_of(newest)
-    return (
-        [] if last == step else [f"the last checkpoint is of step {last}: the weights after step {step} are not saved"]
-    )
 
 
 def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -> None:

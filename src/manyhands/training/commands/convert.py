@@ -22,7 +22,8 @@ from manyhands.training.checkpoints.run_folder import RunFolder, named_refusals
 from manyhands.training.commands.names_table import NamesTable, check_like
 from manyhands.training.commands.recipes import MODELS, model_and_weights
 
-_KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
+_OF_POSITION = ("cursor", "last_row", "batches_before", "seconds_of_row", "seconds", "end")
+_KEPT = (*_OF_POSITION, "settings", "samples", "shuffle", "figures", "shares")
 
 
 def framework_of(run: Path) -> str:

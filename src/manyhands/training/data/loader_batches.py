@@ -189,6 +189,11 @@ def length(data: Any) -> int | None:
         return None
 
 
+def has_unknown_length(data: Any) -> bool:
+    """Whether the data are a loader that does not say how many batches it has."""
+    return data is not None and data.count is None and length(data) is None
+
+
 def is_used_up(loader: Any) -> bool:
     """Whether the loader can be iterated only once: a generator, or an iterator of Python's own."""
     return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")

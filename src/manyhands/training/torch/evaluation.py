@@ -33,7 +33,7 @@ from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.loss.own_step import LossSum
-from manyhands.training.running_sums import Figures, together
+from manyhands.training.running_sums import Figures, add
 from manyhands.training.torch.data import dict_batches, feed
 from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
@@ -98,7 +98,7 @@ class Evaluation:
                 alive()
         outputs.finish()
         parts = self.world.gather(running_sums.as_tensor(sums.read()))
-        of_all = together([running_sums.from_tensor(part) for part in parts])
+        of_all = add([running_sums.from_tensor(part) for part in parts])
         return of_all.weighed(sum(float(part) for part in self.world.gather(counts)))
 
     @torch.no_grad()
