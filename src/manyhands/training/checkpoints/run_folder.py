@@ -68,6 +68,7 @@ class RunFolder:
         self._lock_note: str | None = None
         self._is_new = False  # whether this job began the run
         self._next_config: dict[str, Any] | None = None  # what `commit` will write
+        self._config_before: bytes | None = None  # of the run that this job resumes; None once it is committed
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -156,6 +157,10 @@ class RunFolder:
         return None
 
     def release(self) -> None:
+        """Unlock the run; a job that has trained nothing leaves an existing one as it was."""
+        with contextlib.suppress(OSError):
+            if self._config_before is not None and self.config_path.read_bytes() != self._config_before:
+                files.replace(self.config_path, self._config_before)
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self.path / _LOCK).unlink()  # before the lock is released, so that no other job holds it yet
@@ -175,12 +180,15 @@ class RunFolder:
             self._next_config = {**plan.config, "settings": dict(settings)}
             if self._is_new:
                 self.commit()
+            else:
+                self._config_before = self.config_path.read_bytes()
         return note
 
     def commit(self) -> None:
         """Write the new config.json, now that the first step was made."""
         if self._next_config is None:
             return
+        self._config_before = None
         before = self.config if self.config_path.exists() else {}
         after = {**before, **self._next_config}
         if after != before:
