@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from manyhands.errors import BadSettings, LossIsNotANumber, NoCheckpoint
+from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.placement.moves import Placement
 from manyhands.training import batch_size_search, launcher, options, refusals, schedules, stopping
 from manyhands.training import devices as device_choice
@@ -27,13 +27,13 @@ from manyhands.training.callbacks import monitored
 from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.logger import Logger
-from manyhands.training.checkpoints import store
-from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.checkpoints.run_folder import RunPlan, checkpoint_to_resume, plan_run
 from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.loader_batches import as_number, first_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
+from manyhands.training.loss import own_step
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
 from manyhands.training.result import Result
 from manyhands.training.running_sums import NAN_HINT
@@ -165,7 +165,7 @@ class BaseTrainer(Evaluating):
         self._check_topics()
         if devices is not None:
             self._choose_devices(devices)
-        self.loss = self._resolved_loss(loss)
+        self.loss = own_step.resolve_loss(loss, self.losses_by_name, self.loss_kinds)
         schedules.check_option(schedule, schedulers=self.takes_schedulers)
         self._check_options()
         self._metrics()
@@ -203,23 +203,6 @@ class BaseTrainer(Evaluating):
         """The number of epochs; None where limits end the job."""
         limits = self.options.limits
         return 10 if epochs is None and not (isinstance(limits, Limits) and limits.ends_training) else epochs
-
-    def _resolved_loss(self, loss: Any) -> Any:
-        """The loss for a function, an object, a class or a name."""
-        if isinstance(loss, str) and (function := self.losses_by_name.get(loss.lower())) is not None:
-            return function
-        if loss is None or isinstance(loss, self.loss_kinds):
-            return loss
-        if isinstance(loss, str):
-            raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(self.losses_by_name)}")
-        if not callable(loss):
-            raise BadSettings(f"loss={loss!r} is of type {type(loss).__name__}: give a function")
-        if not isinstance(loss, type):
-            return loss
-        try:
-            return loss()
-        except TypeError as error:
-            raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
 
     def _metrics(self, model: Any = None) -> Metrics:
         """The metrics of a job, those of a compiled model included."""
@@ -307,11 +290,11 @@ class BaseTrainer(Evaluating):
             self.train_source = dataclasses.replace(self.train_source, required_size=self.options.batch_size)
         self._limit_data(settings)
         self._check_monitors(model)
-        run, resume = self._run_plan(), None
+        run, resume = plan_run(self.options.run, self.options.resume, self.run_config, self.announced), None
         if launcher.is_first():
             if run is not None:
                 run.check()
-            resume = _resume(self.options.resume, run)  # it is sent to the other processes
+            resume = checkpoint_to_resume(self.options.resume, run)  # it is sent to the other processes
         title = self.run_config.get("train", {}).get("model") or type(model).__name__
         with stopping.record_signals(), self._dispatcher(settings, run, title) as dispatcher:
             try:
@@ -377,26 +360,23 @@ class BaseTrainer(Evaluating):
     def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self.options.quiet or not first
-        epochs = settings.max_epochs if settings.max_epochs < ENDLESS else None
-        dispatcher = dispatcher_for(self._callbacks(), epochs, path, quiet=quiet, first=first, title=title)
-        dispatcher.training.max_steps = settings.limits.max_steps
-        return dispatcher
+        return dispatcher_for(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
 
     def _check_monitors(self, model: Any) -> None:
-        callbacks, schedule = self._callbacks(), self.options.schedule
-        followed = {
-            f"{type(each).__name__}({each.monitored!r})": each.monitored for each in callbacks if each.monitored
-        }
-        if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
-            followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
-        rates = any(callback.wants_rates for callback in callbacks)
-        known = monitored.known_figures(self._metrics(model).names, validates=self.test_source is not None, rates=rates)
+        """Refuse callbacks and schedulers that follow a metric that there will not be."""
         sources = {"train_acc": self.train_source, "val_acc": self.test_source}
 
         def why_not(name: str) -> str | None:
             source = sources.get(name)
             return None if source is None else self._why_no_accuracy(model, source, training=name == "train_acc")
 
+        callbacks, metrics = self._callbacks(), self._metrics(model).names
+        followed = monitored.followed_by(callbacks)
+        schedule = self.options.schedule
+        if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
+            followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
+        rates = any(callback.wants_rates for callback in callbacks)
+        known = monitored.known_figures(metrics, validates=self.test_source is not None, rates=rates)
         monitored.check_monitors(followed, known, why_not)
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
@@ -438,27 +418,12 @@ class BaseTrainer(Evaluating):
     # Settings, and options of the optimizer, whose change in a resumed run the caller has announced.
     announced: Collection[str] = ()
 
-    def _run_plan(self) -> RunPlan | None:
-        run, resume = self.options.run, self.options.resume
-        if run is None:
-            return None
-        path = _path(run).absolute()
-        resumes = resume == "auto" or (resume is not None and _path(resume).resolve().is_relative_to(path.resolve()))
-        return RunPlan(path, resumes, dict(self.run_config), self.announced)
-
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
         """The training data and the validation data (or None), as the framework's sources."""
         data = self._source(data, shuffle=True) if self._is_one_data_set(data) else data
         validation = self._source(validation, shuffle=False) if self._is_one_data_set(validation) else validation
         train, test = fit_arguments.two_parts(data, validation, self._is_array)
-        return self._read(train, shuffle=True), None if test is None else self._read(test, shuffle=False)
-
-    def _read(self, data: Any, *, shuffle: bool) -> Any:
-        """The framework's source; a loader's knows whether its batches will be cut."""
-        source, devices = self._source(data, shuffle=shuffle), launcher.size() or len(self._natives())
-        if source.count is not None:
-            return source
-        return dataclasses.replace(source, divided=devices > 1 or self._in_micro_batches)
+        return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
 
     def _is_one_data_set(self, data: Any) -> bool:
         """Whether nested data, ``({"a": A, "b": B}, y)`` or ``((A, B), y)``, are one data set and no pair of two."""
@@ -517,21 +482,3 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(BaseTrainer.__init__).parameters.items()
     if name != "self"
 }
-
-
-def _path(text: str | Path) -> Path:
-    """The folder that is meant; ``~`` is the user's home."""
-    return Path(os.path.expanduser(text))
-
-
-def _resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:
-    if resume is None:
-        return None
-    if resume == "auto":
-        folder = None if run is None else run.path / "checkpoints"
-        return folder if folder is not None and store.latest(folder) is not None else None
-    path = _path(resume)
-    folder_to_read = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not folder_to_read.exists():
-        raise NoCheckpoint(f"there is no run or checkpoint at {path}")
-    return folder_to_read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -231,21 +230,3 @@ def test_a_digest_sees_the_order_of_large_batches(framework: str) -> None:
     swapped = np.arange(200)
     swapped[[5, 6]] = 6, 5
     assert digest(np.arange(200)) == digest(np.arange(200)) != digest(swapped)
-
-
-def test_a_mask_over_positions_is_not_cut_as_samples(bench: Bench) -> None:
-    """It is as long as the batch, twice, and always the same; a batch that is repeated is no mask."""
-
-    rng = np.random.default_rng(0)
-
-    def batches(width: int) -> Iterator[Any]:
-        for _ in range(3):
-            X, y = bench.arrays(rng.random((16, 784), np.float32), rng.integers(0, 10, 16))
-            yield X, bench.arrays(np.eye(width, dtype=np.float32), np.zeros(1))[0], y
-
-    for width, said in ((16, r"\(16, 16\) is the same in the first two"), (5, "rows|shape")):
-        with pytest.raises(BadBatch, match=said):
-            bench.fit(2, epochs=1, data=functools.partial(batches, width))
-    square = bench.arrays(np.eye(16, dtype=np.float32).reshape(16, 16), np.zeros(16, np.int64))
-    again = list(loader_batches.without_masks([square] * 3, list))
-    assert len(again) == 3

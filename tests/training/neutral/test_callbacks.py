@@ -17,13 +17,14 @@ from manyhands.training.callbacks.progress import Progress
 from manyhands.training.callbacks.weights import EMA
 from manyhands.training.checkpoints import store
 from manyhands.training.running_sums import Figures
+from manyhands.training.settings import Settings
 
 
 def begun(
     callbacks: list[Callback], run: Path | None = None, step: int = 0, states: Any = None, quiet: bool = True
 ) -> tuple[Dispatcher, dict[str, Any]]:
     """A training that has begun, and the answer to that."""
-    dispatcher = dispatcher_for(callbacks, 9, run, quiet=quiet, first=True)
+    dispatcher = dispatcher_for(callbacks, Settings(max_epochs=9), run, quiet=quiet, first=True)
     place = {"epoch": 1, "step": step, "rows": [], "batches": 4, "states": states, "resumed": states is not None}
     answer = dispatcher.event({"kind": "begin", "asks": True, **place})
     assert answer is not None
@@ -243,7 +244,7 @@ def test_states_find_their_callbacks_in_any_order() -> None:
     """By class and key, then by their order; what nobody takes up is a note."""
     loss, accuracy, plain, other = EarlyStopping("val_loss"), EarlyStopping("val_acc"), Remembers(), Remembers("b")
     loss.waited, accuracy.waited, plain.number, other.number = 1, 2, 3, 4
-    dispatcher = dispatcher_for([loss, accuracy, plain, other], 9, None, quiet=True, first=True)
+    dispatcher = dispatcher_for([loss, accuracy, plain, other], Settings(max_epochs=9), None, quiet=True, first=True)
     states = dispatcher.event({"kind": "states", "asks": True})
     loss, accuracy, plain, other = EarlyStopping("val_loss"), EarlyStopping("val_acc"), Remembers(), Remembers("b")
     begun([Remembers("a"), other, accuracy, loss, plain], states=states)

@@ -14,13 +14,14 @@ from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.logger import CSVLogger, Logger
 from manyhands.training.callbacks.services import MLflowLogger, TensorBoardLogger, WandbLogger
+from manyhands.training.settings import Settings
 
 MISSING = {"wandb": WandbLogger, "mlflow": MLflowLogger, "tensorboardX": TensorBoardLogger}
 
 
 def begun(callbacks: list[Callback], run: Path | None, step: int = 0, states: Any = None) -> Dispatcher:
     """A training that has begun, or continues after a step that ended an epoch."""
-    dispatcher = dispatcher_for(callbacks, 3, run, quiet=True, first=True)
+    dispatcher = dispatcher_for(callbacks, Settings(max_epochs=3), run, quiet=True, first=True)
     place = {"epoch": 1, "step": step, "rows": [{"step": step}] if step else [], "batches": 4}
     dispatcher.event({"kind": "begin", "resumed": states is not None, "states": states, "asks": True, **place})
     return dispatcher

@@ -21,13 +21,14 @@ from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, means_by_name
+from manyhands.training.settings import ENDLESS, Settings
 
 Event = dict[str, Any]
 
 
 def dispatcher_for(
     callbacks: Sequence[Callback],
-    max_epochs: int | None,
+    settings: Settings,
     run: Path | None,
     *,
     quiet: bool,
@@ -44,7 +45,9 @@ def dispatcher_for(
         called.append(Progress())
     if run is not None:
         called.append(Picture(title))
-    return Dispatcher(called, plan, Training(max_epochs, run), first=first)
+    training = Training(settings.max_epochs if settings.max_epochs < ENDLESS else None, run)
+    training.max_steps = settings.limits.max_steps
+    return Dispatcher(called, plan, training, first=first)
 
 
 class Dispatcher:

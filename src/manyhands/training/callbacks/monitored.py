@@ -83,6 +83,11 @@ def several_values(who: str, name: str, value: object) -> BadSettings:
     )
 
 
+def followed_by(callbacks: Iterable[Callback]) -> dict[str, str]:
+    """Who follows which metric."""
+    return {f"{type(each).__name__}({each.monitored!r})": each.monitored for each in callbacks if each.monitored}
+
+
 def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: Callable[[str], str | None]) -> None:
     """Refuse, before the first step, to follow a figure that there will not be.
 

@@ -28,7 +28,7 @@ from typing import Any
 import filelock
 
 from manyhands import files
-from manyhands.errors import BadRunFolder, RunInUse, type_in_words
+from manyhands.errors import BadRunFolder, NoCheckpoint, RunInUse, type_in_words
 from manyhands.training.checkpoints import store
 
 _LOCK = "job.lock"
@@ -55,6 +55,33 @@ class RunPlan:
                     f"{self.path} holds a run already: give resume='auto' to continue it, or another folder to "
                     "start a new one"
                 )
+
+
+def plan_run(
+    run: str | Path | None, resume: str | Path | None, config: Mapping[str, Any], announced: Collection[str]
+) -> RunPlan | None:
+    """The plan for ``Trainer(run=..., resume=...)``; None where nothing is written."""
+    if run is None:
+        return None
+    path = Path(run).expanduser().absolute()
+    resumes = resume == "auto" or (
+        resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve())
+    )
+    return RunPlan(path, resumes, dict(config), announced)
+
+
+def checkpoint_to_resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:
+    """The checkpoint, or the folder of them, that ``Trainer(resume=...)`` means; None to start anew."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = None if run is None else run.path / "checkpoints"
+        return folder if folder is not None and store.latest(folder) is not None else None
+    path = Path(resume).expanduser()
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not folder.exists():
+        raise NoCheckpoint(f"there is no run or checkpoint at {path}")
+    return folder
 
 
 class RunFolder:

@@ -23,7 +23,7 @@ import math
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -105,35 +105,6 @@ def of_size(batches: Iterable[B], size: int | None, rows: Callable[[B], int]) ->
         raise another_size(size, rows(first[0]))
     yield from first
     yield from left
-
-
-def without_masks(batches: Iterable[B], arrays: Callable[[B], Sequence[Any]]) -> Iterator[B]:
-    """The same batches, which will be cut; an error where the first two hold a mask over positions, not over samples.
-
-    It has the length of the batch twice, and is the same in both, which differ elsewhere.
-    """
-    left = iter(batches)
-    first = list(itertools.islice(left, 2))
-    if len(first) == 2:
-        _check_no_mask(*([array for array in arrays(batch) if array.ndim] for batch in first))
-    yield from first
-    yield from left
-
-
-def _check_no_mask(first: Sequence[Any], second: Sequence[Any]) -> None:
-    for before, now in zip(first, second, strict=False):
-        if before.shape[:2] == (len(first[0]),) * 2 and _are_same(before, now):
-            if all(map(_are_same, first, second)):
-                return  # one batch, again and again
-            raise BadBatch(
-                f"the batches have {counted(len(before), 'sample')}, and an array of shape {tuple(now.shape)} is the "
-                "same in the first two batches: a mask over positions cannot be cut with the samples. Make it in the "
-                "model; in PyTorch a Dataset with a collate function may give it, too"
-            )
-
-
-def _are_same(first: Any, second: Any) -> bool:
-    return first.shape == second.shape and bool((first == second).all())
 
 
 def another_size(size: int, of_data: int) -> BadSettings:

@@ -172,7 +172,7 @@ class Stream:
 
     ``required_size``: the trainer's ``batch_size``, if the loader does not say its own; a loader with batches of
     another size is refused. ``structure``: set if parts of a batch may be dicts and lists. ``targets``: whether a batch
-    needs a target besides its inputs. ``divided``: whether batches are cut, for several devices or into micro-batches.
+    needs a target besides its inputs.
     """
 
     loader: Any
@@ -182,7 +182,6 @@ class Stream:
     required_size: int | None = None
     structure: Structure | None = None
     targets: bool = True
-    divided: bool = False
 
     def prepare(self, batch: Batch) -> Batch:
         """A loader's batches are ready for the model."""
@@ -211,7 +210,6 @@ class Stream:
             from_loader = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in from_loader)
         batches = (_parts(batch, self.structure, 1 + self.targets) for batch in from_loader)
         full: Iterable[tuple[Array, ...]] = (parts for parts in batches if len(parts[0]))
-        full = loader_batches.without_masks(full, list) if self.divided else full
         checked = loader_batches.of_size(full, self.required_size, _rows)
         yield from loader_batches.windows(self.loader, checked, cursor, _rows, _pieces)
 

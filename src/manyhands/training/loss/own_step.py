@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from manyhands.errors import BadSettings
 from manyhands.training.refusals import other_step
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -121,6 +122,24 @@ def why_no_accuracy(model: Any, *, training: bool) -> str | None:
     if name == "validation_step" and plots_itself(model) and "plot" in getattr(code, "co_names", ()):
         return None
     return f"{name} computes the loss itself, and the trainer does not see the outputs"
+
+
+def resolve_loss(loss: Any, by_name: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
+    """The loss for a function, an object, a class or a name; ``kinds`` of losses need no call to be one."""
+    if isinstance(loss, str):
+        if (function := by_name.get(loss.lower())) is None:
+            raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(by_name)}")
+        return function
+    if loss is None or isinstance(loss, kinds):
+        return loss
+    if not callable(loss):
+        raise BadSettings(f"loss={loss!r} is of type {type(loss).__name__}: give a function")
+    if not isinstance(loss, type):
+        return loss
+    try:
+        return loss()
+    except TypeError as error:
+        raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
 
 
 @dataclass(frozen=True)

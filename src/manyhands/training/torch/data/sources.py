@@ -25,11 +25,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
-from manyhands.training.data import loader_batches
 from manyhands.training.data.loader_batches import draw_within
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
-from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none, tensors_in
+from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none
 from manyhands.training.torch.data.dict_batches import Named
 from manyhands.training.torch.data.drawn_samples import DrawnSamples, draws_nothing, start_worker
 from manyhands.training.torch.state import randomness
@@ -191,7 +190,6 @@ class Stream:
     count: int | None = None
     look: Look | None = None
     required_size: int | None = None  # the trainer's, where the loader does not say its own
-    divided: bool = False  # whether its batches are cut, for several devices or into micro-batches
 
     @property
     def rereadable(self) -> bool:
@@ -209,10 +207,6 @@ class Stream:
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
-        batches = self._batches(seed)
-        return loader_batches.without_masks(batches, tensors_in) if self.divided else batches
-
-    def _batches(self, seed: int) -> Iterator[Batch]:
         stream = randomness.OwnStream(seed, getattr(self.loader, "generator", None))
         for from_loader in draw_within(stream, self.loader):
             batch = _plain_dict(from_loader)
