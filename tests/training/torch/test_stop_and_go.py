@@ -242,14 +242,14 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
 
 def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on and says so; the checkpoint before stays."""
-    written = files.write
+    written = files.write_new
 
     def full(path: Path, data: bytes) -> None:
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written(path, data)
 
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(files, "write_new", full)
     with pytest.warns(UserWarning, match="No space left on device.*continues"):
         seen(tmp_path / "run", 1, checkpoints=Checkpoints(every=2, keep=10))
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
