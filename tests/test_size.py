@@ -7,9 +7,9 @@ from pathlib import Path
 import manyhands
 
 PACKAGE = Path(manyhands.__file__).parent
-# The aim for PyTorch without devices, virtual, cuda_stand_in, kernels and convolutions is 5,000.
-BUDGETS = {"parallel": 1_900, "tasks": 1_000, "schedule": 1_400, "backends/torch": 6_200}
-_APART = ("devices.py", "virtual", "cuda_stand_in", "kernels", "convolutions")
+# The aim for PyTorch without devices, virtual, cuda_stand_in and kernels is 5,000.
+BUDGETS = {"parallel": 1_900, "tasks": 1_000, "schedule": 1_400, "backends/torch": 6_050}
+_APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
 
 
 def lines(folder: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole, Planner
 from manyhands.backends.torch.planning import Tensor, tensors_of
-from manyhands.errors import CannotTrace
+from manyhands.errors import CannotTrace, first_line
 from manyhands.parallel import explain, planner
 from manyhands.parallel.plan import AS_WRITTEN, Executor, Plan
 from manyhands.parallel.planner import Options
@@ -53,10 +53,10 @@ class Graphs:
             progress.enters("capture")
             try:
                 trace = trace_captured(graph, arguments)
-            except CannotTrace as error:
-                planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {error}",), writes=True)
-            else:
                 planned.plan = planner.plan(trace, tensors_of(arguments), options, progress, instead_of)
+            except Exception as error:  # also one of ours: the graph runs as it was captured
+                why = str(error) if isinstance(error, CannotTrace) else first_line(error)
+                planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {why}",), writes=True)
         self.write |= planned.plan.writes
         if _log.isEnabledFor(logging.DEBUG):  # a user of torch.compile has no object to call explain() on
             _log.debug("%s", explain.explain(planned.role.place, planned.plan))

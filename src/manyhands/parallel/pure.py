@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.call import Call, call
 from manyhands.backends.torch.capture.whole import Whole, trace_whole
-from manyhands.errors import CannotTrace, NotYet
+from manyhands.errors import CannotTrace, NotYet, first_line
 from manyhands.parallel import planner
 from manyhands.parallel.plan import AS_WRITTEN, Plan
 from manyhands.parallel.planner import Options
@@ -89,8 +89,8 @@ class Pure:
                         traced = _Traced(whole, planner.plan(whole.trace, made.tensors, self._options, progress))
                     except NotYet as error:
                         return _plain(str(error))  # it is tried again at the next call
-                    except CannotTrace as error:
-                        traced = _plain(str(error))
+                    except Exception as error:  # also one of ours
+                        traced = _plain(str(error) if isinstance(error, CannotTrace) else first_line(error))
             self._traces.setdefault(made.signature, []).insert(0, traced)
             self._traces.move_to_end(made.signature)
             if len(self._traces) > _SIGNATURES:

@@ -1,0 +1,148 @@
+"""A capture that fails, inside Dynamo or inside manyhands: plain execution, a note, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture import captured_graph, whole
+from manyhands.backends.torch.dynamo import backend, rewrites
+from manyhands.parallel import planner
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def fail(*arguments: Any, **keywords: Any) -> Any:
+    raise ArithmeticError("it broke")
+
+
+def in_dynamo() -> tuple[Any, str]:
+    from torch._dynamo import symbolic_convert
+
+    return symbolic_convert.InstructionTranslatorBase, "run"
+
+
+def in_guards() -> tuple[Any, str]:
+    from torch._dynamo import output_graph
+
+    return output_graph.OutputGraph, "compile_and_call_fx_graph"
+
+
+def in_aot_autograd() -> tuple[Any, str]:
+    from torch._functorch import aot_autograd
+
+    return aot_autograd, "create_aot_state"
+
+
+PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
+    "Dynamo traces": in_dynamo,
+    "Dynamo ends a graph": in_guards,
+    "aot_autograd begins": in_aot_autograd,
+    "a graph is rewritten": lambda: (rewrites, "keep_effects"),
+    "a graph is split": lambda: (backend, "_PlannedGraph"),
+    "a graph is described": lambda: (captured_graph, "_as_captured"),
+    "a graph is planned": lambda: (planner, "Trials"),
+    "candidates are tried": lambda: (planner.candidates, "candidates"),
+}
+
+
+def state() -> dict[str, Any]:
+    """What other code of the process would notice."""
+    from torch._dynamo import config, symbolic_convert
+    from torch._dynamo.variables import TensorVariable, builder, optimizer
+    from torch._guards import TracingContext
+
+    return {
+        "is compiling": torch.compiler.is_compiling(),
+        "context": TracingContext.try_get(),
+        "dispatch modes": compat.dispatch_mode_stack(),
+        "function modes": compat.function_mode_stack(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
+        "settings": {name: getattr(config, name, None) for name in compat.dynamo._SETTINGS},
+        "levels": [logging.getLogger(name).level for name in compat.dynamo._TALKATIVE],
+        "Dynamo": (
+            TensorVariable.var_getattr,
+            optimizer.OptimizerVariable.var_getattr,
+            builder.get_static_address_type,
+            symbolic_convert.InstructionTranslatorBase.log_graph_break,
+        ),
+    }
+
+
+def assert_others_can_capture() -> None:
+    x = torch.rand(4, 4)
+    for compiled in (torch.compile(lambda x: x.sin() + 1, backend="eager"), mh.parallel(lambda x: x.sin() + 1)):
+        torch.testing.assert_close(compiled(x), x.sin() + 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_training_step_runs_as_written(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, seen = nn.Linear(4, 4), list[int]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    @mh.parallel
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x, before = torch.rand(8, 4), state()
+    weights, momentum, losses = [value.detach().clone() for value in net.parameters()], [0.0, 0.0], list[torch.Tensor]()
+    with monkeypatch.context() as broken:
+        owner, name = PLACES[place]()
+        broken.setattr(owner, name, fail)
+        losses += [step(x).detach() for _ in range(3)]
+        notes = step.explain()
+    assert len(seen) == 3
+    assert "it broke" in notes
+    assert state() == before
+    assert_others_can_capture()
+    for loss in losses:  # by hand
+        copies = [weight.clone().requires_grad_() for weight in weights]
+        expected = nn.functional.linear(x, *copies).square().mean()
+        torch.testing.assert_close(loss, expected.detach())
+        gradients = torch.autograd.grad(expected, copies)
+        momentum = [0.9 * old + new for old, new in zip(momentum, gradients, strict=True)]
+        weights = [weight - 0.1 * speed for weight, speed in zip(weights, momentum, strict=True)]
+    for weight, value in zip(weights, net.parameters(), strict=True):
+        torch.testing.assert_close(value.detach(), weight)
+
+
+@pytest.mark.parametrize("where", ["in the function", "behind it"])
+def test_a_function_that_cannot_be_traced_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, before = torch.rand(4, 4), state()
+
+    @mh.parallel(pure=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad(), torch.autocast("cpu", enabled=True):
+            if where == "in the function" and type(x) is not torch.Tensor:
+                fail()
+            return x.cos() + 1
+
+    if where == "behind it":
+        monkeypatch.setattr(whole, "trace_of_graph", fail)
+    torch.testing.assert_close(function(x), x.cos() + 1)
+    monkeypatch.undo()
+    assert "it broke" in function.explain()
+    assert state() == before
+    assert_others_can_capture()
