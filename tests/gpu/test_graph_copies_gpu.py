@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, Forced, assert_same, graph_run_of  # noqa: E402
 
+from manyhands.backends.torch.run import copies as graph_copies  # noqa: E402
 from manyhands.backends.torch.run import cuda_graph  # noqa: E402
-from manyhands.backends.torch.run.graphs import copies as graph_copies  # noqa: E402
 from manyhands.errors import CannotCompile  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch.kernels.nvrtc import compiled  # noqa: E402
-from manyhands.backends.torch.run.graphs import nodes as graph_nodes  # noqa: E402
+from manyhands.backends.torch.run import graph_nodes  # noqa: E402
 from manyhands.backends.torch.run.streams import capturing  # noqa: E402
 
 GPU = torch.device("cuda", 0)

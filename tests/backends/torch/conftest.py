@@ -15,7 +15,7 @@ collect_ignore = (
         "capture/test_reasons.py",
         "capture/test_trace.py",
         "dynamo/test_dynamo.py",
-        "run/test_result_copies.py",
+        "run/test_copies.py",
         "run/test_streams.py",
         "test_parallel_decorator.py",
     ]

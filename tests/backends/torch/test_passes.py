@@ -13,9 +13,9 @@ from whole_cases import needs_compiler, results, traced, uncompiled
 from manyhands import torch as mh
 from manyhands.backends.torch import planning as backend
 from manyhands.backends.torch.capture.call import call as call_of
-from manyhands.backends.torch.capture.facts import written_memories
 from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.passes import compile_whole
+from manyhands.backends.torch.planning import written_memories
 from manyhands.errors import CannotFuse
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import one_lane

@@ -14,24 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from manyhands import machine
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.addresses import shown_by
-from manyhands.backends.torch.capture.facts import (
-    batch_hint,
-    copied_bytes,
-    device_memory,
-    footprint,
-    written_memories,
-    written_values,
-)
 from manyhands.backends.torch.capture.trace import Trace, meaningless_outputs
 from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.run import costs
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points
+from manyhands.backends.torch.run.copies import copied
 from manyhands.backends.torch.run.costs import cost_keys, tasks
 from manyhands.backends.torch.run.cuda_graph import GraphRun, trial_calls
-from manyhands.backends.torch.run.result_copies import copied
 from manyhands.backends.torch.run.streams import (
     Gpus,
     StreamRun,
@@ -47,6 +40,17 @@ Tensor = Any  # for the planner, which imports no framework
 Run = Callable[[Sequence[Any]], list[Any]]  # the results of a graph for its tensors
 _SHORT = 5e-3  # seconds
 _NOISE = 1e-2  # of the largest result: the size of what is zero up to rounding, as the gradient of a cancelled bias
+
+# What to write instead of several calls of one operation.
+_BATCHED = {
+    "mm": "one torch.bmm of stacked matrices",
+    "addmm": "one torch.baddbmm of stacked matrices",
+    "bmm": "one torch.bmm of joined batches",
+    "convolution": "one convolution with groups, or torch.vmap",
+    "_scaled_dot_product": "one attention over joined batches",
+    "native_layer_norm": "torch.vmap over stacked tensors",
+    "native_batch_norm": "torch.vmap over stacked tensors",
+}
 
 
 class Replay(Protocol):
@@ -69,6 +73,69 @@ def device_of(trace: Trace) -> Gpus | None:
     """The GPUs that steps run on, perhaps besides the CPU; None if all steps run on the CPU."""
     devices = sorted(int(name.partition(":")[2]) for name in trace.gpus())
     return tuple(torch.device("cuda", number) for number in devices) or None
+
+
+# Facts about a trace, without running it
+
+
+def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+    """The bytes of each memory, the memories of the inputs, and those of the results."""
+    sizes: dict[int, int] = {}
+    for node in trace.module.graph.nodes:
+        # As in trace.py: a tensor from outside, and a view of it, has a negative number.
+        outside = [memory for memory in trace.storages.get(node, ()) if memory < 0]
+        known = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
+        for value in compat.tree_leaves(known):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                sizes[outside[0] if outside else compat.storage_id(storage)] = storage.nbytes()
+    return sizes, trace.callers_memories() & sizes.keys(), trace.memories_of(trace.outputs) & sizes.keys()
+
+
+def written_memories(trace: Trace) -> frozenset[int]:
+    """The memories of arguments and of tensors from outside that the function writes to."""
+    return trace.callers_memories() & trace.written_memories()
+
+
+def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments and the tensors from outside that the function writes to."""
+    written = written_memories(trace)
+    places = [*zip(trace.inputs, tensors, strict=True)]
+    places += [(node, trace.constant(node)) for node in trace.constants]
+    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
+    return list(changed.values())
+
+
+def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The bytes of arguments that a CUDA graph copies: all but parameters, which are read in place."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if type(tensor) is not torch.nn.Parameter)
+
+
+def device_memory(devices: tuple[torch.device, ...] | None) -> int:
+    """The total bytes of the smallest of these GPUs, or of the host."""
+    if devices is None:
+        return machine.host_memory().total
+    return min(int(torch.cuda.get_device_properties(device).total_memory) for device in devices)
+
+
+def batch_hint(trace: Trace, number: int) -> str | None:
+    """What several such operations could be written as, if they can be batched; else None."""
+    step = trace.steps[number]
+    name = step.task.name
+    values = [value for value in compat.tree_leaves(step.node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    if step.task.kind != "compute" or not values or not step.task.writes - step.task.reads:
+        return None
+    better = next((text for word, text in _BATCHED.items() if name.startswith(word)), None)
+    if better is None:
+        return None
+    return f"{name} {_shapes(step.node)} could be {better}: measure it"
+
+
+def _shapes(node: Node) -> str:
+    values: list[Any] = [source.meta.get("val") for source in node.all_input_nodes]
+    return " and ".join(
+        "x".join(map(str, value.shape)) for value in values if isinstance(value, torch.Tensor) and value.dim()
+    )
 
 
 # Runs

@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from manyhands.backends.torch.run.generated import function, functions
+from manyhands.backends.torch.run.codegen import function, functions
 
 
 def test_a_function_with_its_names() -> None:

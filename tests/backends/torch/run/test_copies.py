@@ -10,17 +10,16 @@ torch = pytest.importorskip("torch")
 
 from lane_cases import traced  # noqa: E402
 
-from manyhands.backends.torch.capture import facts  # noqa: E402
-from manyhands.backends.torch.run import result_copies  # noqa: E402
-from manyhands.backends.torch.run.graphs import copies as graph_copies  # noqa: E402
+from manyhands.backends.torch.capture.trace import results_share  # noqa: E402
+from manyhands.backends.torch.run import copies  # noqa: E402
 
-CHUNK = graph_copies._CHUNK
+CHUNK = copies._CHUNK
 
 
 def test_copies_of_results_share_memory_where_results_do() -> None:
     y, other, turned = torch.rand(4, 4), torch.rand(3), torch.view_as_complex(torch.rand(3, 2))
     values = [y, y[1:3], 7, other, y.t(), y, turned, turned.conj()]
-    made = result_copies.copied(values)
+    made = copies.copied(values)
     for one, copy in zip(values, made, strict=True):
         assert torch.equal(copy, one) if isinstance(one, torch.Tensor) else copy == one
     assert made[0] is made[5]
@@ -31,13 +30,13 @@ def test_copies_of_results_share_memory_where_results_do() -> None:
     assert torch.equal(made[3], other)
     x, weight = torch.rand(4, 4), torch.rand(4, 4)
     sharing = traced(lambda x, w: (x @ w, (x @ w).t(), (x @ w)[0]), x, weight)[0]
-    assert not facts.results_share(sharing)
+    assert not results_share(sharing)
 
     def function(x: Any, w: Any) -> Any:
         y = x @ w
         return y, y.t()
 
-    assert facts.results_share(traced(function, x, weight)[0])
+    assert results_share(traced(function, x, weight)[0])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_copies_of_results_share_memory_where_results_do() -> None:
 )
 def test_every_byte_is_copied_by_one_block(sizes: list[int]) -> None:
     """As the kernel looks for it: a block's part is the last one whose first block is not behind it."""
-    firsts, blocks = graph_copies.pieces(sizes)
+    firsts, blocks = copies.pieces(sizes)
     copied = [0] * len(sizes)
     for block in range(blocks):
         part = max(number for number, first in enumerate(firsts) if first <= block)
@@ -58,7 +57,7 @@ def test_every_byte_is_copied_by_one_block(sizes: list[int]) -> None:
 
 def test_what_can_be_copied_as_bytes() -> None:
     def can_be_copied(*tensors: Any) -> bool:
-        return graph_copies.can_be_copied(tensors, torch.device("cpu"))
+        return copies.can_be_copied(tensors, torch.device("cpu"))
 
     x = torch.rand(4, 6)
     assert can_be_copied(x, x.t(), x[1:3], x.flatten()[5:], torch.rand(()), torch.rand(0, 3), x[:, :1].t()[:, :1])

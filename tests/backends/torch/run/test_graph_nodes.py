@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.backends.torch.run.graphs import nodes as graph_nodes
-from manyhands.backends.torch.run.graphs.nodes import KERNEL, MEMSET
+from manyhands.backends.torch.run import graph_nodes
+from manyhands.backends.torch.run.graph_nodes import KERNEL, MEMSET
 
 WAITS, EARLY = bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])
 FILL = (0x7000_0000, 32, 0)

@@ -89,11 +89,6 @@ from manyhands.backends.torch.compat.dynamo import (
     stack_of,
     tracing,
 )
-from manyhands.backends.torch.compat.fake_tensors import (
-    graph_module,
-    lazy_graph_modules,
-    tensor_form,
-)
 from manyhands.backends.torch.compat.inductor import custom_graph_pass, inductor_compile, prepare_inductor
 from manyhands.backends.torch.compat.sequence_slot import replace_getitem
 
@@ -189,6 +184,27 @@ no_torch_function_of_its_own: Any = torch._C._disabled_torch_function_impl
 no_torch_dispatch: Any = torch._C._DisableTorchDispatch
 # The storage behind a weak reference, None where it is gone.
 storage_from_weak_pointer: Any = torch.UntypedStorage._new_with_weak_ptr
+
+
+@contextmanager
+def lazy_graph_modules() -> Iterator[None]:
+    """make_fx generates the code of its graph modules only when it is needed: that takes half a second."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        yield
+
+
+def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of a graph that generates its code when it is first called."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the results of operations on a tensor have their forms from; conjugation and negation may be lazy."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import Break, break_of, lines_of
 from manyhands.backends.torch.dynamo.backend import GraphRole, Planner, compile_with
-from manyhands.backends.torch.run.generated import function as generated
+from manyhands.backends.torch.run.codegen import function as generated
 from manyhands.errors import first_line
 
 _CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"

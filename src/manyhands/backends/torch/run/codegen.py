@@ -12,7 +12,10 @@ depends on timing, and no ``record_stream`` is needed.
 from __future__ import annotations
 
 import heapq
+import itertools
+import linecache
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +25,10 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import native
-from manyhands.backends.torch.run.generated import function
 from manyhands.schedule.lanes import Clocks, Schedule
 
 _aten = torch.ops.aten
-
+_numbers = itertools.count()
 
 # The start and end of each task: CUDA events, or seconds on the host's clock.
 Stamps = dict[int, list[Any]]
@@ -45,6 +47,26 @@ class Plan:
 def plan_of(schedule: Schedule) -> Plan:
     """The schedule as a plan."""
     return Plan([lane.device for lane in schedule.lanes], schedule.lane_of, schedule.order, schedule.waits)
+
+
+# Functions that are generated at run time: tracebacks show their lines, and debuggers find their source
+
+
+def function(label: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The one function that ``source`` defines; ``names`` are its globals."""
+    return functions(label, source, names)[0]
+
+
+def functions(label: str, source: str, names: dict[str, Any]) -> list[Callable[..., Any]]:
+    """The functions that ``source`` defines, in its order; ``label`` is the file's name in tracebacks."""
+    filename = f"<manyhands {label} {next(_numbers)}>"
+    before = set(names)
+    exec(compile(source, filename, "exec"), names)
+    defined = [value for name, value in names.items() if name not in before and name != "__builtins__"]
+    # Without a modification time, linecache does not look for the file.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    weakref.finalize(defined[0], linecache.cache.pop, filename, None)
+    return defined
 
 
 # Straight-line code

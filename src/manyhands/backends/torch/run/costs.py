@@ -27,7 +27,7 @@ from manyhands.backends.torch.addresses import reach
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
-from manyhands.backends.torch.run.graphs.nodes import instantiate
+from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.streams import Gpus, capturing
 from manyhands.backends.torch.run.thread_pool import operation_threads
 from manyhands.backends.torch.virtual import no_hooks

@@ -1,7 +1,7 @@
 """Runs the code of lanes on a GPU: captured as one CUDA graph, then replayed.
 
 A graph always uses the same memory: arguments are copied in, and results are copied out to memory that belongs to the
-caller. The graph makes both copies itself if it can (:mod:`.graphs.copies`); otherwise they run before and after it.
+caller. The graph makes both copies itself if it can (:mod:`.copies`); otherwise they run before and after it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.facts import results_share
-from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.capture.trace import Trace, results_share
 from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
-from manyhands.backends.torch.run.graphs.copies import Copies, can_be_copied, prepare
-from manyhands.backends.torch.run.graphs.nodes import instantiate
+from manyhands.backends.torch.run.copies import Copies, allocator, can_be_copied, copied, has_no_gaps, prepare
+from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import own_streams, reserve_workspaces
-from manyhands.backends.torch.run.result_copies import allocator, copied, has_no_gaps
 from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
 from manyhands.errors import CannotCompile
 

@@ -37,8 +37,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
-from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text
-from manyhands.backends.torch.run.generated import functions
+from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text, functions
 from manyhands.backends.torch.run.thread_pool import Pool, closed_lock, pool
 from manyhands.schedule.task import Task
 

@@ -1,1 +1,0 @@
-"""The parts of a captured CUDA graph: its nodes, its copies of arguments and results, its workspaces."""
