@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from manyhands.training.torch.fast.build import captured
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.part import Part
 from manyhands.training.torch.step.plain import PlainStep
 from manyhands.training.torch.step.running_sums import RunningSums
 
@@ -86,9 +84,9 @@ class Failing:
         return nn.functional.cross_entropy(scores, y)
 
 
-def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy, parts: Sequence[Part] = ()) -> PlainStep:
+def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy) -> PlainStep:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
-    return PlainStep(net, optimizer, Supervised(loss), RunningSums(CPU), CPU, NumberFormat(), parts)
+    return PlainStep(net, optimizer, Supervised(loss), RunningSums(CPU), CPU, NumberFormat())
 
 
 def sixteen(data: Arrays, step: int) -> Shard:

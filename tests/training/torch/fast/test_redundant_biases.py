@@ -20,6 +20,7 @@ from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.build import captured
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, may_have_redundant_biases
+from manyhands.training.torch.step.plain import PlainStep
 from manyhands.training.torch.step.undo import StepUndo
 from manyhands.training.torch.step.update import Clip
 
@@ -253,8 +254,9 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
     states = []
     for fast in (True, False):
         net = mlp(norm=True)
-        eager, data = eager_step(net), Arrays((X, y))
-        eager.parts = [StepUndo(net, eager.optimizer, eager.device, []), Clip(0.1)]
+        made, data = eager_step(net), Arrays((X, y))
+        parts = [StepUndo(net, made.optimizer, made.device, []), Clip(0.1)]
+        eager = PlainStep(net, made.optimizer, made.objective, made.metrics, made.device, made.number_format, parts)
         graph = captured(eager, data, 16)
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         for step in range(5):

@@ -255,8 +255,7 @@ class GraphStep:
         with entered([each.forward(sized) for each in acting]):
             loss, count_correct = sized.forward(*self._batches.inputs(sized.window))
         # No mark with a loss scale: then the update writes to the metrics, too.
-        marks_metrics = lanes is None or any(part.scales_loss for part in step.parts)
-        mark = None if marks_metrics or lanes is None else lanes.mark()
+        mark = None if lanes is None or any(part.scales_loss for part in step.parts) else lanes.mark()
         side_lanes = nullcontext() if lanes is None else lanes.during_backward(sized.size, compiled=sized.compiled)
         with side_lanes, entered([each.backward(sized) for each in acting]):
             step.scaled(loss).backward()

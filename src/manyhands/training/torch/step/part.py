@@ -15,7 +15,7 @@ A new feature is a class in a file of its own that overrides some of these, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -106,6 +106,15 @@ class Step:
         self.model, self.optimizer, self.metrics = model, optimizer, metrics
         self.device, self.number_format = device, number_format
         self.parts = [part for part in parts if part is not None]
+        # What acts at each moment, known before the first step: a step of a small net takes a few hundred microseconds.
+        self._begin, self._forward = self.acting("begin"), self.acting("forward")
+        self._scaled, self._updating = self.acting("scaled"), self.acting("updating")
+        self._after_update = self.acting("after_update")
+
+    def acting(self, moment: str) -> list[Callable[..., Any]]:
+        """The methods of the parts that override this moment."""
+        idle = getattr(Part, moment)
+        return [getattr(part, moment) for part in self.parts if getattr(type(part), moment) is not idle]
 
     def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
         """Process this rank's shard of a batch of ``whole`` samples; ``batch_idx`` is its number in the epoch."""
@@ -116,23 +125,24 @@ class Step:
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def begin(self, turn: Turn) -> None:
-        for part in self.parts:
-            part.begin(turn)
+        for begin in self._begin:
+            begin(turn)
 
     def forward(self) -> AbstractContextManager[None]:
-        return entered([self.number_format.scope(self.device), *(part.forward() for part in self.parts)])
+        scope = self.number_format.scope(self.device)
+        return scope if not self._forward else entered([scope, *(forward() for forward in self._forward)])
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            loss = part.scaled(loss)
+        for scaled in self._scaled:
+            loss = scaled(loss)
         return loss
 
     def updating(self, turn: Turn) -> AbstractContextManager[None]:
-        return entered([part.updating(turn) for part in self.parts])
+        return entered([updating(turn) for updating in self._updating]) if self._updating else nullcontext()
 
     def after_update(self, turn: Turn) -> None:
-        for part in self.parts:
-            part.after_update(turn)
+        for after_update in self._after_update:
+            after_update(turn)
 
     def versions(self) -> list[int]:
         """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""

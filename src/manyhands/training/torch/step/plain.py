@@ -47,6 +47,7 @@ class PlainStep(Step):
     ) -> None:
         """``counts``: its samples count; of several optimizers' steps those of the first do."""
         super().__init__(model, optimizer, metrics, device, number_format, parts)
+        self._after_backward = self.acting("after_backward")
         self.objective, self.gradients = objective, gradients or LocalGradients(optimizer)
         self._several_ranks = self.gradients.loss_mark is not None
         _check_optimizer(optimizer, several=self._several_ranks)
@@ -81,8 +82,8 @@ class PlainStep(Step):
             self.metrics.mark(self.gradients.loss_mark, turn.step)
 
     def after_backward(self, turn: Turn) -> None:
-        for part in self.parts:
-            part.after_backward(turn, self.parameters)
+        for after_backward in self._after_backward:
+            after_backward(turn, self.parameters)
 
     def update(self, turn: Turn) -> None:
         self.optimizer.step()

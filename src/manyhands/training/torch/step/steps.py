@@ -92,9 +92,10 @@ class Steps:
 
     def make(self, window: Window, batch: Shard | None, factor: float | None) -> None:
         """Make the step of a batch; ``factor`` is that of the learning rates."""
+        is_captured = self.captured is not None
 
         def begin_again() -> None:
-            if self.captured is not None:
+            if is_captured:
                 self.captured = self._new_capture()
                 self._begin_captured_epoch(window.epoch, window.start, window.step)
 
