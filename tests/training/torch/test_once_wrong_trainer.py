@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from training_cases import Rows, fit, mlp, vectors
 
+from manyhands import torch as mh
 from manyhands.book.vocabulary import add_to_class
 from manyhands.errors import BadRunFolder
 from manyhands.training.commands import parity
@@ -23,7 +24,6 @@ from manyhands.training.options import Step, Workers
 from manyhands.training.settings import Settings
 from manyhands.training.torch.job import set_torch_settings, torch_settings
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.trainer import Trainer
 from manyhands.training.torch.workers import pool
 
 
@@ -199,7 +199,7 @@ def test_workers_compute_as_the_caller_does() -> None:
 
 
 def test_the_books_own_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(Trainer):
+    class Own(mh.Trainer):
         pass
 
     @add_to_class(Own)

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -44,19 +43,9 @@ class Forked:
                 self.returncode = _LOST
         return self.returncode
 
-    def wait(self, timeout: float = float("inf")) -> None:
-        until = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
-            time.sleep(0.005)
-
     def send_signal(self, number: int) -> None:
         if self.poll() is None:  # its number is its own until the server has collected its status
             os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -67,9 +56,9 @@ class ForkServer:
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(_START_SECONDS)
         with other:
-            command, null = [sys.executable, "-m", __name__, str(other.fileno())], subprocess.DEVNULL
+            code, null = f"from {__name__} import main; main({other.fileno()})", subprocess.DEVNULL
             how: dict[str, Any] = {"env": environment, "pass_fds": [other.fileno()], "stdin": null, "stdout": null}
-            self.process = subprocess.Popen(command, **how)
+            self.process = subprocess.Popen([sys.executable, "-c", code], **how)
 
     def fork(self, address: str, rank: int, key: bytes, *descriptors: int) -> Forked:
         """A new worker, ``worker.main(address, rank, key)``; the descriptors are its output and its errors."""
@@ -114,10 +103,8 @@ def stop() -> None:
         server.socket.close()
 
 
-# In the server
-
-
 def main(descriptor: int) -> None:
+    """The server itself."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the caller and its workers
         signal.signal(number, signal.SIG_IGN)
     import torch
@@ -159,7 +146,3 @@ def _become(worker: Any, place: dict[str, Any], descriptors: list[int]) -> None:
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

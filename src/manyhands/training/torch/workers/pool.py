@@ -68,6 +68,12 @@ class _Worker:
     def name(self) -> str:
         return f"rank {self.rank} ({self.device})"
 
+    def wait(self, seconds: float) -> None:
+        """Until the process has ended, so long at most."""
+        until = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+
     def patience(self, hang_seconds: float) -> float:
         """How long it may be silent."""
         return max(hang_seconds * (_FIRST_STEPS if self.step < 1 else 1), 5 * self.longest)
@@ -269,8 +275,7 @@ class Pool:
             time.sleep(0.05)
 
     def _fail_dead(self, worker: _Worker) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(2)
+        worker.wait(2)
         code = worker.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
         raise WorkerFailed(f"{worker.name} {how} at step {worker.step}\n{_tail(worker.log)}")
@@ -295,9 +300,9 @@ class Pool:
 
     def stop(self) -> None:
         for worker in self.workers:
-            worker.process.kill()
+            worker.process.send_signal(signal.SIGKILL)
         for worker in self.workers:
-            worker.process.wait()
+            worker.wait(_START_SECONDS)
             if worker.connection is not None:
                 worker.connection.close()
         self.workers = []
