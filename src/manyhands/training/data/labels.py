@@ -65,9 +65,9 @@ class ClassLabels:
         if not len(labels) or self._of_no_use:
             return
         summary = self._summary(labels)
-        if self.classes is None:
-            self._waiting.append(summary)
-        else:
+        self._waiting.append(summary)  # first: the first output may come in another thread
+        if self.classes is not None:
+            self._waiting.clear()
             self._check(summary, self.classes)
 
     def learn(self, output: Sequence[Any]) -> None:

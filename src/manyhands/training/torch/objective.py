@@ -173,7 +173,7 @@ class Supervised(Objective):
         else:
             output, target = self._gathered(*both)
             if not isinstance(batch, Mapping):
-                if self.labels is not None and self.labels.classes is None:
+                if self.labels is not None and self.labels.classes.classes is None:
                     self.labels.learn(output)
                 _check_shapes(self.loss, output, target)
             with known or nullcontext():

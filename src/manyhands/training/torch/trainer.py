@@ -401,6 +401,9 @@ def _explained(job: Job) -> Iterator[None]:
             raise
         from manyhands.training.torch.preflight import lessons
 
-        if (lesson := lessons.of_prediction(job) if job.purpose == "predict" else lessons.of(job, error)) is None:
+        lesson = None
+        with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
+            lesson = lessons.of_prediction(job) if job.purpose == "predict" else lessons.of(job, error)
+        if lesson is None:
             raise
         raise BadBatch(lesson) from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 
 from manyhands.errors import BadLabels, BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import out_of_range, why_no_classes
+from manyhands.training.data.labels import ClassLabels, why_no_classes
 from manyhands.training.loss import own_step
 from manyhands.training.loss.own_step import step_name
 from manyhands.training.torch.data import dict_batches
@@ -134,7 +133,7 @@ def check_labels(job: Job) -> None:
     if not (isinstance(objective, Supervised) and _of_classes(objective.loss)):
         return
     ignored = function_and_options(objective.loss)[1].get("ignore_index", IGNORED)
-    labels = LabelRange(ignored, is_default=objective.is_default)
+    labels = LabelRange(ClassLabels(ignored=ignored), is_default=objective.is_default)
     job.train = _looked_at(job.train, labels)
     job.test = None if job.test is None else _looked_at(job.test, labels)
     job.objective = dataclasses.replace(objective, labels=labels)
@@ -154,13 +153,10 @@ def _of_classes(loss: Any) -> bool:
 
 @dataclass
 class LabelRange:
-    """Refuses labels that are not 0 to (number of outputs - 1), except the one that the loss ignores."""
+    """Refuses labels that the model has no output for, and with the default loss targets that are no classes."""
 
-    ignored: int
-    is_default: bool = False  # the user has not chosen the loss
-    classes: int | None = None
-    low: int = sys.maxsize  # of the labels seen so far
-    high: int = -sys.maxsize
+    classes: ClassLabels
+    is_default: bool  # the user has not chosen the loss
 
     def __call__(self, batch: Batch) -> None:
         """Look at the labels of a batch."""
@@ -170,32 +166,15 @@ class LabelRange:
     def look(self, labels: torch.Tensor) -> None:
         if self.is_default and labels.is_floating_point() and not _may_be_classes(labels[:_ROWS]):
             raise BadLabels(f"the targets are numbers, {_CURE.format('for class numbers or probabilities')}")
-        if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
-            return
-        labels = labels[labels != self.ignored]
-        if not len(labels):
-            return
-        # Recorded first: the first output may come in another thread, between these lines.
-        self.low, self.high = min(self.low, int(labels.min())), max(self.high, int(labels.max()))
-        if self.classes is not None:
-            self._check(self.classes)
+        if labels.dim() == 1 and not labels.is_floating_point() and labels.dtype != torch.bool:
+            self.classes.look(labels.numpy(force=True))
 
     def learn(self, output: Any) -> None:
         """The first output: it has a column per class."""
-        if self.is_default and isinstance(output, torch.Tensor) and output.dim() > 1 and output.shape[1] == 1:
-            raise BadLabels(f"the model has one output, {_CURE.format('which takes one for each class')}")
-        if not isinstance(output, torch.Tensor) or output.dim() != 2:
-            return
-        self.classes = output.shape[1]
-        try:
-            self._check(output.shape[1])
-        except BadLabels:
-            self.classes = None  # so that a repeated step raises it again
-            raise
-
-    def _check(self, classes: int) -> None:
-        if self.low < 0 or self.high >= classes:
-            raise out_of_range(self.low, self.high, classes)
+        if isinstance(output, torch.Tensor):
+            if self.is_default and output.dim() > 1 and output.shape[1] == 1:
+                raise BadLabels(f"the model has one output, {_CURE.format('which takes one for each class')}")
+            self.classes.learn(output.shape)
 
 
 def _may_be_classes(labels: torch.Tensor) -> bool:

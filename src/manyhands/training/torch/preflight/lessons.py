@@ -43,42 +43,35 @@ from manyhands.training.torch.state import randomness
 _FEW = 4
 _CHANNELS = 4  # of an image, at most
 _AT_ONCE = 3  # corrections that are tried together
-_ONE_SAMPLE = (
-    "BatchNorm takes two samples or more, and the last batch, or one of its micro-batches, has only one: give "
-    "another batch_size or accumulate, or a DataLoader with drop_last=True"
-)
+# What PyTorch says, where it says enough
+_SAID = {
+    "more than 1 value per channel": "BatchNorm takes two samples or more, and the last batch, or one of its "
+    "micro-batches, has only one: give another batch_size or accumulate, or a DataLoader with drop_last=True",
+    "does not require grad": "the loss does not depend on the model's weights, so there are no gradients: compute it "
+    "without torch.no_grad(), .detach(), .item() and NumPy",
+}
 _IN_BF16 = (
     "the model works in float32 and fails in bfloat16, which precision='auto' has chosen for this hardware: give "
     "precision='fp32'"
 )
-_NO_GRADIENT = (
-    "the loss does not depend on the model's weights, so there are no gradients: compute it without "
-    "torch.no_grad(), .detach(), .item() and NumPy"
-)
-
-
 Tried = tuple[Any, ...]  # the inputs, the target and the loss of a trial
 Correction = tuple[str, Callable[..., Tried]]  # what went wrong and what to write instead; and a function that does it
 
 
 def of(job: Job, error: Exception) -> str | None:
     """What to change so that the model can be trained with these data; None if no change is known to help."""
-    if "more than 1 value per channel" in str(error):
-        return _ONE_SAMPLE
+    for words, lesson in _SAID.items():
+        if words in str(error):
+            return lesson
     for data, words in ((job.train, "{}"), (job.test, "the test data are the cause: {}")):
         if data is None or not data.rereadable:
             return None
         case = _Case(dataclasses.replace(job, train=data))
-        with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
-            if case.works(case.batch):
-                if job.settings.precision == "auto" and _is_cause(_Case(case.job, bf16=True).error(), error):
-                    return _IN_BF16
-                continue
-            lesson = _corrected(case) or _layer(case, error)
-            if lesson is None and not case.loss(*case.copies(case.batch)).requires_grad:
-                lesson = _NO_GRADIENT
-            return None if lesson is None else words.format(lesson)
-        return None
+        if case.error(case.batch) is not None:
+            found = _corrected(case) or _layer(case, error)
+            return None if found is None else words.format(found)
+        if job.settings.precision == "auto" and _is_cause(_Case(case.job, bf16=True).error(case.batch), error):
+            return _IN_BF16
     return None
 
 
@@ -86,12 +79,12 @@ class _Case:
     """A job, whose first samples are tried on copies of its model."""
 
     def __init__(self, job: Job, *, bf16: bool = False) -> None:
-        self.job, self.bf16 = job, bf16
+        self.job, self._bf16 = job, bf16
+        self._dtype = torch.float64 if job.settings.precision == "fp64" else None
         try:
             self.batch = job.train.few(_FEW)
         except Exception:  # samples that cannot be collated
             self.batch = job.train.few(1)
-        self.dtype = torch.float64 if job.settings.precision == "fp64" else None
 
     def copies(self, batch: Batch) -> tuple[Any, Any]:
         """A copy of the model, and the batch on its device; both in float64 if the job is."""
@@ -99,30 +92,25 @@ class _Case:
         device = next(model.parameters()).device
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
+            return tensor.to(device, self._dtype if tensor.is_floating_point() else None)
 
-        return model.to(device, self.dtype), map_tensors(moved, batch)
+        return model.to(device, self._dtype), map_tensors(moved, batch)
 
-    def loss(self, model: torch.nn.Module, batch: Batch, objective: Objective | None = None) -> torch.Tensor:
-        device = next(model.parameters()).device
-        with randomness.preserved(device), torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-            return placed(objective or self.job.objective, device, self.dtype)(model, batch)[0]
+    def train(self, model: torch.nn.Module, batch: Batch, objective: Objective | None = None) -> None:
+        """A forward and a backward pass."""
+        objective = placed(objective or self.job.objective, next(model.parameters()).device, self._dtype)
+        objective(model, batch)[0].backward()
 
-    def error(self) -> Exception | None:
-        """What the samples fail with, as they are."""
+    def error(self, batch: Batch, work: Callable[[Any, Any], Any] | None = None) -> Exception | None:
+        """What training, or this work, fails with on copies of the model and of the batch."""
         try:
-            self.loss(*self.copies(self.batch)).backward()
+            model, batch = self.copies(batch)
+            device = next(model.parameters()).device
+            with randomness.preserved(device), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+                (work or self.train)(model, batch)
         except Exception as error:
             return error
         return None
-
-    def works(self, batch: Batch, objective: Objective | None = None) -> bool:
-        """Whether a forward and a backward pass can be made."""
-        try:
-            self.loss(*self.copies(batch), objective).backward()
-        except Exception:
-            return False
-        return True
 
 
 def _corrected(case: _Case) -> str | None:
@@ -140,7 +128,8 @@ def _corrected(case: _Case) -> str | None:
         for chosen in itertools.combinations(corrections, count):
             with contextlib.suppress(Exception):
                 *tried, loss = functools.reduce(lambda tried, each: each[1](*tried), chosen, (*batch, objective.loss))
-                if case.works(tuple(tried), dataclasses.replace(objective, loss=loss)):
+                corrected = functools.partial(case.train, objective=dataclasses.replace(objective, loss=loss))
+                if case.error(tuple(tried), corrected) is None:
                     return "; ".join(words for words, _ in chosen)
     return None
 
@@ -229,24 +218,24 @@ def _of_outputs(case: _Case, loss: Any) -> Iterator[Correction]:
 
 def _layer(case: _Case, error: Exception) -> str | None:
     """Which layer fails as the job did, what it takes, and what it gets."""
-    model, batch = case.copies(case.batch)
     running: list[tuple[str, Any, Any]] = []
-    for name, layer in model.named_modules():
-        if not any(True for _ in layer.children()):
-            layer.register_forward_pre_hook(lambda layer, inputs, name=name: running.append((name, layer, inputs)))
-            layer.register_forward_hook(lambda *_: running.pop() and None)
-    try:
-        case.loss(model, batch)
-    except Exception as again:
-        failed = again
-    else:
-        return None
+    seen: list[Any] = []
+
+    def watched(model: torch.nn.Module, batch: Batch) -> None:
+        seen.append(batch)
+        for name, layer in model.named_modules():
+            if not any(True for _ in layer.children()):
+                layer.register_forward_pre_hook(lambda layer, inputs, name=name: running.append((name, layer, inputs)))
+                layer.register_forward_hook(lambda *_: running.pop() and None)
+        case.train(model, batch)
+
+    failed = case.error(case.batch, watched)
     if not running or not _is_cause(failed, error):
         return None
     name, layer, (X, *_) = running[-1]
     shape, kind = tuple(X.shape), type(layer).__name__
     which = f"the layer {name!r}, {layer}," if name else f"{layer}"
-    gets = "the samples have" if isinstance(batch, (tuple, list)) and X is batch[0] else "it gets"
+    gets = "the samples have" if isinstance(seen[0], (tuple, list)) and X is seen[0][0] else "it gets"
     if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
         takes = f"{which} takes {counted(layer.in_features, 'number')} per sample, and {gets} {shape[-1]:,}"
         if X[0].numel() == layer.in_features:
@@ -273,37 +262,28 @@ def _is_cause(again: Exception | None, error: Exception) -> bool:
 
 def of_prediction(job: Job) -> str | None:
     """What to change for a prediction: samples of a dtype or a shape that the model does not take."""
-    with contextlib.suppress(Exception):
-        case = _Case(job) if job.train.rereadable else None
-        if case is None or (error := _error(case, lambda model, batch: predicted(model, batch, job.inputs))) is None:
-            return None
-        batch = case.batch
-        if isinstance(batch, Mapping):
-            labels = next((name for name in LABELS if name in batch), None)
-            if labels is not None and _error(case, dict_batches.output_of) is None:
-                return (  # an encoder-decoder makes the decoder's inputs of the labels
-                    f"{type(job.model).__name__} needs {labels!r}, which predict(model, data) leaves out: write "
-                    "predict(model, data, targets=False) to give them to the model, too"
-                )
-        else:
-            parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-            tried = (*(parts if job.inputs is None else job.inputs.of(parts)), None)
-            for words, correct in _of_samples(job.model, tried):
-                case.batch = correct(*tried, None)[:-2]
-                if _error(case, lambda model, batch: model(*batch)) is None:
-                    return words
-        inputs = batch[:-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
-        shapes = [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()]
-        return str(refusals.not_taken(job.model, shapes, error))
-    return None
+    case = _Case(job) if job.train.rereadable else None
 
+    def error(batch: Batch, call: Callable[[Any, Any], Any]) -> Exception | None:
+        with torch.no_grad():
+            return None if case is None else case.error(batch, lambda model, batch: call(model.eval(), batch))
 
-def _error(case: _Case, call: Callable[[Any, Any], Any]) -> Exception | None:
-    """Why a copy of the model does not take the samples; None if it does."""
-    try:
-        model, batch = case.copies(case.batch)
-        with torch.no_grad(), randomness.preserved(next(model.parameters()).device):
-            call(model.eval(), batch)
-    except Exception as error:
-        return error
-    return None
+    if case is None or (reason := error(case.batch, lambda model, batch: predicted(model, batch, job.inputs))) is None:
+        return None
+    inputs = batch = case.batch
+    if isinstance(batch, Mapping):
+        labels = next((name for name in LABELS if name in batch), None)
+        if labels is not None and error(batch, dict_batches.output_of) is None:
+            return (  # an encoder-decoder makes the decoder's inputs of the labels
+                f"{type(job.model).__name__} needs {labels!r}, which predict(model, data) leaves out: write "
+                "predict(model, data, targets=False) to give them to the model, too"
+            )
+    else:
+        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        inputs = parts[:-1] or parts
+        tried = (*(parts if job.inputs is None else job.inputs.of(parts)), None)
+        for words, correct in _of_samples(job.model, tried):
+            if error(correct(*tried, None)[:-2], lambda model, batch: model(*batch)) is None:
+                return words
+    shapes = [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()]
+    return str(refusals.not_taken(job.model, shapes, reason))

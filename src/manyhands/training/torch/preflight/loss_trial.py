@@ -6,7 +6,7 @@ of all devices, these are gathered in every step; else the job is refused. Batch
 the exceptions.
 
 It runs once per job with more than one part, on a copy of model and loss, in float64 where that works, and leaves the
-process's random numbers as they are. Samples are chosen from all of an array, from 256 samples of a dataset, and from
+process's random numbers as they are. Samples are chosen from all of an array, from at most 256 of a dataset, and from
 the first batch of a loader.
 """
 
@@ -28,7 +28,7 @@ from manyhands.training.data.sources import Array
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import FEW, WIDTH, Difference, Pass
 from manyhands.training.torch.data.batches import Batch, check_asked, pick, rows, tensors_in
-from manyhands.training.torch.data.sources import Arrays, Stream
+from manyhands.training.torch.data.sources import Arrays, Samples, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import OwnStep, Supervised, makes_updates
 from manyhands.training.torch.preflight.trial_model import Part, TrialModel, numbers
@@ -37,7 +37,7 @@ from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.known_means import is_mean_of_classes
 
 # Samples of a dataset among which unlike ones are searched for. A count, not a time: all ranks must read the same ones.
-_POOL = 256
+_POOL, _POOL_BYTES = 256, 1 << 28  # fewer where they are large
 _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
 _PRECISIONS = {torch.float64: "float64", torch.float32: "tf32"}  # a GPU may multiply float32 in TF32
 _GATHERED = 2 << 30  # bytes of a batch that are gathered at most
@@ -238,7 +238,7 @@ def _batches(job: Job) -> list[Few]:
             return pick(batch, chosen)
 
     else:
-        looked_at = range(data.count) if isinstance(data, Arrays) else spread(data.count, _POOL).tolist()
+        looked_at = range(data.count) if isinstance(data, Arrays) else _pool(data)
         batch, size = data.tensors if isinstance(data, Arrays) else data.pick(np.array(looked_at)), len(looked_at)
 
         def take(chosen: list[int]) -> Batch:  # collated anew: what a collate function draws (mixup) is drawn anew
@@ -254,3 +254,10 @@ def _batches(job: Job) -> list[Few]:
 
     chosen = loss_trial.unlike([tensor.shape[1] for tensor in tensors], size, read)
     return [Few(take, [looked_at[each] for each in few]) for few in [*chosen, list(range(min(FEW, size)))]]
+
+
+def _pool(data: Samples) -> list[int]:
+    """The samples of a dataset that are read to choose from."""
+    few = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(data.few(FEW)))
+    samples: list[int] = spread(data.count, min(_POOL, max(4, _POOL_BYTES // max(1, few)) * FEW)).tolist()
+    return samples
