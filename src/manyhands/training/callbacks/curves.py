@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-LOSS, ACCURACY, INK = "#4e79a7", "#e15759", "#444444"
+LOSS, ACCURACY = "#4e79a7", "#e15759"
 # The colour says what is drawn, the line of which data: solid of training, dashed of validation.
 _LINES = {  # key: label, style, colour
     "train_loss": ("train loss", "-", LOSS),
@@ -32,8 +32,7 @@ _LINES = {  # key: label, style, colour
 }
 _LOSSES = ("train_loss", "val_loss")
 _FEW = 25  # points; fewer are also drawn as dots, and a single one could not be seen without
-_NICE = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-_INTERVALS = 5  # of both axes, so that one grid serves both
+_EVERY = 15.0  # seconds between two drawings: each takes a part of one
 
 
 def curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
@@ -64,33 +63,30 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     across = _across(rows)
     points = {key: points for key in _LINES if (points := _points(rows, across, key))[0]}
     right = left.twinx() if any(key not in _LOSSES for key in points) else None
-    lines = []
-    for key in points:
-        axes = left if right is None or key in _LOSSES else right
-        lines.append(_draw(axes, key, *points[key]))
-    _format_x_axis(left, across, max((x for xs, _ in points.values() for x in xs), default=1.0))
-    _format_loss_axis(left, [y for key in _LOSSES for y in points.get(key, ((), ()))[1]])
+    lines = [_draw(left if right is None or key in _LOSSES else right, key, *points[key]) for key in points]
+    last = max((x for xs, _ in points.values() for x in xs), default=1.0)
+    left.set_xlabel(across)
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.set_xlim(0.0, max(last * 1.02, 2.0))  # the point of a single epoch stands in the middle
+    left.set_ylabel("loss", color=LOSS)
+    left.grid(visible=True, alpha=0.3, linewidth=0.7)
+    losses = [y for key in _LOSSES for y in points.get(key, ((), ()))[1]]
+    if losses and min(losses) >= 0.0 and max(losses) > 0.0:
+        left.set_ylim(0.0, max(losses) * 1.05)
     if right is not None:
-        _format_accuracy_axis(right)
+        right.set_ylabel("accuracy", color=ACCURACY)
+        right.set_ylim(0.0, 1.0)
     if lines:
-        figure.legend(
-            handles=lines,
-            loc="outside lower center",
-            ncols=len(lines),
-            handlelength=3.0,
-            columnspacing=1.6,
-            frameon=False,
-            fontsize="small",
-        )
+        figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False, fontsize="small")
     else:
-        left.text(0.5, 0.5, "no figures yet", transform=left.transAxes, ha="center", va="center", color="grey")
+        left.text(0.5, 0.5, "no metrics yet", transform=left.transAxes, ha="center", va="center", color="grey")
     if title:
-        left.set_title(title, fontsize="medium", pad=10, color=INK)
+        left.set_title(title, fontsize="medium")
     return figure
 
 
 def _across(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the figures are drawn over: epochs; steps, where an epoch has several rows."""
+    """What the metrics are drawn over: epochs; steps, where an epoch has several rows."""
     epochs = [row["epoch"] for row in rows if _is_number(row.get("epoch"))]
     return "step" if len(set(epochs)) < len(epochs) and all("step" in row for row in rows) else "epoch"
 
@@ -107,65 +103,17 @@ def _is_number(value: Any) -> bool:
 
 def _draw(axes: Axes, key: str, x: list[float], y: list[float]) -> Line2D:
     label, style, colour = _LINES[key]
-    validation = key.startswith("val_")
     (line,) = axes.plot(
         x,
         y,
         linestyle=style,
         color=colour,
-        linewidth=1.8,
         marker="o" if len(x) <= _FEW else None,
-        markersize=4.5,
-        markerfacecolor="white" if validation else colour,
-        markeredgewidth=1.4,
+        markerfacecolor="white" if key.startswith("val_") else colour,
         label=f"{label} {y[-1]:.3g}" if key in _LOSSES else f"{label} {y[-1]:.3f}",
         clip_on=False,  # an accuracy of 1 lies on the edge
-        zorder=3 if validation else 2.5,
     )
     return line
-
-
-def _format_x_axis(axes: Axes, name: str, last: float) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel(name, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    axes.margins(x=0.02)
-    axes.set_xlim(left=0.0, right=None if last > 1.0 else 2.0)  # the points of a single epoch stand in the middle
-    axes.grid(visible=True, axis="x", alpha=0.3, linewidth=0.7)
-    axes.tick_params(axis="x", colors=INK)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c8c8c8")
-
-
-def _format_loss_axis(axes: Axes, losses: list[float]) -> None:
-    axes.set_ylabel("loss", color=LOSS)
-    axes.tick_params(axis="y", colors=LOSS)
-    axes.grid(visible=True, axis="y", alpha=0.3, linewidth=0.7)
-    if losses and min(losses) >= 0.0 and max(losses) > 0.0:
-        interval = _nice(max(losses) / _INTERVALS)
-        axes.set_ylim(0.0, _INTERVALS * interval)
-        axes.set_yticks([index * interval for index in range(_INTERVALS + 1)])
-
-
-def _format_accuracy_axis(axes: Axes) -> None:
-    axes.set_ylabel("accuracy", color=ACCURACY)
-    axes.tick_params(axis="y", colors=ACCURACY)
-    axes.set_ylim(0.0, 1.0)
-    axes.set_yticks([index / _INTERVALS for index in range(_INTERVALS + 1)])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _nice(least: float) -> float:
-    """The smallest round number that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next((factor * power for factor in _NICE if factor * power >= least), 10.0 * power)
-
-
-_EVERY = 15.0  # seconds between two drawings: each takes a part of one
 
 
 class Picture(Callback):

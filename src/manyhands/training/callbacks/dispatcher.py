@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,17 +58,6 @@ class Dispatcher:
         self.plan, self.training = plan, training
         self._callbacks = dict(zip(names(callbacks), callbacks, strict=True)) if first else {}
         self._means = {name: StepMeans() for name, callback in self._callbacks.items() if callback.every}
-        self._handlers: dict[str, Callable[[Event], None]] = {
-            "begin": self._begin,
-            "epoch_start": self._epoch_start,
-            "progress": self._progress,
-            "steps": self._steps,
-            "evaluation": self._evaluation,
-            "epoch": self._epoch,
-            "row": self._row,
-            "checkpoint": self._checkpoint,
-            "note": self._note,
-        }
         self._begun: list[str] = []
         self.notes: list[str] = []  # for the result
         self._notes: list[str] = []  # that came before the start
@@ -102,7 +91,7 @@ class Dispatcher:
             return self._states()
         if event["kind"] == "warning":
             warnings.warn(event["text"], stacklevel=2)
-        elif (handle := self._handlers.get(event["kind"])) is not None:
+        elif (handle := getattr(self, f"_on_{event['kind']}", None)) is not None:
             handle(event)
         answer = {"stop": self.training.stopped, "by": self.training.stopped_by}
         if not event.get("asks"):
@@ -110,9 +99,9 @@ class Dispatcher:
         wanted, self.training.wanted = self.training.wanted, []
         return {**answer, "save": wanted}
 
-    # One method for each kind of event
+    # Events: one method for each kind; "alive" needs none
 
-    def _begin(self, event: Event) -> None:
+    def _on_begin(self, event: Event) -> None:
         training = self.training
         training.rows, training.resumed = list(event["rows"]), event["resumed"]
         self._place(event)
@@ -122,33 +111,33 @@ class Dispatcher:
             self._begun.append(name)
             self._call(name, "on_fit_start", training)
         for text in tuple(self._notes):  # without callbacks each is kept again
-            self._note({"text": text})
+            self._on_note({"text": text})
 
-    def _epoch_start(self, event: Event) -> None:
+    def _on_epoch_start(self, event: Event) -> None:
         self._place(event)
         self._call_all("on_epoch_start", self.training)
 
-    def _progress(self, event: Event) -> None:
+    def _on_progress(self, event: Event) -> None:
         self._place(event)
         figures = {name: event[name] for name in ("batch", "samples", "loss", "accuracy") if event[name] is not None}
         self._call_all("on_progress", self.training, figures)
 
-    def _steps(self, event: Event) -> None:
+    def _on_steps(self, event: Event) -> None:
         self._place(event)
         sums = Figures.from_json(event["sums"])
         for name, means in self._means.items():
             if event["step"] % (self._callbacks[name].every or 1) == 0:
                 self._call(name, "on_steps", self.training, {**means.take(sums), **event["rates"]})
 
-    def _evaluation(self, event: Event) -> None:
+    def _on_evaluation(self, event: Event) -> None:
         self._place(event)
         self._call_all("on_evaluation", self.training, event["figures"])
 
-    def _epoch(self, event: Event) -> None:
+    def _on_epoch(self, event: Event) -> None:
         self._add_row(event)
         self._call_all("on_epoch_end", self.training, event["row"])
 
-    def _row(self, event: Event) -> None:
+    def _on_row(self, event: Event) -> None:
         self._add_row(event)
         for name, callback in self._callbacks.items():
             if isinstance(callback, Progress | Logger):
@@ -160,10 +149,10 @@ class Dispatcher:
             means.end_epoch(Figures.from_json(event["sums"]))
         self.training.rows.append(event["row"])
 
-    def _checkpoint(self, event: Event) -> None:
+    def _on_checkpoint(self, event: Event) -> None:
         self._call_all("on_checkpoint", self.training, Path(event["path"]))
 
-    def _note(self, event: Event) -> None:
+    def _on_note(self, event: Event) -> None:
         if not self._begun:
             self._notes.append(event["text"])
             return
@@ -222,7 +211,7 @@ class Dispatcher:
 
 
 class StepMeans:
-    """The figures that one callback has not received yet."""
+    """The sums that one callback has not received yet."""
 
     def __init__(self) -> None:
         self._carried = Figures()  # of the epochs before
@@ -230,25 +219,24 @@ class StepMeans:
 
     def take(self, sums: Figures) -> dict[str, float]:
         """The means up to these sums of the epoch."""
-        rest = _sum(self._carried, sums, self._reported)
+        rest = self._rest(sums)
         self._carried, self._reported = Figures(), sums
         return means_by_name(rest, "train")
 
     def end_epoch(self, sums: Figures) -> None:
-        self._carried, self._reported = _sum(self._carried, sums, self._reported), Figures()
+        self._carried, self._reported = self._rest(sums), Figures()
+
+    def _rest(self, sums: Figures) -> Figures:
+        loss = self._carried.loss_sum + sums.loss_sum - self._reported.loss_sum
+        return Figures(
+            loss if math.isfinite(loss) else math.nan,
+            self._carried.correct + sums.correct - self._reported.correct,
+            self._carried.count + sums.count - self._reported.count,
+            counted=sums.counted or self._carried.counted,
+        )
 
     def state(self) -> list[Any]:
         return [sums.as_json() for sums in (self._carried, self._reported)]
 
     def restore(self, state: list[Any]) -> None:
         self._carried, self._reported = (Figures.from_json(sums) for sums in state)
-
-
-def _sum(carried: Figures, sums: Figures, reported: Figures) -> Figures:
-    loss = carried.loss_sum + sums.loss_sum - reported.loss_sum
-    return Figures(
-        loss if math.isfinite(loss) else math.nan,
-        carried.correct + sums.correct - reported.correct,
-        carried.count + sums.count - reported.count,
-        counted=sums.counted or carried.counted,
-    )
