@@ -61,7 +61,7 @@ class PerStep:
 class PerEpoch:
     """A scheduler of PyTorch's that is stepped at the end of every epoch: ``Trainer(schedule=mh.PerEpoch(make))``.
 
-    ``make`` is as in :class:`PerStep`. ``ReduceLROnPlateau`` is stepped with the figure ``monitor`` instead, whenever
+    ``make`` is as in :class:`PerStep`. ``ReduceLROnPlateau`` is stepped with the metric ``monitor`` instead, whenever
     there is a new one: after each evaluation, or for ``train_loss`` with each row.
     """
 
@@ -183,7 +183,7 @@ class ScheduleOfJob:
                 known = (
                     f"{', '.join(metrics)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
                 )
-                raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
+                raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such metric. There are {known}")
 
     def after_epoch(self) -> None:
         """Step schedulers that go by epochs."""

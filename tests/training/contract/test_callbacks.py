@@ -190,11 +190,11 @@ def test_an_accuracy_that_there_will_not_be(bench: Bench) -> None:
 def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
     """Before the first step, and before a run's folder is made."""
     mh, run = bench.mh, bench.new_run()
-    with pytest.raises(BadSettings, match=r"no figure 'val_f2'\. There are train_acc, train_loss, val_acc, val_loss"):
+    with pytest.raises(BadSettings, match=r"no metric 'val_f2'\. There are train_acc, train_loss, val_acc, val_loss"):
         bench.fit(callbacks=[mh.EarlyStopping("val_f2")], run=run)
-    with pytest.raises(BadSettings, match=r"no figure 'loss'.*train_acc, train_loss, val_acc, val_f1, val_loss"):
+    with pytest.raises(BadSettings, match=r"no metric 'loss'.*train_acc, train_loss, val_acc, val_f1, val_loss"):
         bench.fit(callbacks=[mh.BestCheckpoint("loss")], metrics={"f1": len}, run=run)
-    with pytest.raises(BadSettings, match=r"no figure 'val_loss', because there are no validation data"):
+    with pytest.raises(BadSettings, match=r"no metric 'val_loss', because there are no validation data"):
         bench.fit(callbacks=[mh.EarlyStopping("val_loss")], data=bench.data()[0], run=run)
     assert not run.exists()
     with pytest.raises(BadSettings, match=r"BestCheckpoint writes into the run's folder.*give run="):

@@ -103,7 +103,7 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
     trainer, numbers = mh.Trainer(1, loss="mse", schedule=mh.PerEpoch(plateau, "val_acc")), (torch.rand(8, 4),) * 2
     with pytest.raises(BadSettings, match=r"PerEpoch\(monitor='val_acc'\): .*the targets are float32"):
         trainer.fit(torch.nn.Linear(4, 4), numbers, numbers)
-    with pytest.raises(BadSettings, match=r"'val_loss'\): there is no figure.*no validation data"):
+    with pytest.raises(BadSettings, match=r"'val_loss'\): there is no metric.*no validation data"):
         fit(mlp(), vectors(), 1, **how, schedule=mh.PerEpoch(plateau))
     by_training = mh.PerEpoch(plateau, monitor="train_loss")
     assert fit(mlp(), vectors(), 1, **how, schedule=by_training, max_epochs=3)[1].rows[2]["lr"] == pytest.approx(0.01)

@@ -54,6 +54,7 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     try:
         # Not pyplot: its current figure and its backend belong to the user's program.
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise PackageMissing(
             "the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
@@ -66,7 +67,7 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     lines = [_draw(left if right is None or key in _LOSSES else right, key, *points[key]) for key in points]
     last = max((x for xs, _ in points.values() for x in xs), default=1.0)
     left.set_xlabel(across)
-    left.xaxis.get_major_locator().set_params(integer=True)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_xlim(0.0, max(last * 1.02, 2.0))  # the point of a single epoch stands in the middle
     left.set_ylabel("loss", color=LOSS)
     left.grid(visible=True, alpha=0.3, linewidth=0.7)

@@ -24,62 +24,81 @@ from manyhands.training.checkpoints import store
 from manyhands.training.options import is_from_zero
 
 Mode = Literal["min", "max"]
-# Of a row, what is no figure of the model.
-_NO_FIGURES = ("epoch", "step", "samples", "seconds", "whole")
+# Of a row, what is no metric of the model.
+_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
 _SINGLE = ("train_loss", "train_acc", "val_loss", "val_acc")
 
 
-class Monitor:
-    """Finds its figure where it appears: ``val_...`` after each evaluation, others at the end of each epoch."""
+class Monitored(Callback):
+    """A callback that follows one metric: ``val_...`` after each evaluation, others at the end of each epoch."""
 
-    def __init__(self, name: str, mode: Mode | None, who: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise BadSettings(f"{who}({name!r}): give the name of a figure, as 'val_loss'")
+    def __init__(self, monitor: str, mode: Mode | None) -> None:
+        self._who = f"{type(self).__name__}({monitor!r})"
+        if not isinstance(monitor, str) or not monitor:
+            raise BadSettings(f"{self._who}: give the name of a metric, as 'val_loss'")
         if mode not in ("min", "max", None):
-            raise BadSettings(f"{who}(mode={mode!r}): choose one of min, max; None is max for accuracies, else min")
-        self.name, self._who = name, who
-        self.mode: Mode = mode or ("max" if name.endswith(("_acc", "_accuracy")) else "min")
+            raise BadSettings(
+                f"{self._who}(mode={mode!r}): choose one of min, max; None is max for accuracies, else min"
+            )
+        self._name = self.monitored = monitor
+        self._mode: Mode = mode or ("max" if monitor.endswith(("_acc", "_accuracy")) else "min")
 
     @property
-    def is_of_evaluations(self) -> bool:
-        """Whether evaluations have the figure; else epochs do."""
-        return self.name.startswith("val_")
+    def _is_of_evaluations(self) -> bool:
+        return self._name.startswith("val_")
 
-    def after_evaluation(self, figures: Values) -> float | None:
-        """The figure of this evaluation; None where it is one of an epoch."""
-        if self.name in figures:
-            return figures[self.name]
-        if self.is_of_evaluations:
+    def _look(self, training: Training, value: float) -> None:
+        """The metric has a new value."""
+        raise NotImplementedError
+
+    def on_evaluation(self, training: Training, figures: Values) -> None:
+        if self._name in figures:
+            self._look(training, figures[self._name])
+        elif self._is_of_evaluations:
             raise self._unknown(figures)
-        return None
 
-    def at_epoch_end(self, row: Row) -> float | None:
-        """The figure of this epoch; None where evaluations have it."""
-        if self.is_of_evaluations:
-            return None
-        if self.name in _NO_FIGURES or row.get(self.name) is None:
-            raise self._unknown(_figures_of(row))
-        return float(row[self.name])
+    def on_epoch_end(self, training: Training, row: Row) -> None:
+        if self._is_of_evaluations:
+            return
+        if self._name in _NO_METRICS or row.get(self._name) is None:
+            raise self._unknown(name for name, value in row.items() if name not in _NO_METRICS and value is not None)
+        self._look(training, float(row[self._name]))
 
     def _unknown(self, names: Iterable[str]) -> BadSettings:
-        return BadSettings(f"{self._who}: there is no figure {self.name!r}. There are {', '.join(sorted(names))}")
+        return BadSettings(f"{self._who}: there is no metric {self._name!r}. There are {', '.join(sorted(names))}")
 
-    def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
+    def _is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
         """NaN is never better; a number is better than none. What is not one number cannot be compared."""
         if not isinstance(value, (int, float)):
-            raise several_values(self._who, self.name, value)
+            raise several_values(self._who, self._name, value)
         if math.isnan(value):
             return False
         if than is None:
             return True
-        return value < than - min_delta if self.mode == "min" else value > than + min_delta
+        return value < than - min_delta if self._mode == "min" else value > than + min_delta
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        raise NotImplementedError
+
+    def _continue_from(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`_progress` returned."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._progress(), "monitor": self._name, "mode": self._mode}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue; a job that follows another metric than before starts anew."""
+        if (state["monitor"], state["mode"]) == (self._name, self._mode):
+            self._continue_from(state)
 
 
 def several_values(who: str, name: str, value: object) -> BadSettings:
-    """The error for a figure that is followed and is not one number."""
+    """The error for a metric that is followed and is not one number."""
     return BadSettings(
         f"{who}: {name!r} has several values ({value}), which are not better or worse than others: let the metric "
-        f"return one number, or a dict of names and numbers, of which each is a figure ({name}_<key>)"
+        f"return one number, or a dict of names and numbers, of which each is a metric ({name}_<key>)"
     )
 
 
@@ -89,9 +108,9 @@ def followed_by(callbacks: Iterable[Callback]) -> dict[str, str]:
 
 
 def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: Callable[[str], str | None]) -> None:
-    """Refuse, before the first step, to follow a figure that there will not be.
+    """Refuse, before the first step, to follow a metric that there will not be.
 
-    ``followed``: who follows which figure; ``why_not``: why a figure that might be there is not.
+    ``followed``: who follows which figure; ``why_not``: why a metric that might be there is not.
     """
     for who, name in followed.items():
         if not is_known(name, known):
@@ -99,54 +118,50 @@ def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: C
         if (why := why_not(name)) is not None:
             figures = ", ".join(figure for figure in known if not figure.endswith("_acc"))
             raise BadSettings(
-                f"{who}: there is no figure {name!r}, because {why}. There are {figures}; metrics={{'name': function}} "
+                f"{who}: there is no metric {name!r}, because {why}. There are {figures}; metrics={{'name': function}} "
                 "adds others"
             )
 
 
 def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:
-    """The names of all figures that a training may have: accuracies are there where targets are classes."""
+    """The names of all metrics that a training may have: accuracies are there where targets are classes."""
     tested = [f"val_{name}" for name in ("loss", "acc", *metrics)] if validates else []
     return sorted(["train_loss", "train_acc", *tested, *(["lr"] if rates else [])])
 
 
 def is_known(name: str, known: Iterable[str]) -> bool:
-    """Whether a figure of this name may come; a metric (or the rates) may have several values, each with its name."""
+    """Whether a metric of this name may come; a metric (or the rates) may have several values, each with its name."""
     return any(name == figure or (figure not in _SINGLE and name.startswith(f"{figure}_")) for figure in known)
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """That there is no such figure, and which there are, in words."""
+    """That there is no such metric, and which there are, in words."""
     validates = "val_loss" in known or not name.startswith("val_")
     missing = "" if validates else ", because there are no validation data: give some"
-    return f"there is no figure {name!r}{missing}. There are {', '.join(known)}"
+    return f"there is no metric {name!r}{missing}. There are {', '.join(known)}"
 
 
-def _figures_of(row: Row) -> list[str]:
-    return [name for name, value in row.items() if name not in _NO_FIGURES and value is not None]
-
-
-class EarlyStopping(Callback):
-    """End the training when a figure has not improved for some evaluations.
+class EarlyStopping(Monitored):
+    """End the training when a metric has not improved for some evaluations.
 
     ``Trainer(max_epochs=100, callbacks=[mh.EarlyStopping("val_loss", patience=3)])``. ``result.stopped`` says so.
 
     Args:
-        monitor: The figure to follow: ``val_loss``, ``val_acc``, your own metric (``val_f1``), ``train_loss``.
-        patience: How many evaluations in a row (for figures of the training: epochs) may bring no improvement.
+        monitor: The metric to follow: ``val_loss``, ``val_acc``, your own metric (``val_f1``), ``train_loss``.
+        patience: How many evaluations in a row (for metrics of the training: epochs) may bring no improvement.
             Default: 3.
         mode: ``"min"``: less is better, ``"max"``: more is. Default: None, ``"max"`` for accuracies, else ``"min"``.
         min_delta: An improvement is a change by more than this. Default: 0.
     """
 
     def __init__(self, monitor: str, patience: int = 3, mode: Mode | None = None, min_delta: float = 0.0) -> None:
-        self._monitor = Monitor(monitor, mode, f"EarlyStopping({monitor!r})")
+        super().__init__(monitor, mode)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise BadSettings(f"EarlyStopping(patience={patience!r}): give a whole number of at least 1")
         if not is_from_zero(min_delta):
             raise BadSettings(f"EarlyStopping(min_delta={min_delta!r}): give a number of zero or more")
         self.patience, self.min_delta = patience, float(min_delta)
-        self.monitored = self.state_key = monitor
+        self.state_key = monitor
         self.best: float | None = None
         self.best_epoch: int | None = None
         self.waited = 0  # evaluations since the best one
@@ -157,16 +172,8 @@ class EarlyStopping(Callback):
         elif not training.resumed:
             self.best, self.best_epoch, self.waited = None, None, 0
 
-    def on_evaluation(self, training: Training, figures: Values) -> None:
-        self._look(training, self._monitor.after_evaluation(figures))
-
-    def on_epoch_end(self, training: Training, row: Row) -> None:
-        self._look(training, self._monitor.at_epoch_end(row))
-
-    def _look(self, training: Training, value: float | None) -> None:
-        if value is None:
-            return
-        if self._monitor.is_better(value, self.best, self.min_delta):
+    def _look(self, training: Training, value: float) -> None:
+        if self._is_better(value, self.best, self.min_delta):
             self.best, self.best_epoch, self.waited = value, training.epoch, 0
             return
         self.waited += 1
@@ -175,37 +182,33 @@ class EarlyStopping(Callback):
 
     def _stop(self, training: Training) -> None:
         best = "it was NaN" if self.best is None else f"the best was {self.best:.6g} in epoch {self.best_epoch}"
-        waited = counted(self.waited, "evaluation" if self._monitor.is_of_evaluations else "epoch")
-        training.stop(f"{self._monitor.name} has not improved for {waited}; {best}", by="early stopping")
+        waited = counted(self.waited, "evaluation" if self._is_of_evaluations else "epoch")
+        training.stop(f"{self._name} has not improved for {waited}; {best}", by="early stopping")
 
-    def state_dict(self) -> dict[str, Any]:
-        watched = {"monitor": self._monitor.name, "mode": self._monitor.mode}
-        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited, **watched}
+    def _progress(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting; a job that follows another figure than before starts anew."""
-        if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
-            return
+    def _continue_from(self, state: dict[str, Any]) -> None:
         self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]
 
 
 _REGULAR = "checkpoints"
 
 
-class BestCheckpoint(Callback):
-    """Keep the checkpoints with the best figures in the folder ``best`` of the run.
+class BestCheckpoint(Monitored):
+    """Keep the checkpoints with the best metrics in the folder ``best`` of the run.
 
     ``best = mh.BestCheckpoint("val_acc", save_top_k=2)``; after ``fit``, ``mh.load_weights(model, best.best_path)``.
 
     Args:
-        monitor: The figure to follow: ``val_loss``, ``val_acc``, your own metric (``val_f1``), ``train_loss``.
+        monitor: The metric to follow: ``val_loss``, ``val_acc``, your own metric (``val_f1``), ``train_loss``.
         mode: ``"min"``: less is better, ``"max"``: more is. Default: None, ``"max"`` for accuracies, else ``"min"``.
         save_top_k: How many to keep. Default: 1.
         folder: The folder in the run. Two of these in one training need different ones. Default: ``"best"``.
     """
 
     def __init__(self, monitor: str, mode: Mode | None = None, save_top_k: int = 1, folder: str = "best") -> None:
-        self._monitor = Monitor(monitor, mode, f"BestCheckpoint({monitor!r})")
+        super().__init__(monitor, mode)
         if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < 1:
             raise BadSettings(f"BestCheckpoint(save_top_k={save_top_k!r}): give a whole number of at least 1")
         if not isinstance(folder, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", folder):
@@ -213,24 +216,24 @@ class BestCheckpoint(Callback):
         if folder == _REGULAR:
             raise BadSettings(f"BestCheckpoint(folder={folder!r}): the newest checkpoints are there; give another name")
         self.save_top_k, self.folder, self.saves_to = save_top_k, folder, folder
-        self.monitored, self.state_key = monitor, folder
+        self.state_key = folder
         self._path: Path | None = None
         self._best: list[tuple[float, int]] = []  # value and step, the best first
         self._dropped: list[int] = []  # steps that are no longer among them, and may still be there
 
     @property
     def best_value(self) -> float | None:
-        """The best figure so far."""
+        """The best value so far."""
         return self._best[0][0] if self._best else None
 
     @property
     def best_path(self) -> Path | None:
-        """The checkpoint with the best figure."""
+        """The checkpoint with the best value."""
         return None if self._path is None or not self._best else store.path_of(self._path, self._best[0][1])
 
     @property
     def best(self) -> dict[Path, float]:
-        """All that are kept, the best first: their paths and figures."""
+        """All that are kept, the best first: their paths and values."""
         if self._path is None:
             return {}
         return {store.path_of(self._path, step): value for value, step in self._best}
@@ -244,20 +247,12 @@ class BestCheckpoint(Callback):
         steps = {step for step, _ in store.checkpoints(self._path)}
         self._best = [(value, step) for value, step in self._best if step in steps]
 
-    def on_evaluation(self, training: Training, figures: Values) -> None:
-        self._look(training, self._monitor.after_evaluation(figures))
-
-    def on_epoch_end(self, training: Training, row: Row) -> None:
-        self._look(training, self._monitor.at_epoch_end(row))
-
-    def _look(self, training: Training, value: float | None) -> None:
+    def _look(self, training: Training, value: float) -> None:
         worst = self._best[-1][0] if len(self._best) == self.save_top_k else None
-        if value is None or not self._monitor.is_better(value, worst):
+        if not self._is_better(value, worst):
             return
         ranked = [*((figure, step) for figure, step in self._best if step != training.step), (value, training.step)]
-        ranked.sort(
-            key=lambda pair: pair[0], reverse=self._monitor.mode == "max"
-        )  # of equals the older one comes first
+        ranked.sort(key=lambda pair: pair[0], reverse=self._mode == "max")  # of equals the older one comes first
         self._best, dropped = ranked[: self.save_top_k], ranked[self.save_top_k :]
         self._dropped += [step for _, step in dropped]
         training.save(self.folder)
@@ -271,13 +266,9 @@ class BestCheckpoint(Callback):
                 store.delete(store.path_of(self._path, step))
         self._dropped = []
 
-    def state_dict(self) -> dict[str, Any]:
-        watched = {"monitor": self._monitor.name, "mode": self._monitor.mode}
-        return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped), **watched}
+    def _progress(self) -> dict[str, Any]:
+        return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the best so far. A job that follows another figure starts anew, and does not delete these."""
-        if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
-            return
+    def _continue_from(self, state: dict[str, Any]) -> None:
         self._best = [(value, step) for value, step in state["best"]]
         self._dropped = list(state["dropped"])

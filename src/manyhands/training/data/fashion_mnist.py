@@ -26,7 +26,6 @@ import time
 import urllib.request
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
@@ -116,14 +115,13 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     if not os.path.isfile(path):
         raise DataNotFound(f"{path}: there is no such file. Check the name.")
     try:
-        with _unpacked(Path(path)) as stream:
-            shape = _read_shape(path, stream)
-            body = _read_body(path, stream, shape)
+        with open(path, "rb") as raw:
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"
+            return _read_array(path, gzip.GzipFile(fileobj=raw) if packed else raw)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _bad(path, f"its gzip data is damaged ({error})") from error
     except OSError as error:
         raise _bad(path, f"it cannot be read ({error})") from error
-    return np.frombuffer(body, dtype=np.uint8).reshape(shape)
 
 
 # --- reading and checking
@@ -133,18 +131,8 @@ def _bad(path: Path, reason: str) -> BadDataFile:
     return BadDataFile(f"{path}: {reason}. Delete the file and fetch it again, or give another directory to load().")
 
 
-@contextmanager
-def _unpacked(path: Path) -> Iterator[BufferedIOBase]:
-    """The file's bytes, through gzip when they are packed."""
-    with path.open("rb") as raw:
-        if raw.peek(2)[:2] != b"\x1f\x8b":
-            yield raw
-            return
-        with gzip.GzipFile(fileobj=raw) as stream:
-            yield stream
-
-
-def _read_shape(path: Path, stream: BufferedIOBase) -> tuple[int, ...]:
+def _read_array(path: Path, stream: BufferedIOBase) -> NDArray[np.uint8]:
+    """Exactly the bytes that the header promises, read in pieces so that a lie costs no memory."""
     magic = stream.read(4)
     if magic not in (b"\0\0\x08\x01", b"\0\0\x08\x03"):
         raise _bad(
@@ -152,21 +140,14 @@ def _read_shape(path: Path, stream: BufferedIOBase) -> tuple[int, ...]:
             f"it begins with {magic.hex(' ') or 'nothing'}, not with 00 00 08 01 (labels) or 00 00 08 03 (images), "
             "so it is not an IDX file of unsigned bytes",
         )
-    dimensions = magic[3]
-    header = stream.read(4 * dimensions)
-    if len(header) < 4 * dimensions:
+    header = stream.read(4 * magic[3])
+    if len(header) < 4 * magic[3]:
         raise _bad(path, "it ends inside its header")
-    shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", header)
-    if 0 in shape:
-        raise _bad(path, f"its header promises nothing: dimensions {shape}")
-    if math.prod(shape) > _LARGEST_FILE:
-        raise _bad(path, f"its header promises {math.prod(shape):,} bytes, more than the {_LARGEST_FILE:,} allowed")
-    return shape
-
-
-def _read_body(path: Path, stream: BufferedIOBase, shape: tuple[int, ...]) -> bytearray:
-    """Exactly the bytes that the header promises, read in pieces so that a lie costs no memory."""
+    shape: tuple[int, ...] = struct.unpack(f">{magic[3]}I", header)
     promised = math.prod(shape)
+    if not promised or promised > _LARGEST_FILE:
+        allowed = f"promises {promised:,} bytes, more than the {_LARGEST_FILE:,} allowed"
+        raise _bad(path, f"its header {allowed if promised else f'promises nothing: dimensions {shape}'}")
     body = bytearray()
     # One byte more is asked for: it shows a file that is too long, and lets gzip reach and check its checksum.
     while piece := stream.read(min(_CHUNK, promised + 1 - len(body))):
@@ -175,7 +156,7 @@ def _read_body(path: Path, stream: BufferedIOBase, shape: tuple[int, ...]) -> by
         raise _bad(path, f"it is cut short: {counted(len(body), 'byte')} of the {promised:,} that its header promises")
     if len(body) > promised:
         raise _bad(path, f"it continues after the {counted(promised, 'byte')} that its header promises")
-    return body
+    return np.frombuffer(body, dtype=np.uint8).reshape(shape)
 
 
 def _read_part(directory: Path, part: str) -> Images:
@@ -183,17 +164,13 @@ def _read_part(directory: Path, part: str) -> Images:
     images_path = _find(directory, f"{part}-images-idx3-ubyte")
     labels_path = _find(directory, f"{part}-labels-idx1-ubyte")
     images, labels = read_idx(images_path), read_idx(labels_path)
-    for path, array, wanted, word, other in (
-        (images_path, images, 3, "images", "labels"),
-        (labels_path, labels, 1, "labels", "images"),
-    ):
-        if array.ndim != wanted:
-            raise _bad(path, f"it holds {other} where {word} should be: the two files may be swapped")
+    if images.ndim != 3:
+        raise _bad(images_path, "it holds labels where images should be: the two files may be swapped")
+    if labels.ndim != 1:
+        raise _bad(labels_path, "it holds images where labels should be: the two files may be swapped")
     if len(images) != len(labels):
-        raise _bad(
-            labels_path,
-            f"it has {counted(len(labels), 'label')} for the {counted(len(images), 'image')} of {images_path.name}",
-        )
+        amounts = f"{counted(len(labels), 'label')} for the {counted(len(images), 'image')}"
+        raise _bad(labels_path, f"it has {amounts} of {images_path.name}")
     if labels.max() >= len(LABELS):
         where = int(np.argmax(labels >= len(LABELS)))
         raise _bad(labels_path, f"label {where} is {labels[where]}, but the labels are 0 to {len(LABELS) - 1}")
@@ -225,18 +202,12 @@ def _missing(directory: Path) -> list[str]:
 
 def _require(directory: Path) -> None:
     missing = _missing(directory)
-    if not missing:
-        return
-    if os.path.isdir(directory):
-        reason = f"lacks {', '.join(missing)} (plain or with .gz)"
-    elif os.path.exists(directory):
-        reason = "is not a directory"
-    else:
-        reason = "does not exist"
-    raise DataNotFound(
-        f"{directory} {reason}. Give the directory with the four files {', '.join(DIGESTS)}, or none: then the usual "
-        "places are searched, and the set is downloaded."
-    )
+    if missing:
+        reason = f"lacks {', '.join(missing)} (plain or with .gz)" if directory.is_dir() else "is not a directory"
+        raise DataNotFound(
+            f"{directory} {reason if directory.exists() else 'does not exist'}. Give the directory with the four files "
+            f"{', '.join(DIGESTS)}, or none: then the usual places are searched, and the set is downloaded."
+        )
 
 
 def _places() -> list[tuple[Path, str]]:
