@@ -6,10 +6,9 @@ import contextlib
 import csv
 import importlib
 import io
-import queue
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from manyhands import files
 from manyhands.errors import BadSettings, PackageMissing
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 
-# What of a row is no figure.
-NO_FIGURES = ("epoch", "step", "whole")
+# What of a row is no metric.
+_NO_METRICS = ("epoch", "step", "whole")
 
 
 class Logger(Callback):
@@ -69,7 +68,7 @@ class Logger(Callback):
 
     def on_row(self, training: Training, row: Row) -> None:
         """A row within an epoch."""
-        figures = {name: value for name, value in row.items() if name not in NO_FIGURES and value is not None}
+        figures = {name: value for name, value in row.items() if name not in _NO_METRICS and value is not None}
         self._hand_over(self.write_row, training, figures)
 
     def on_fit_end(self, training: Training) -> None:
@@ -126,38 +125,32 @@ def package(name: str, who: str, pip: str) -> Any:
         raise PackageMissing(f"{who} needs the package {pip}: pip install {pip} ({error})") from error
 
 
-Work = Callable[[], None]
-
-
 class Background:
-    """One thread and its queue."""
+    """A thread that writes, in order: the training does not wait for a disk or a network.
+
+    If the disk is full there is a warning, and the training continues. Any other error is raised when the next work is
+    handed over.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._refused = False
-        # A daemon: a program that ends without closing it does not hang.
-        self._thread = threading.Thread(target=self._run, name=f"manyhands-{name}", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"manyhands-{name}")
+        self._error: Exception | None = None
+        self._has_warned = False
 
-    def hand_over(self, work: Work) -> None:
+    def hand_over(self, work: Callable[[], None]) -> None:
         """Have it done soon."""
         self._raise()
-        self._work.put(work)
+        self._thread.submit(self._run, work)
 
     def drain(self) -> None:
         """Return when all that was handed over is done."""
-        done = threading.Event()
-        self._work.put(done.set)
-        while not done.wait(1) and self._thread.is_alive():
-            pass
+        self._thread.submit(int).result()
         self._raise()
 
     def close(self) -> None:
         """Do what is left, and end the thread."""
-        self._work.put(None)
-        self._thread.join()
+        self._thread.shutdown()
         self._raise()
 
     def _raise(self) -> None:
@@ -165,23 +158,18 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-                self._refused = False
-            except OSError as error:
-                self._warn(error)
-            except Exception as error:
-                self._error = self._error or error
-
-    def _warn(self, error: OSError) -> None:
-        if not self._refused:  # once, until it works again
-            self._refused = True
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has no caller to raise them to
-                warnings.warn(
-                    f"{self._name} could not write: {error.strerror or error}. Training continues", stacklevel=2
-                )
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:  # once, until it works again
+                self._has_warned = True
+                text = f"{self._name} could not write: {error.strerror or error}. Training continues"
+                with contextlib.suppress(Warning):  # where warnings are errors: this thread has no caller for them
+                    warnings.warn(text, stacklevel=2)
+        except Exception as error:
+            self._error = self._error or error
 
 
 _FIRST = ["epoch", "step"]
