@@ -57,7 +57,7 @@ def missing_gpus(wanted: int, available: int) -> str | None:
     return f"num_gpus={wanted}: {there if available else _NO_GPU}"
 
 
-def resolved(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+def resolve(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     """The devices for ``devices=``; ``virtual_cpus`` returns the options for that many virtual CPU devices."""
     if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
         return _of_text("-1", backend, virtual_cpus)

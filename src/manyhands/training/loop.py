@@ -120,17 +120,17 @@ class Loop:
             else:
                 self._check_repeats()
             self.report.begin(self.result.rows, resumed=self._is_resumed)
-            while (ended := self._ended()) is None:
+            while (ended := self._why_ended()) is None:
                 self.report.epoch_start()
                 self._train_epoch()
-            return self._finished_result(ended)
+            return self._finish(ended)
         except BaseException:
             self.saver.withdraw()
             raise
         finally:
             self._close()
 
-    def _finished_result(self, ended: str) -> Result:
+    def _finish(self, ended: str) -> Result:
         result, cursor = self.result, self.cursor
         result.ended = ended
         if ended != "max_epochs":
@@ -141,7 +141,7 @@ class Loop:
                 self.learner.notes.append(f"stopped after {where}: {result.stopped}")
             self.report.note(f"ended after {where}: {ended}")
         result.notes, result.shares, result.steps = self.learner.notes, self.learner.shares, cursor.step
-        result.unsaved = self.saver.unsaved()
+        result.unsaved = self.saver.list_unsaved()
         return result
 
     # When it ends
@@ -153,7 +153,7 @@ class Loop:
             return True
         return self.ending.is_reached(self.cursor.step) and not self._owes_evaluation
 
-    def _ended(self) -> str | None:
+    def _why_ended(self) -> str | None:
         """Why the training ends here, for ``Result.ended``; None if it continues."""
         if self.ending.reason is not None:
             return self.ending.reason

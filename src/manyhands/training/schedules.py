@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.callbacks.monitored import is_known, known_figures, several_values, unknown
+from manyhands.training.callbacks.monitored import is_known, known_figures, missing_metric, several_values
 from manyhands.training.settings import ENDLESS
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ScheduleOfJob:
         known = known_figures(metrics, validates=self._learner.test is not None, rates=False)
         for name in self._monitors:
             if not is_known(name, known):
-                raise BadSettings(f"PerEpoch(monitor={name!r}): {unknown(name, known)}")
+                raise BadSettings(f"PerEpoch(monitor={name!r}): {missing_metric(name, known)}")
         position, epochs = self._position, self._position.settings.max_epochs
         if self._schedule is None or isinstance(self._schedule, by_step | PerStep | PerEpoch):
             return

@@ -182,7 +182,7 @@ class BaseTrainer(Evaluating):
 
     def _choose_devices(self, devices: Any) -> None:
         """Turn ``devices`` into a list of devices, and into the options that create them."""
-        choice = device_choice.resolved(devices, self.backend, self._virtual_cpus)
+        choice = device_choice.resolve(devices, self.backend, self._virtual_cpus)
         vars(self).update(choice.options, devices=choice.devices)
         self._device_note = choice.note
 
@@ -386,8 +386,8 @@ class BaseTrainer(Evaluating):
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers, checked."""
         return [
-            *callback_plans.checked("callbacks", self._resolved_callbacks(self.options.callbacks), Callback),
-            *callback_plans.checked("loggers", self.options.loggers, Logger),
+            *callback_plans.check_callbacks("callbacks", self._resolved_callbacks(self.options.callbacks), Callback),
+            *callback_plans.check_callbacks("loggers", self.options.loggers, Logger),
         ]
 
     def _resolved_callbacks(self, callbacks: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.errors import BadSettings, CallbackFailed, NotJson
 from manyhands.training.callbacks import monitored
-from manyhands.training.callbacks.callback import Averaging, Callback, Training, checked, plan_of
+from manyhands.training.callbacks.callback import Averaging, Callback, Training, check_callbacks, plan_of
 from manyhands.training.callbacks.dispatcher import Dispatcher, StepMeans, dispatcher_for
 from manyhands.training.callbacks.monitored import BestCheckpoint, EarlyStopping
 from manyhands.training.callbacks.progress import Progress
@@ -203,7 +203,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(
         BadSettings, match=r"callbacks=\[5\]: an int is not a Callback; derive your class from mh.Callback"
     ):
-        checked("callbacks", [5], Callback)
+        check_callbacks("callbacks", [5], Callback)
     with pytest.raises(BadSettings, match=r"EMA\(decay=1\): give a number between 0 and 1"):
         EMA(1)
     with pytest.raises(BadSettings, match=r"EMA\(use_buffers=1\): give True or False"):
@@ -274,8 +274,8 @@ def test_a_moment_of_another_library_is_refused() -> None:
         def on_epoch_end(self, *_: Any) -> None: ...
 
     with pytest.raises(BadSettings, match=r"on_train_epoch_end is not an event.*Did you mean on_epoch_end\?"):
-        checked("callbacks", [Lightning()], Callback)
-    assert len(checked("callbacks", [Own(), EarlyStopping("val_loss")], Callback)) == 2
+        check_callbacks("callbacks", [Lightning()], Callback)
+    assert len(check_callbacks("callbacks", [Own(), EarlyStopping("val_loss")], Callback)) == 2
 
 
 def test_figures_of_steps_need_a_number_of_steps() -> None:
@@ -287,8 +287,8 @@ def test_figures_of_steps_need_a_number_of_steps() -> None:
             self.every = every
 
     with pytest.raises(BadSettings, match=r"Steps\.on_steps would never be called: .* every = 10"):
-        checked("callbacks", [Steps()], Callback)
-    assert len(checked("callbacks", [Chosen(), Chosen(5)], Callback)) == 2
+        check_callbacks("callbacks", [Steps()], Callback)
+    assert len(check_callbacks("callbacks", [Chosen(), Chosen(5)], Callback)) == 2
 
 
 def test_a_callback_that_asks_for_the_model_is_told_why_not() -> None:

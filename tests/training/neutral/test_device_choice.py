@@ -33,7 +33,7 @@ class Machine:
 
 
 def resolved(devices: Any, gpus: int = 0, virtual: int = 0) -> Choice:
-    return device_choice.resolved(devices, Machine(gpus, virtual), lambda count: {"devices": ["cpu"], "made": count})  # type: ignore[arg-type]
+    return device_choice.resolve(devices, Machine(gpus, virtual), lambda count: {"devices": ["cpu"], "made": count})  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

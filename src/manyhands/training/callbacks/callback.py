@@ -190,7 +190,7 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
     )
 
 
-def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
+def check_callbacks(option: str, values: Any, kind: type[Callback]) -> list[Any]:
     """The user's callbacks or loggers as a list; refuses other objects."""
     listed = [values] if isinstance(values, Callback) or not isinstance(values, Iterable) else list(values)
     for value in listed:
@@ -237,7 +237,7 @@ def _check_steps(callback: Callback) -> None:
         raise BadSettings(f"{name}.on_steps would never be called: say after how many steps, every = 10 in {name}")
 
 
-def names(callbacks: Iterable[Callback]) -> list[str]:
+def unique_names(callbacks: Iterable[Callback]) -> list[str]:
     """A name for each, by which a checkpoint keeps its state: EarlyStopping(val_loss), Remember, Remember.2."""
     seen: dict[str, int] = {}
     unique = []

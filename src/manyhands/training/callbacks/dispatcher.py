@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from manyhands import files
 from manyhands.errors import CallbackFailed, ManyhandsError
-from manyhands.training.callbacks.callback import Callback, CallbackPlan, Training, names, plan_of
+from manyhands.training.callbacks.callback import Callback, CallbackPlan, Training, plan_of, unique_names
 from manyhands.training.callbacks.curves import Picture
 from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
@@ -56,7 +56,7 @@ class Dispatcher:
     def __init__(self, callbacks: Sequence[Callback], plan: CallbackPlan, training: Training, *, first: bool) -> None:
         """``first``: whether this is the job's first process; in others no callback is called."""
         self.plan, self.training = plan, training
-        self._callbacks = dict(zip(names(callbacks), callbacks, strict=True)) if first else {}
+        self._callbacks = dict(zip(unique_names(callbacks), callbacks, strict=True)) if first else {}
         self._means = {name: StepMeans() for name, callback in self._callbacks.items() if callback.every}
         self._begun: list[str] = []
         self.notes: list[str] = []  # for the result

@@ -114,7 +114,7 @@ def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: C
     """
     for who, name in followed.items():
         if not is_known(name, known):
-            raise BadSettings(f"{who}: {unknown(name, known)}")
+            raise BadSettings(f"{who}: {missing_metric(name, known)}")
         if (why := why_not(name)) is not None:
             figures = ", ".join(figure for figure in known if not figure.endswith("_acc"))
             raise BadSettings(
@@ -134,7 +134,7 @@ def is_known(name: str, known: Iterable[str]) -> bool:
     return any(name == figure or (figure not in _SINGLE and name.startswith(f"{figure}_")) for figure in known)
 
 
-def unknown(name: str, known: Sequence[str]) -> str:
+def missing_metric(name: str, known: Sequence[str]) -> str:
     """That there is no such metric, and which there are, in words."""
     validates = "val_loss" in known or not name.startswith("val_")
     missing = "" if validates else ", because there are no validation data: give some"

@@ -63,7 +63,7 @@ class Reporter:
             "loss": figures.loss if figures and figures.count else None,
             "accuracy": or_none(figures.accuracy) if figures else None,
         }
-        self._take_wish(self._say(self._placed(event)))
+        self._take_wish(self._say(self._with_place(event)))
 
     # Events for callbacks
 
@@ -109,7 +109,7 @@ class Reporter:
 
     def states(self) -> Event | None:
         """The callbacks' states of this moment; for the first process."""
-        return self._say(self._placed({"kind": "states", "asks": True})) if self.plan.asks else None
+        return self._say(self._with_place({"kind": "states", "asks": True})) if self.plan.asks else None
 
     def take_wanted_folders(self) -> list[str]:
         """The folders that a checkpoint is wanted in."""
@@ -120,7 +120,7 @@ class Reporter:
         """Report, wait for the answer, and share it."""
         answer = None
         if self._is_first:
-            answer = self._say({**self._placed(event), **place, "asks": self.plan.asks})
+            answer = self._say({**self._with_place(event), **place, "asks": self.plan.asks})
         if self.plan.asks:
             shared = json.loads(self._learner.from_first(json.dumps(answer or {}).encode()))
             self._ending.take(shared)
@@ -129,12 +129,12 @@ class Reporter:
     def _tell(self, event: Event, **place: int) -> None:
         """Report without waiting. The callbacks' own process has the answer already; a worker gets it later."""
         if self._is_first:
-            self._take_wish(self._say({**self._placed(event), **place}))
+            self._take_wish(self._say({**self._with_place(event), **place}))
 
     def _take_wish(self, answer: Event | None) -> None:
         """An answer that was not asked for: a callback ends the training. The other processes do not know it yet."""
         self._ending.wish = self._ending.wish or answer
 
-    def _placed(self, event: Event) -> Event:
+    def _with_place(self, event: Event) -> Event:
         cursor = self._position.cursor
         return {**event, "epoch": cursor.epoch + 1, "step": cursor.step}

@@ -169,7 +169,7 @@ class Saver:
             cursor = self._position.cursor
             store.amend(store.path_of(self.run.checkpoints, cursor.step), end={"epoch": cursor.epoch})
 
-    def unsaved(self) -> list[str]:
+    def list_unsaved(self) -> list[str]:
         """What the run's folder lacks at the end of the job, in words."""
         if self.run is None:
             return []

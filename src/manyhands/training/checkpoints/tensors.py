@@ -17,10 +17,10 @@ _NAMED = 5  # differences that an error lists
 
 def pack(tensors: Mapping[str, Any]) -> bytes:
     """Tensors as bytes. Kinds of numbers that NumPy does not know (bfloat16) become float32, which holds them all."""
-    return save({name: np.asarray(_known(np.asarray(tensor)), order="C") for name, tensor in tensors.items()})
+    return save({name: np.asarray(_plain(np.asarray(tensor)), order="C") for name, tensor in tensors.items()})
 
 
-def _known(array: NDArray[Any]) -> NDArray[Any]:
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 

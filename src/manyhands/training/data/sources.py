@@ -357,8 +357,8 @@ class Structure:
             self._spec = spec
         elif self._spec != spec:
             raise BadBatch(
-                f"a batch has the parts {_shown(spec)}, and the one before it had {_shown(self._spec)}: give every "
-                "batch the same parts"
+                f"a batch has the parts {_describe(spec)}, and the one before it had {_describe(self._spec)}: give "
+                "every batch the same parts"
             )
         return tuple(arrays)
 
@@ -375,7 +375,7 @@ def is_nested(part: Any) -> bool:
     return isinstance(part, (Mapping, list, tuple))
 
 
-def _shown(spec: tree.Structure) -> str:
+def _describe(spec: tree.Structure) -> str:
     return str(spec.unflatten(["*"] * spec.num_leaves)).replace("'*'", "*")
 
 
@@ -412,10 +412,10 @@ class Samples:
     def __iter__(self) -> Iterator[Any]:
         order = epoch_order(self._seed or 0, self._epoch, len(self._source), shuffle=self._seed is not None)
         for start in range(0, len(order), self._batch_size):
-            yield _stacked([self._source[int(number)] for number in order[start : start + self._batch_size]])
+            yield _stack([self._source[int(number)] for number in order[start : start + self._batch_size]])
 
 
-def _stacked(samples: list[Any]) -> Any:
+def _stack(samples: list[Any]) -> Any:
     leaves, structures = zip(*map(tree.flatten, samples), strict=True)
     if len(set(structures)) > 1:
         raise BadBatch("samples of the data have unlike parts: give every sample the same ones")

@@ -107,13 +107,13 @@ class Metrics:
         """The next samples, on the host and in order."""
         self._last_forms = _in_words(outputs), _in_words(targets)
         for name, meter in self.meters.items():
-            _explained(name or "of compile", meter.update, self._last_forms, outputs, targets)
+            _run_metric(name or "of compile", meter.update, self._last_forms, outputs, targets)
 
     def figures(self) -> dict[str, Any]:
         """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
         values: dict[str, Any] = {}
         for name, meter in self.meters.items():
-            value = _explained(name or "of compile", meter.result, self._last_forms)
+            value = _run_metric(name or "of compile", meter.result, self._last_forms)
             if isinstance(value, Mapping):
                 values |= {f"{name}_{key}" if name else key: _plain(part, name) for key, part in value.items()}
             else:
@@ -182,7 +182,7 @@ def _first_parameter(function: Any) -> str | None:
         return None
 
 
-def _explained(name: str, work: Callable[..., Any], shown: tuple[str, str], *arguments: Any) -> Any:
+def _run_metric(name: str, work: Callable[..., Any], shown: tuple[str, str], *arguments: Any) -> Any:
     """Run a metric's code; an error names the metric. ``shown``: its outputs and targets, in words."""
     try:
         return work(*arguments)
