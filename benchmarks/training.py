@@ -38,9 +38,9 @@ import torch
 from peers import Outcome, Problem
 
 from manyhands import machine
-from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import fashion_mnist
 from manyhands.training.options import Step, Workers
+from manyhands.training.schedules import one_cycle
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import build
 from manyhands.training.torch.trainer import Trainer

@@ -65,7 +65,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "load_data_fashion_mnist": "manyhands.book.{framework}",
         "load_model": "manyhands.book.{framework}",
         "load_weights": "manyhands.book.{framework}",
-        "one_cycle": "manyhands.training.commands.recipes",
+        "one_cycle": "manyhands.training.schedules",
         "parallel": "manyhands.parallel.handed_over",
         "resnet18": "manyhands.book.{framework}",
         "task": "manyhands.tasks.scope",

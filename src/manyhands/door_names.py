@@ -25,7 +25,6 @@ from manyhands.training.callbacks.services import TensorBoardLogger as TensorBoa
 from manyhands.training.callbacks.services import WandbLogger as WandbLogger
 from manyhands.training.callbacks.weights import EMA as EMA
 from manyhands.training.callbacks.weights import LearningRateMonitor as LearningRateMonitor
-from manyhands.training.commands.recipes import one_cycle as one_cycle
 from manyhands.training.loss.own_step import LossSum as LossSum
 from manyhands.training.options import Checkpoints as Checkpoints
 from manyhands.training.options import Limits as Limits
@@ -35,4 +34,5 @@ from manyhands.training.result import Result as Result
 from manyhands.training.schedules import PerEpoch as PerEpoch
 from manyhands.training.schedules import PerStep as PerStep
 from manyhands.training.schedules import by_step as by_step
+from manyhands.training.schedules import one_cycle as one_cycle
 from manyhands.training.stopping import Stopped as Stopped

@@ -46,15 +46,16 @@ def test_the_options_of_train_are_grouped_by_topic() -> None:
     flags_of_step = [action.dest for action in groups["step"]]
     assert flags_of_step == [name for name in fields if name in flags_of_step]
     assert {"accumulate", "batch_stats", "on_nan", "optimize"} <= set(flags_of_step)
-    assert [action.dest for action in groups["run and checkpoints"]] == [
-        "run", "resume", "checkpoint_every", "keep_checkpoints"
-    ]  # fmt: skip
+    assert [action.dest for action in groups["checkpoints"]] == ["checkpoint_every", "keep_checkpoints"]
     assert not [action.dest for action in groups["options"] if action.dest != "help"]
 
 
 def test_errors_of_the_library_are_put_into_the_words_of_the_command() -> None:
     assert doctest.testmod(flags).failed == 0
-    told = flags.in_command_words("batch_size=2 is smaller than the number of devices, 3; precision='bf16', lr=-0.1")
+    known = {"batch_size": "--batch-size", "precision": "--precision", "lr": "--lr"}
+    told = flags.in_command_words(
+        "batch_size=2 is smaller than the number of devices, 3; precision='bf16', lr=-0.1", known
+    )
     assert told == "--batch-size 2 is smaller than the number of devices, 3; --precision bf16, --lr -0.1"
 
 

@@ -37,7 +37,7 @@ def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
 
 
 def test_the_gpu_gives_what_the_cpu_gives(mh: Any) -> None:
-    from manyhands.training.commands.parity import largest_difference
+    from manyhands.cli.parity import largest_difference
 
     on_cpu, _ = trained(mh, "cpu", precision="fp32")
     for optimize in ("auto", "off"):

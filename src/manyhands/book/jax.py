@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from manyhands import tree
 from manyhands.backends.jax import devices as _backend
+from manyhands.book import recipes
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
+from manyhands.book.recipes import Way
 from manyhands.device import Device
 from manyhands.training.checkpoints import tensors
-from manyhands.training.commands import recipes
-from manyhands.training.commands.parity import Way
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
 from manyhands.training.jax.objective import cross_entropy

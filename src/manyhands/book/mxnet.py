@@ -20,9 +20,9 @@ from manyhands.backends.mxnet import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
+from manyhands.book.recipes import Way
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
-from manyhands.training.commands.parity import Way
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.mxnet import checks, modes, state

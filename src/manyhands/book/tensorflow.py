@@ -24,10 +24,10 @@ from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
+from manyhands.book.recipes import Way
 from manyhands.device import Device
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
-from manyhands.training.commands.parity import Way
 from manyhands.training.data.sources import Array, Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.tensorflow import checks, naming

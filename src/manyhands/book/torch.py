@@ -22,8 +22,8 @@ from manyhands.backends.torch import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
+from manyhands.book.recipes import Way
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.commands.parity import Way
 from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
 from manyhands.training.torch import trainer as _trainer

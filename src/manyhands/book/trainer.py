@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from manyhands.book import recipes
+from manyhands.book.recipes import Recipes, Way, nudged
 from manyhands.book.vocabulary import HyperParameters
 from manyhands.placement.moves import Placement
 from manyhands.training.checkpoints import tensors
-from manyhands.training.commands import recipes
-from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.commands.recipes import Recipes
 from manyhands.training.data import fashion_mnist
 from manyhands.training.data.fashion_mnist import FashionMnist, Images
 from manyhands.training.data.sources import Arrays, as_numpy

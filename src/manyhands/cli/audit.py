@@ -26,14 +26,12 @@ _WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-ove
 _OPTIONS = ("--as-if-gpu", *_WITH_VALUE)
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "audit",
-        usage="manyhands audit [options] (SCRIPT | -m MODULE) [arguments of the program]",
-        help="run a program and list every hidden wait and copy, with its line, cost, gain and cure",
-        description="Runs a program unchanged and ends with a table on stderr, most expensive wait first. The exit "
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "manyhands audit [options] (SCRIPT | -m MODULE) [arguments of the program]"
+    parser.description = (
+        "Runs a program unchanged and ends with a table on stderr, most expensive wait first. The exit "
         f"code is the program's; {WAITS_TOO_LONG} if the program succeeds and --fail-over is exceeded. A comment "
-        "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md lists what is detected.",
+        "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md lists what is detected."
     )
     option = parser.add_argument
     option(
@@ -60,7 +58,6 @@ def add(commands: Any) -> None:
         help=f"exit with {WAITS_TOO_LONG} if removing the findings gains more than P%% of a step; default: never",
     )
     option("--baseline", **flags.FILE, help="report only findings that this earlier --json report lacks; default: all")
-    parser.set_defaults(run_command=run, program=[])
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -28,11 +28,9 @@ _COLUMNS = {
 }
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "devices",
-        help="every device with its name, memory and load, and with --measure its real speed",
-        description="Lists every device of every installed framework. Works without a GPU, a driver or a framework.",
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Lists every device of every installed framework. Works without a GPU, a driver or a framework."
     )
     option = parser.add_argument
     option("--measure", action="store_true", help="measure copy bandwidth and matmul rate; default: no")
@@ -43,7 +41,6 @@ def add(commands: Any) -> None:
         choices=FRAMEWORKS,
         help="only this framework (repeat for several); default: all that are installed",
     )
-    parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:

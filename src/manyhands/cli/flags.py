@@ -1,130 +1,23 @@
-"""The types of the command's options, and the library's errors rewritten in terms of these options."""
+"""The command's options: their types, options that are a library function's parameters, and errors in their words."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from manyhands.device import FRAMEWORKS
 
-MODELS = ("resnet18", "lenet", "small-resnet", "mlp")  # copied from training.commands.recipes, which imports NumPy
-# Flags whose name differs from the library's option.
-_FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
-LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
-_NAMES = ("max_epochs", "micro_batch_size", "batch_size", "batch_stats", "on_nan", *LIMITS)
-# These are also plain words: they count as flags only if a value follows.
-_OF_STEP = ("shares", "accumulate", "optimize")
-_WORDS = ("lr", "seed", "precision", "devices", "run", "resume", "framework", "every", "keep", *_OF_STEP)
-_TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
-_GIVEN = re.compile(rf"(?<![-\w/])({'|'.join((*_NAMES, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")
-_NAMED = re.compile(rf"(?<![-\w/])({'|'.join(_NAMES)})(?![\w=/])")
-
-
-def of(name: str) -> str:
-    """The option for a setting.
-
-    >>> of("batch_size"), of("max_epochs")
-    ('--batch-size', '--epochs')
-    """
-    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
-
-
-def changed(name: str, value: Any, before: Any) -> str:
-    """Describe an option of a resumed run: its value now, and the value the run was started with.
-
-    >>> changed("lr", 0.2, 0.05), changed("optimize", "off", "auto")
-    ('--lr 0.2: the run was started with 0.05', '--optimize off: the run was started with auto')
-    >>> changed("data", "b", None), changed("shares", None, "0.7,0.3")
-    ('--data b: the run was started without it', 'no --shares: the run was started with 0.7,0.3')
-    """
-    begun = "without it" if before is None else f"with {before}"
-    return f"{_with_value(name, value)}: the run was started {begun}"
-
-
-def _with_value(name: str, value: Any) -> str:
-    return f"no {of(name)}" if value is None else f"{of(name)} {value}"
-
-
-class Parser(argparse.ArgumentParser):
-    """Suggests the choice that the user probably meant.
-
-    ``likely``: suggests a replacement for a refused word, if a command knows more than its choices.
-    """
-
-    likely: Callable[[str], str | None] | None = None
-
-    def error(self, message: str) -> NoReturn:
-        super().error(f"{message}{_nearest_choice(message, self.likely)}")
-
-
-def _nearest_choice(message: str, likely: Callable[[str], str | None] | None = None) -> str:
-    """
-    >>> _nearest_choice("argument COMMAND: invalid choice: 'trian' (choose from 'train', 'parity')")
-    '; did you mean train?'
-    """
-    refused = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-    if refused is None:
-        return ""
-    near = likely(refused[1]) if likely is not None else None
-    near = near or next(iter(difflib.get_close_matches(refused[1], re.findall(r"[\w-]+", refused[2]), 1)), None)
-    return f"; did you mean {near}?" if near else ""
-
-
-def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:
-    """Exit with the usage of the subcommand, and the option that the user probably meant."""
-    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    parser: argparse.ArgumentParser = commands.choices[command] if command is not None else top
-    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-    wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
-    near = None if wrong is None else _near(wrong, known)
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
-
-
-def _near(wrong: str, known: Sequence[str]) -> str | None:
-    from manyhands.training import refusals
-
-    option = refusals.option_called(wrong.lstrip("-").replace("-", "_"))
-    if option is not None and of(option) in known:
-        return of(option)
-    return next(iter(difflib.get_close_matches(wrong, known, 1)), None)
-
-
-def in_command_words(text: str) -> str:
-    """Rewrite a message about settings in terms of command-line options.
-
-    >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or resume='auto'")
-    '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
-    >>> in_command_words("seed=3 and shares=[0.7, 0.3], each with max_epochs")
-    '--seed 3 and --shares 0.7,0.3, each with --epochs'
-    >>> in_command_words("Step(optimize='off'): give step=mh.Step(on_nan='continue')")
-    '--optimize off: give --on-nan continue'
-    >>> in_command_words("runs/lr=0.1 and runs/batch_size are folders")
-    'runs/lr=0.1 and runs/batch_size are folders'
-    """
-
-    def flag(match: re.Match[str]) -> str:
-        name, value = match[1], match[2].strip("[]'").replace(", ", ",")
-        return f"{of(name)} {'RUN' if value == 'auto' and name == 'resume' else value}"
-
-    return _NAMED.sub(lambda match: of(match[1]), _GIVEN.sub(flag, _TOPIC.sub(r"\1", text)))
-
-
-def add_framework(option: Callable[..., Any], words: str = "") -> None:
-    """Add ``--framework``, read by :func:`framework`; ``words`` begin its help text."""
-    option("--framework", choices=FRAMEWORKS, help=f"{words}{'; ' * bool(words)}default: the first that is installed")
-
-
-def framework(options: argparse.Namespace) -> str:
-    """The chosen framework, or the first that is installed."""
-    from manyhands.cli import probe
-
-    return str(options.framework or next(iter(probe.installed()), FRAMEWORKS[0]))
+MODELS = ("resnet18", "lenet", "small-resnet", "mlp")  # as manyhands.book.recipes, which imports NumPy
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -147,16 +40,12 @@ COUNT: dict[str, Any] = {"type": whole_number(1), "metavar": "N"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
 
-def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> str | None:
-    """A hint if options of a command come after the script's name, so that the script receives them.
-
-    >>> misplaced("simulate", "train.py", ["--devices=4"], ["--devices"])
-    'manyhands simulate: --devices went to train.py: options of manyhands simulate go before the script'
-    """
-    names = [name for text in arguments if (name := text.partition("=")[0]) in options]
-    if not names:
-        return None
-    return f"manyhands {command}: {names[0]} went to {script}: options of manyhands {command} go before the script"
+def number(text: str) -> float:
+    """The type of an option that takes a whole number, or a part of a whole."""
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number") from None
 
 
 def folder(text: str) -> Path:
@@ -173,3 +62,169 @@ def rate(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a learning rate: give a number of zero or more")
     return value
+
+
+def add_framework(option: Callable[..., Any], words: str = "") -> None:
+    """Add ``--framework``, read by :func:`framework`; ``words`` begin its help text."""
+    option("--framework", choices=FRAMEWORKS, help=f"{words}{'; ' * bool(words)}default: the first that is installed")
+
+
+def framework(options: argparse.Namespace) -> str:
+    """The chosen framework, or the first that is installed."""
+    from manyhands.cli import probe
+
+    return str(options.framework or next(iter(probe.installed()), FRAMEWORKS[0]))
+
+
+# Options from the signature and the docstring of a library function
+
+
+def add_parameters(
+    group: Any,
+    function: Any,
+    names: Sequence[str],
+    called: Mapping[str, str] | None = None,
+    **changed: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Add an option for each of these parameters of a function or class; returns their defaults.
+
+    Type and choices come from the signature, the help text from ``Args`` of the docstring: its first sentence, and what
+    it says after "Default:". ``called``: flags with another name; ``changed``: arguments of argparse for a parameter,
+    where ``default_text`` replaces what the docstring says of the default.
+    """
+    signature, texts = inspect.signature(function), _documented(function)
+    defaults = {}
+    for name in names:
+        keywords = dict(changed.get(name, {}))
+        flag = (called or {}).get(name, f"--{name.replace('_', '-')}")
+        first, default = texts[name]
+        text = f"{first}; default: {keywords.pop('default_text', default)}".replace("%", "%%")
+        keywords = {"help": text, "default": None, **_type(signature.parameters[name], function), **keywords}
+        action = group.add_argument(flag, **keywords)
+        action.setting = name
+        defaults[action.dest] = signature.parameters[name].default
+    return defaults
+
+
+def _type(parameter: inspect.Parameter, function: Any) -> dict[str, Any]:
+    """How argparse reads a parameter with this annotation; as text if that is not plain."""
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, vars(sys.modules[function.__module__]))
+        except NameError:  # imported for type checkers only
+            return {}
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = [kind for kind in (typing.get_args(annotation) if union else (annotation,)) if kind is not types.NoneType]
+    if kinds == [bool]:
+        return {"action": "store_true"}
+    if kinds == [int]:
+        return COUNT
+    if kinds == [int, float]:
+        return {"type": number, "metavar": "N"}
+    if all(typing.get_origin(kind) is typing.Literal for kind in kinds):
+        return {"choices": [value for kind in kinds for value in typing.get_args(kind)]}
+    return {}
+
+
+def _documented(function: Any) -> dict[str, tuple[str, str]]:
+    """The first sentence and the default of each parameter, from the docstring's ``Args``."""
+    text = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2]
+    entries = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", text, flags=re.DOTALL | re.MULTILINE)
+    documented = {}
+    for name, entry in entries:
+        plain = re.sub(r"``\"?(.*?)\"?``", r"\1", " ".join(entry.split()))
+        first = re.split(r"\.(?: |$)", plain)[0]
+        default = plain.partition("Default: ")[2].rstrip(".") or "none"
+        default = default.removeprefix("None, ").replace("None", "none").replace("False", "no")
+        documented[name] = (first[0].lower() + first[1:], default)
+    return documented
+
+
+# The library's errors in the words of the command
+
+
+def names(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The flag of each of the library's options that a command has."""
+    actions = [action for action in parser._actions if action.option_strings]
+    return {getattr(action, "setting", action.dest): action.option_strings[-1] for action in actions}
+
+
+_TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
+_GIVEN = r"(?<![-\w/])({})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)"
+_NAMED = r"(?<![-\w/])({})(?![\w=/])"
+
+
+def in_command_words(text: str, names: Mapping[str, str]) -> str:
+    """Rewrite a message about settings in terms of command-line options.
+
+    >>> flags = {"batch_size": "--batch-size", "max_epochs": "--epochs", "resume": "--resume", "on_nan": "--on-nan"}
+    >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or resume='auto'", flags)
+    '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
+    >>> in_command_words("Step(on_nan='stop'): give step=mh.Step(on_nan='continue'), with max_epochs", flags)
+    '--on-nan stop: give --on-nan continue, with --epochs'
+    >>> in_command_words("runs/resume=0.1 and runs/batch_size are folders", flags)
+    'runs/resume=0.1 and runs/batch_size are folders'
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[2].strip("[]'").replace(", ", ",")
+        return f"{names[name]} {'RUN' if value == 'auto' and name == 'resume' else value}"
+
+    text = re.sub(_GIVEN.format(_any_of(names)), flag, _TOPIC.sub(r"\1", text))
+    not_words = [name for name in names if "_" in name]  # "seed" is also a word
+    return re.sub(_NAMED.format(_any_of(not_words)), lambda match: names[match[1]], text)
+
+
+def _any_of(names: Collection[str]) -> str:
+    return "|".join(sorted(names, key=len, reverse=True)) or r"\b\B"
+
+
+# What the user probably meant
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests the choice that the user probably meant.
+
+    ``likely``: suggests a replacement for a refused word, if a command knows more than its choices.
+    """
+
+    likely: Callable[[str], str | None] | None = None
+
+    def error(self, message: str) -> NoReturn:
+        near = None
+        if refused := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            near = self.likely(refused[1]) if self.likely is not None else None
+            near = near or _near(refused[1], re.findall(r"[\w-]+", refused[2]))
+        super().error(f"{message}; did you mean {near}?" if near else message)
+
+
+def _near(word: str, known: Collection[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+
+
+def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Exit with the usage of the subcommand, and the option that the user probably meant."""
+    from manyhands.training import refusals
+
+    near = None
+    if wrong := next((text.partition("=")[0] for text in unknown if text.startswith("-")), None):
+        known = names(parser)
+        called = refusals.option_called(wrong.lstrip("-").replace("-", "_"))
+        near = known.get(str(called)) or _near(wrong, [flag for flag in known.values() if flag.startswith("--")])
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
+
+
+# Commands that run a user's program
+
+
+def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> str | None:
+    """A hint if options of a command come after the script's name, so that the script receives them.
+
+    >>> misplaced("simulate", "train.py", ["--devices=4"], ["--devices"])
+    'manyhands simulate: --devices went to train.py: options of manyhands simulate go before the script'
+    """
+    names = [name for text in arguments if (name := text.partition("=")[0]) in options]
+    if not names:
+        return None
+    return f"manyhands {command}: {names[0]} went to {script}: options of manyhands {command} go before the script"

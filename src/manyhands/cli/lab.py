@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from manyhands.cli import flags
 from manyhands.device import FRAMEWORKS
@@ -23,13 +23,9 @@ _FOLDER = Path("lab-report")
 _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "lab",
-        help="run experiments on this machine: when do two devices, overlap, lanes and capture pay?",
-        description="Without arguments, lists the experiments. docs/lab.md explains the reports.",
-    )
-    parser.set_defaults(run_command=_list)
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Without arguments, lists the experiments. docs/lab.md explains the reports."
+    assert isinstance(parser, flags.Parser)
     parser.likely = _likely
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", help="default: list the experiments")
     running = actions.add_parser(
@@ -57,7 +53,6 @@ def add(commands: Any) -> None:
         help="write report.html, report.json and every plot (SVG, PNG) there; default: lab-report, unless --html or "
         "--json says where",
     )
-    running.set_defaults(run_command=run)
 
 
 def _likely(word: str) -> str | None:
@@ -70,7 +65,7 @@ def _likely(word: str) -> str | None:
     return None if near is None else f"manyhands lab run {near}"
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list() -> int:
     from manyhands.lab import experiment as experiments
 
     width = max(map(len, experiments.NAMES))
@@ -82,6 +77,10 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    return _list() if options.action is None else _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from manyhands.lab.report import Output

@@ -14,12 +14,10 @@ from manyhands.cli import flags, script
 from manyhands.errors import BadSettings
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "parallel",
-        help="run a function's work in parallel lanes; explain it, draw it, show its timeline",
-        description="Plans and runs script.py:function, and prints the chosen plan and why. The arguments come from "
-        "inputs() in the same script, which returns a tuple, or a dict by name; without it there are none.",
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plans and runs script.py:function, and prints the chosen plan and why. The arguments come from "
+        "inputs() in the same script, which returns a tuple, or a dict by name; without it there are none."
     )
     option = parser.add_argument
     option("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, for example script.py:step")
@@ -35,7 +33,6 @@ def add(commands: Any) -> None:
         **flags.COUNT,
         help="also forecast the time on this many devices (simulated); default: no forecast",
     )
-    parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,19 +7,16 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 from manyhands.cli import flags
 from manyhands.errors import BadSettings, FrameworkMissing
 from manyhands.placement.moves import VIRTUAL_DEVICES, installed
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        help="run a PyTorch script written for several GPUs on virtual CPU devices",
-        description="Runs a script as 'python script.py' would, on virtual devices instead of GPUs: x.cuda(1), "
-        "device='cuda:1', torch.cuda and nn.DataParallel use them (docs/virtual-devices.md).",
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs a script as 'python script.py' would, on virtual devices instead of GPUs: x.cuda(1), "
+        "device='cuda:1', torch.cuda and nn.DataParallel use them (docs/virtual-devices.md)."
     )
     option = parser.add_argument
     option(
@@ -29,7 +26,6 @@ def add(commands: Any) -> None:
     )
     option("script", type=Path, metavar="SCRIPT", help="a file, for example train.py")
     option("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands.book import recipes
 from manyhands.errors import BadSettings, ManyhandsError, first_line
 from manyhands.forecast.forecast import Forecast
 from manyhands.forecast.links import Link
 from manyhands.forecast.links import link as known_link
 from manyhands.forecast.scaling import DEVICES, Assumptions, check_devices
 from manyhands.placement.moves import require
-from manyhands.training.commands import recipes
 from manyhands.training.settings import Settings
 
 _FRAMEWORKS = {"torch": "torch", "flax": "jax"}  # by the package that a model's class comes from

@@ -28,6 +28,11 @@ HINT = (
 )
 
 
+def one_cycle(done: float) -> float:
+    """Rises linearly to 1 during the first fifth, then falls to 0 along a cosine."""
+    return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))
+
+
 @dataclass(frozen=True)
 class by_step:
     """A schedule by the number of the step, from 0: ``Trainer(schedule=mh.by_step(lambda step: 0.999**step))``.

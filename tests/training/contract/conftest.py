@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training_bench import MOST, Bench
 
-from manyhands.training.commands import recipes
+from manyhands.book import recipes
 
 
 @pytest.fixture(scope="session")

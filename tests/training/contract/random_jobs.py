@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 from training_bench import Bench, Stopped
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import WorkerFailed
 from manyhands.training.checkpoints import store
-from manyhands.training.commands.parity import largest_difference
-from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.options import Checkpoints, Step
+from manyhands.training.schedules import one_cycle
 
 CLASSES, FEATURES, LENGTH, WORDS, PADDING = 3, 6, 4, 7, -1
 OWN_SCHEDULE = "a schedule of its own"  # an optimizer with it takes none of the trainer's

@@ -13,11 +13,11 @@ from safetensors.numpy import load, save
 from training_bench import Bench
 
 from manyhands.book.models import WEIGHT_NAMES
+from manyhands.cli import convert
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.commands import convert
 
 
 def run_of_torch(folder: Path, model: str) -> Path:

@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load
 from training_bench import Bench, StopAt, Stopped, same, small_set
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
 from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.checkpoints import store
-from manyhands.training.commands.parity import largest_difference
 from manyhands.training.options import Checkpoints, Limits
 
 # 64 samples in batches of 16: four steps an epoch.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from training_bench import Bench, small_set
 
+from manyhands.book import recipes
 from manyhands.errors import BadSettings
 from manyhands.forecast import measured
-from manyhands.training.commands import recipes
 
 
 def test_a_step_is_measured_and_the_model_left_alone(bench: Bench) -> None:

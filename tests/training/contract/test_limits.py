@@ -14,10 +14,10 @@ import pytest
 import training_bench
 from training_bench import Bench, StopAt
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings, CallbackFailed
 from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.checkpoints import store
-from manyhands.training.commands.parity import largest_difference
 from manyhands.training.options import Checkpoints, Limits, Step
 from manyhands.training.stopping import Stopped
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from training_bench import Bench, StopAt, Stopped, same
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
-from manyhands.training.commands.parity import largest_difference
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.options import Checkpoints

@@ -13,10 +13,10 @@ from safetensors.numpy import save
 from training_bench import Bench
 
 from manyhands.cli import main
+from manyhands.cli.convert import NamesTable, check_like
 from manyhands.errors import BadSettings, WrongCheckpoint
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.commands.names_table import NamesTable, check_like
 from manyhands.training.data.sources import as_numpy
 
 Tensors = dict[str, NDArray[Any]]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from training_bench import Bench
 
+from manyhands.cli.parity import drawing_layers, largest_difference
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, UnknownOption
-from manyhands.training.commands.parity import drawing_layers, largest_difference
 from manyhands.training.options import Checkpoints, Step, Workers
 
 RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from training_bench import Bench, StopAt, Stopped
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WorkerFailed, WrongCheckpoint
-from manyhands.training.commands.parity import largest_difference
 from manyhands.training.options import Checkpoints, Step
 
 

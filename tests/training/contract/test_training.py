@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from training_bench import Bench, StopAt, Stopped, counting, same
 
+from manyhands.cli.parity import Trial, compare, largest_difference
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
-from manyhands.training.commands.parity import Trial, compare, largest_difference
 from manyhands.training.options import Checkpoints, Step
 
 CLOSE = 1e-5

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manyhands import jax as mh
-from manyhands.training.commands import parity
+from manyhands.cli import parity
 from manyhands.training.jax.skeleton import PARTS, Skeleton, doubled, named
 from manyhands.training.jax.trainer import Trainer
 from manyhands.training.result import Result

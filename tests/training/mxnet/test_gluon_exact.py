@@ -16,13 +16,13 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 from manyhands.book.mxnet import BOOK, Module
+from manyhands.cli.parity import Trial, compare, largest_difference
 from manyhands.errors import BadSettings
-from manyhands.training.commands.parity import Trial, compare, largest_difference
-from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
 from manyhands.training.mxnet import modes, state
 from manyhands.training.options import Step
+from manyhands.training.schedules import one_cycle
 
 CLOSE = 1e-12
 

@@ -15,9 +15,9 @@ from gluon_cases import CLASSES, contexts, fit, mlp, rows, sequential, vectors
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.mxnet import LossSum
-from manyhands.training.commands.parity import largest_difference
 from manyhands.training.data.sources import source
 from manyhands.training.mxnet import checks, state
 from manyhands.training.mxnet.modes import numpy_like

@@ -15,7 +15,6 @@ from mxnet import gluon
 
 from manyhands.training import loop as loop_module
 from manyhands.training.callbacks.callback import NO_CALLBACKS, Averaging, CallbackPlan
-from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor
 from manyhands.training.loop import Loop
@@ -24,6 +23,7 @@ from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.mxnet.step import replicas, running_sums
 from manyhands.training.options import Step
+from manyhands.training.schedules import one_cycle
 from manyhands.training.settings import Settings
 
 # Everything in MXNet's library that comes back only when something has been computed.

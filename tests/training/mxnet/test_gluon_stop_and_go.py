@@ -17,10 +17,10 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from safetensors.numpy import load
 
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import WrongCheckpoint
 from manyhands.training.checkpoints import store, tensors
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.commands.parity import largest_difference
 from manyhands.training.mxnet import state
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.options import Checkpoints

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from manyhands.book.tensorflow import initialise
-from manyhands.training.commands import parity
+from manyhands.cli import parity
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
 from manyhands.training.result import Result

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 from keras_cases import CLASSES, convnet, difference, fit, images, mlp, momentum, tensors, vectors
 
-from manyhands.training.commands import parity
+from manyhands.cli import parity
 from manyhands.training.options import Step
 from manyhands.training.tensorflow.data import feed
 

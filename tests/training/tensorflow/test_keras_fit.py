@@ -13,8 +13,8 @@ from keras import layers
 from keras_cases import CLASSES, fit, mlp, tensors, vectors
 
 from manyhands import tensorflow as mh
+from manyhands.cli import parity
 from manyhands.errors import BadSettings, UnknownOption
-from manyhands.training.commands import parity
 from manyhands.training.options import Checkpoints, Step
 
 X, Y = vectors(32)

@@ -12,8 +12,8 @@ from keras import layers
 from keras_cases import CLASSES, images, mlp, tensors, vectors
 
 from manyhands import tensorflow as mh
+from manyhands.cli import parity
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.commands import parity
 from manyhands.training.result import Result
 
 FEW = 24

@@ -14,8 +14,8 @@ from keras import layers
 from keras_cases import CLASSES, mlp, momentum, tensors, vectors
 
 from manyhands import tensorflow as mh
+from manyhands.cli import parity
 from manyhands.errors import BadSettings
-from manyhands.training.commands import parity
 from manyhands.training.options import Step
 from manyhands.training.result import Result
 

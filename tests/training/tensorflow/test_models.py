@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from manyhands.book.models import WEIGHT_NAMES
+from manyhands.book.recipes import MODELS as NAMES
 from manyhands.book.tensorflow import MODELS, Residual, initialise, lenet
-from manyhands.training.commands.recipes import MODELS as NAMES
 from manyhands.training.tensorflow import naming
 
 

@@ -16,8 +16,8 @@ import pytest
 from keras_cases import fit, mixed, mlp, shuffled, tensors, unequal, vectors
 from support import free_port
 
+from manyhands.cli import parity
 from manyhands.errors import BadSettings, WorkerFailed
-from manyhands.training.commands import parity
 from manyhands.training.launcher import Place
 from manyhands.training.options import Step
 from manyhands.training.tensorflow.ranks import rendezvous

@@ -11,9 +11,9 @@ import pytest
 from keras import layers
 from keras_cases import convnet, fit, images, mlp, tensors, vectors
 
+from manyhands.cli import parity
 from manyhands.errors import BadSettings, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.checkpoints import store
-from manyhands.training.commands import parity
 from manyhands.training.options import Checkpoints, Step
 
 

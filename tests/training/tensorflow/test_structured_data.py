@@ -13,8 +13,8 @@ from keras import layers
 from keras_cases import momentum, tensors
 
 from manyhands import tensorflow as mh
+from manyhands.cli import parity
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.commands import parity
 from manyhands.training.options import Step
 
 COUNT, BATCH = 24, 8

@@ -33,8 +33,8 @@ from training_cases import (
 )
 
 from manyhands.errors import BadBatch
-from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.options import Step
+from manyhands.training.schedules import one_cycle
 
 CLOSE = 1e-12
 

@@ -18,8 +18,8 @@ from training_cases import Rows, fit, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.book.vocabulary import add_to_class
+from manyhands.cli import parity
 from manyhands.errors import BadRunFolder
-from manyhands.training.commands import parity
 from manyhands.training.options import Step, Workers
 from manyhands.training.settings import Settings
 from manyhands.training.torch.job import set_torch_settings, torch_settings

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.amounts import counted
+from manyhands.book import recipes
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Plot, Series, Sweep, Table, Times, Trial, seconds
-from manyhands.training.commands import recipes
 from manyhands.training.data import fashion_mnist
 
 

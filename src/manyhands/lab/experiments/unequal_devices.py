@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from manyhands.book import recipes
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Times, Trial
-from manyhands.training.commands import recipes
 from manyhands.training.data import fashion_mnist
 
 _EXTRA_PASSES = 4  # extra forward passes on the slow device, which give it about a third of the speed

@@ -15,9 +15,9 @@ from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
 from manyhands.training.callbacks.callback import Averaging, CallbackPlan
-from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import Window
 from manyhands.training.options import Step
+from manyhands.training.schedules import one_cycle
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.sources import Arrays, source

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from manyhands.training.commands import parity
-from manyhands.training.commands.parity import Trial, Way
+from manyhands.book.recipes import Way, nudged
+from manyhands.cli import parity
+from manyhands.cli.parity import Trial
 
 FP32 = [Trial("fp32", 5, 1e-5)]
 Weights = dict[str, np.ndarray]
@@ -23,7 +24,7 @@ def trained(kink: float, wrong: float = 1.0) -> Callable[[Way], Weights]:
     def train(way: Way) -> Weights:
         if way.precision == "fp64":
             return {"w": np.full(4, 3.0)}
-        first = parity.nudged(np.full(4, 1.0, np.float32), way.nudge)
+        first = nudged(np.full(4, 1.0, np.float32), way.nudge)
         flipped = way.devices > 1 or float(first[0]) > 1
         factor = (1 + kink if flipped else 1) * (wrong if way.devices > 1 else 1)
         return {"w": (first * 3 * factor).astype(np.float32)}
@@ -73,11 +74,11 @@ def test_float64_has_no_excuse() -> None:
 
 def test_a_nudge_moves_every_number_to_a_neighbour() -> None:
     values = np.linspace(-2, 2, 100, dtype=np.float32)
-    moved = parity.nudged(values, 0)
+    moved = nudged(values, 0)
     assert moved.dtype == np.float32
     assert np.all((moved == np.nextafter(values, np.float32(9))) | (moved == np.nextafter(values, np.float32(-9))))
     assert np.any(moved > values)
     assert np.any(moved < values)
-    assert not np.array_equal(moved, parity.nudged(values, 1))
-    assert parity.nudged(values, None) is values
-    assert np.array_equal(parity.nudged(np.arange(3), 0), np.arange(3))
+    assert not np.array_equal(moved, nudged(values, 1))
+    assert nudged(values, None) is values
+    assert np.array_equal(nudged(np.arange(3), 0), np.arange(3))

@@ -1,22 +1,37 @@
-"""How ``manyhands train`` trains, in any framework."""
+"""How ``manyhands train`` and ``parity`` train, in any framework."""
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
 
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint, type_in_words
 from manyhands.placement import moves
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.commands.parity import Way
 from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.sources import Arrays, source
 
 MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One training of a comparison: on how many devices, with how much of the data, for how long."""
+
+    devices: int
+    shares: Sequence[float] | None
+    precision: Literal["fp64", "fp32"]
+    samples: int
+    batch_size: int
+    epochs: int
+    # A seed for :func:`nudged`: the first weights differ in their last bit.
+    nudge: int | None = None
 
 
 class Recipes(Protocol):
@@ -91,6 +106,11 @@ def weights_of(run: str | Path, framework: str) -> bytes:
     return checkpoint.blobs.get("average", checkpoint.blobs["model"])
 
 
-def one_cycle(done: float) -> float:
-    """Rises linearly to 1 during the first fifth, then falls to 0 along a cosine."""
-    return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))
+def nudged(values: Any, seed: int | None) -> Any:
+    """Every number moved to one of its two neighbours at random; unchanged without a seed, or if not floats."""
+    numbers = np.asarray(values)
+    if seed is None or not np.issubdtype(numbers.dtype, np.floating):
+        return numbers
+    up = np.random.default_rng([seed, numbers.size]).integers(0, 2, numbers.shape).astype(bool)
+    towards = np.where(up, np.inf, -np.inf).astype(numbers.dtype)
+    return np.asarray(np.nextafter(numbers, towards), numbers.dtype)

@@ -1,1 +1,0 @@
-"""The commands ``manyhands train``, ``parity`` and ``convert``, in every framework."""
