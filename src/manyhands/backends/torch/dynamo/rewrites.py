@@ -47,7 +47,10 @@ def keep_unused(module: GraphModule) -> int | None:
     """
     output = next(node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
-    unused = [node for node in module.graph.nodes if node.op.startswith("call_") and not node.users and _is_new(node)]
+    arguments = {memory for node in module.graph.nodes if not _is_call(node) for memory in _memories_of_example(node)}
+    calls = [node for node in module.graph.nodes if _is_call(node) and not node.users]
+    # What is written to an argument stays in a graph anyway.
+    unused = [node for node in calls if (memory := _memories_of_example(node)) and not memory & arguments]
     if not unused:
         return None
     # Detached: otherwise what they are computed from would get gradients of zeros.
@@ -57,12 +60,13 @@ def keep_unused(module: GraphModule) -> int | None:
     return len(results)
 
 
-def _is_new(node: Node) -> bool:
-    """Whether a node's result is a tensor in new memory: what is written in place stays in a graph anyway."""
-    sources = [source.meta.get("example_value") for source in node.all_input_nodes]
-    memories = {compat.memory_id(source) for source in sources if isinstance(source, torch.Tensor)}
+def _is_call(node: Node) -> bool:
+    return node.op.startswith("call_")
+
+
+def _memories_of_example(node: Node) -> set[int]:
     result = node.meta.get("example_value")
-    return isinstance(result, torch.Tensor) and compat.memory_id(result) not in memories
+    return {compat.memory_id(result)} if isinstance(result, torch.Tensor) else set()
 
 
 def only_detaches(module: GraphModule) -> bool:
