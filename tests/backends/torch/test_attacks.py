@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 import os
 import pickle
 import types
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import ordinary_programs
 import pytest
 import torch
 from torch import nn
@@ -290,9 +292,13 @@ def by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.allclose(one, other, rtol=1e-6)
+        return isinstance(other, torch.Tensor) and torch.allclose(one, other, rtol=1e-6, atol=1e-7)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=1e-5)
     return bool(one == other)
 
 
@@ -314,6 +320,22 @@ def test_what_the_table_says_of_dynamo_is_true() -> None:
         expected = program(lambda function: function)
         found = outcome(lambda program=program: program(by_dynamo))
         assert not same(found, expected), f"{program.__name__}: the table of docs/parallel.md can be shorter"
+
+
+_LONG = pytest.mark.long
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"synchronous": True}, marks=_LONG), pytest.param({"dynamic": True}, marks=_LONG)]
+)
+@pytest.mark.parametrize("program", ordinary_programs.PROGRAMS, ids=lambda program: program.__name__)
+def test_ordinary_programs(program: Program, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    expected = program(lambda function: function)
+    torch.manual_seed(0)
+    found = program(lambda function: mh.parallel(function, **options))
+    assert same(found, expected), (found, expected)
 
 
 # Copies
