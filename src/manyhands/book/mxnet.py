@@ -25,11 +25,10 @@ from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
-from manyhands.training.mxnet import checks, modes, state
+from manyhands.training.mxnet import checks, replicas, state
 from manyhands.training.mxnet import trainer as _trainer
 from manyhands.training.mxnet.objective import count_right
 from manyhands.training.mxnet.state import initialise
-from manyhands.training.mxnet.step import replicas
 
 # Models
 
@@ -135,7 +134,7 @@ class Module(_book.Module, gluon.Block):  # type: ignore[misc]
 
 class DataModule(_book.DataModule):
     __doc__ = _book.DataModule.__doc__
-    native = staticmethod(modes.native)
+    native = staticmethod(replicas.native)
 
 
 # Accuracy
@@ -165,7 +164,7 @@ class _Accuracy(Accuracy[mx.Context]):
         if replicate:
             mode = replicas.on(net, devices)
         elif _backend.is_model(net):
-            mode = modes.numpy_like(modes.of_model(net))
+            mode = replicas.numpy_like(replicas.of_model(net))
         else:
             mode = contextlib.nullcontext()
         with mode:
@@ -207,7 +206,8 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
 class _Book(_book.Book):
     framework = "mxnet"
     trainer = Trainer
-    native = staticmethod(modes.native)
+    native = staticmethod(replicas.native)
+    batch_stats = None
 
     def scale_images(self, batch: Batch) -> Batch:
         images, labels = batch
@@ -245,7 +245,9 @@ class _Book(_book.Book):
     @contextlib.contextmanager
     def copied(self, model: Any, way: Way, data: Arrays) -> Iterator[Any]:
         """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
-        with modes.numpy_like(modes.of_model(model)):
+        if way.devices > 1 and replicas.normalises(model):
+            raise BadSettings("MXNet's batch normalisation is over the samples of one device: several differ from one")
+        with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, data, 0)
         with replicas.on(model, [mx.cpu()], {"fp64": "float64", "fp32": "float32"}[way.precision]):
             before = tensors.pack(state.model_tensors(model))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -119,6 +119,7 @@ class Book(Recipes):
     framework: ClassVar[str]
     trainer: ClassVar[Callable[..., Any]]
     native: Any = staticmethod(np.asarray)
+    batch_stats: ClassVar[Literal["global"] | None] = "global"  # of a training that is compared with another one
 
     # Implemented by each framework
 
@@ -173,7 +174,10 @@ class Book(Recipes):
         return result
 
     def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
-        options: dict[str, Any] = {"step": Step(shares=way.shares, batch_stats="global"), "precision": way.precision}
+        options: dict[str, Any] = {
+            "step": Step(shares=way.shares, batch_stats=self.batch_stats),
+            "precision": way.precision,
+        }
         options |= {"devices": f"cpu:{way.devices}", "loss": loss, "quiet": True}
         part = dataclasses.replace(data.spread(way.samples), batch_size=way.batch_size)
         with self.copied(model, way, data) as net:

@@ -141,11 +141,11 @@ def draw(seed: int, words: Words) -> Case:
     step: dict[str, Any] = {}
     if random.random() < 0.3:
         options["gradient_clip_val"] = float(some([0.01, 0.3, 100.0]))
-    if random.random() < 0.15:
+    if random.random() < 0.15 and "on_nan" not in words.without:
         step["on_nan"] = "continue"
     if random.random() < 0.5:
         options["precision"] = "fp64"
-    if kind.mixes and random.random() < 0.8 and "batch_stats" not in words.without:
+    if kind.mixes and random.random() < 0.8 and not {"batch_stats", "batch_stats='global'"} & words.without:
         step["batch_stats"] = "global"
     options["step"] = Step(**step)
     shares = accumulate = None

@@ -175,6 +175,8 @@ def test_a_mean_over_nothing_is_no_number(bench: Bench) -> None:
 
 
 def test_or_goes_on_as_asked(bench: Bench) -> None:
+    if bench.framework == "mxnet":
+        pytest.skip("MXNet's trainer stops at a NaN")
     with pytest.warns(UserWarning, match="not a number"):
         bench.fit(
             epochs=1, optimizer=bench.recipes.nesterov(1e30), data=bench.data(samples=100), step=Step(on_nan="continue")

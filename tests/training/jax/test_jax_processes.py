@@ -21,10 +21,10 @@ import numpy as np
 from jax_cases import Net, fit, rows, vectors
 from test_jax_exact import Shuffles
 from manyhands.errors import BadBatch
-from manyhands.training.jax import command
+from manyhands.book.jax import BOOK
 
 out = sys.argv[1]
-assert command.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
+assert BOOK.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
 options = dict(precision="fp64", run=out + "/run", step=mh.Step(shares=json.loads(sys.argv[2])))
 net = Net(norm=True)
 net.first.kernel[...] += jax.process_index()  # the first process's weights count

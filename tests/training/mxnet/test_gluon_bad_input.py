@@ -14,20 +14,17 @@ from gluon_cases import CLASSES, contexts, fit, mlp, same, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from manyhands.book.mxnet import BOOK
 from manyhands.errors import (
     BadBatch,
-    BadDevice,
     BadLabels,
     BadSettings,
-    BadShares,
-    DuplicateDevices,
     LossIsNotANumber,
     NotATensor,
 )
 from manyhands.training.data.order import epoch_order
-from manyhands.training.mxnet import command, modes, state
+from manyhands.training.mxnet import replicas, state
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.options import Step
 
 BATCH = 8
 
@@ -58,32 +55,6 @@ def test_bad_samples_that_only_the_gradients_show() -> None:
 
     with pytest.raises(LossIsNotANumber, match=r"a gradient of step.*The data are the cause: X has"):
         fit(net(), (X, y), 1, batch_size=BATCH, max_epochs=1)
-    with pytest.warns(UserWarning, match="continuing"):
-        weights, _ = fit(net(), (X, y), 2, batch_size=BATCH, max_epochs=1, step=Step(on_nan="continue"))
-    assert all(np.isfinite(array).all() for array in weights.values())
-
-
-def test_a_loss_that_is_no_number_can_be_ignored() -> None:
-    with pytest.warns(UserWarning, match=r"step \d is not a number .*continuing"):
-        _, result = fit(mlp(), spoilt(17), 2, batch_size=BATCH, max_epochs=2, step=Step(on_nan="continue"))
-    assert [row["samples"] for row in result.rows] == [40, 40]
-    assert result.rows[0]["train_loss"] is None
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", mx.optimizer.NAG(momentum=0.9, wd=0.1), mx.optimizer.RMSProp()])
-@pytest.mark.parametrize("bad", [(0, 1), (3,)])
-def test_a_batch_that_is_left_out_leaves_no_trace(bad: tuple[int, ...], optimizer: Any) -> None:
-    """Weights, statistics and the optimizer's state are as if it had not been there; on two devices, bit by bit."""
-    X, y = vectors(40)
-    batches = [(X[i : i + 8].astype(np.float32), y[i : i + 8]) for i in range(0, 40, 8)]
-    without = [one for number, one in enumerate(batches) if number not in bad]
-    broken = [(X * np.nan, y) if number in bad else (X, y) for number, (X, y) in enumerate(batches)]
-    nets = [mlp(norm=True) for _ in range(2)]
-    options: Any = {"devices": contexts(2), "quiet": True, "optimizer": optimizer}
-    Trainer(1, **options).fit(nets[0], without)
-    with pytest.warns(UserWarning, match="continuing"):
-        Trainer(1, step=Step(on_nan="continue"), **options).fit(nets[1], broken)
-    assert same(*map(state.model_tensors, nets))
 
 
 def test_a_model_without_parameters() -> None:
@@ -106,7 +77,7 @@ def test_labels_out_of_range(label: int, numpy_like: bool) -> None:
     """MXNet itself would take the nearest class."""
     X, y = vectors()
     y[5] = label
-    with modes.numpy_like(numpy_like):
+    with replicas.numpy_like(numpy_like):
         with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
             fit(mlp(), (X, y))
         with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
@@ -131,9 +102,8 @@ def test_a_loss_that_is_no_mean() -> None:
     def summed(output: Any, target: Any) -> Any:
         return softmax(output, target).sum()
 
-    for options in ({"devices": 2}, {"step": Step(accumulate=2)}):
-        with pytest.raises(BadSettings, match=r"one number per sample .*their mean"):
-            fit(mlp(), vectors(), loss=summed, **options)
+    with pytest.raises(BadSettings, match=r"one number per sample .*their mean"):
+        fit(mlp(), vectors(), loss=summed, devices=2)
     fit(mlp(), vectors(), 1, loss=summed, lr=0.001)
     with pytest.raises(BadBatch, match="one number per sample"):
         fit(mlp(), vectors(), 1, loss=lambda output, target: output.sum(axis=0))
@@ -146,90 +116,6 @@ class Twice(gluon.Block):  # type: ignore[misc]
 
     def forward(self, X: Any) -> Any:
         return self.net(X), self.net(X)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (Twice, {}, "answers with a tuple, and SoftmaxCrossEntropyLoss takes one array"),
-        (
-            lambda: sequential(nn.Dense(3, in_units=5)),
-            {},
-            r"has shape \(6,\), and HybridSequential does not take it \(Shape inconsistent",
-        ),
-        (
-            lambda: sequential(nn.Conv2D(3, 3, in_channels=1)),
-            {},
-            r"has shape \(6,\), and HybridSequential does not take it .*should be 4D",
-        ),
-        (mlp, {"loss": gluon.loss.L2Loss()}, r"output for a sample has shape \(3,\), and its target \(\)"),
-        (mlp, {"loss": lambda output, target: output.detach().mean()}, "does not depend on the model's parameters"),
-    ],
-)
-def test_what_mxnet_would_say_in_its_own_words(model: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadBatch, match=message):
-        fit(model(), vectors(), **options)
-
-
-def test_weights_of_samples_need_a_loss_of_gluons() -> None:
-    with pytest.raises(TypeError) as raised:
-        fit(mlp(), (*vectors(), np.ones(90)), loss=lambda output, target: output.mean(1))
-    assert "returns mh.LossSum(total, count)" in raised.value.__notes__[0]
-
-
-def test_a_scheduler_of_rates_is_no_schedule() -> None:
-    with pytest.raises(BadSettings, match=r"FactorScheduler returns learning rates.*lr_scheduler="):
-        Trainer(1, schedule=mx.lr_scheduler.FactorScheduler(10))
-
-
-def test_devices_that_are_not_there() -> None:
-    with pytest.raises(DuplicateDevices):
-        Trainer(devices=[mx.cpu(), mx.cpu(0)])
-    with pytest.raises(BadDevice):
-        Trainer(devices=["toaster"])
-    assert Trainer(num_gpus=64).gpus == [] or len(Trainer(num_gpus=64).gpus) < 64
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"batch_size": 1}, BadSettings),
-        ({"step": Step(shares=[1.0])}, BadShares),
-        ({"optimizer": "nadam"}, BadSettings),
-        ({"optimizer": "sgld"}, BadSettings),
-        ({"optimizer": "sdg"}, BadSettings),
-        ({"optimizer": 0.1}, BadSettings),
-        ({"optimizer": lambda rate: rate}, BadSettings),
-        ({"loss": "msee"}, BadSettings),
-        ({"schedule": 0.1}, BadSettings),
-    ],
-)
-def test_settings_that_do_not_fit_two_contexts(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"(?i){next(iter(options))}" if error is BadSettings else None):
-        fit(mlp(), vectors(), 2, **options)
-
-
-def test_two_schedules() -> None:
-    own = mx.optimizer.SGD(learning_rate=0.1, lr_scheduler=mx.lr_scheduler.FactorScheduler(2))
-    with pytest.raises(BadSettings, match="its own lr_scheduler"):
-        fit(mlp(), vectors(), 2, optimizer=own, schedule=lambda done: 1.0)
-    fit(mlp(), vectors(), 2, optimizer=own)
-
-
-def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(BadSettings, match="parameters of another model"):
-        fit(mlp(), vectors(), optimizer=gluon.Trainer(mlp().collect_params(), "sgd"))
-
-
-def test_layers_that_cannot_meet() -> None:
-    net = mlp(norm=True)
-    net.hybridize()
-    with pytest.raises(BadSettings, match=r"batch_stats='global'.*net\.hybridize\(False\)"):
-        fit(net, vectors(), 2, step=Step(batch_stats="global"))
-    fit(net, vectors(), 1, step=Step(batch_stats="global"))
-    other = sequential(nn.Dense(8, in_units=6), nn.BatchNormReLU(in_channels=8), nn.Dense(CLASSES, in_units=8))
-    with pytest.raises(BadSettings, match="not BatchNormReLU"):
-        fit(other, vectors(), 2, step=Step(batch_stats="global"))
 
 
 def test_empty_data() -> None:
@@ -271,7 +157,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadSettings, match="no distributed key-value store"):
         fit(mlp(), vectors())
     with pytest.raises(BadSettings, match="no distributed key-value store"):
-        command.from_first(lambda: 1)
+        BOOK.from_first(lambda: 1)
 
 
 # What is done for a model that is not ready
@@ -310,9 +196,9 @@ def test_a_model_on_several_devices_already() -> None:
 def test_a_model_of_the_other_mode(numpy_like: bool) -> None:
     """It is trained in the mode in which it was made, and the program's stays."""
     expected, _ = fit(mlp(), vectors(), 2)
-    with modes.numpy_like(numpy_like):
+    with replicas.numpy_like(numpy_like):
         net = mlp()
-    with modes.numpy_like(not numpy_like):
+    with replicas.numpy_like(not numpy_like):
         weights, _ = fit(net, (vectors(), vectors(10)), 2)
         assert mx.util.is_np_array() is not numpy_like
     assert same(weights, expected)

@@ -20,7 +20,7 @@ from manyhands.cli.parity import Trial, compare, largest_difference
 from manyhands.errors import BadSettings
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
-from manyhands.training.mxnet import modes, state
+from manyhands.training.mxnet import replicas, state
 from manyhands.training.options import Step
 from manyhands.training.schedules import one_cycle
 
@@ -52,8 +52,6 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "shares": {"step": Step(shares=[0.7, 0.3])},
     "an empty shard": {"step": Step(shares=[1, 0]), "optimizer": nesterov},
     "an empty first shard": {"step": Step(shares=[0, 1]), "optimizer": nesterov},
-    "accumulate": {"step": Step(accumulate=3), "optimizer": nesterov},
-    "accumulate more than there are": {"step": Step(accumulate=12, shares=[0.9, 0.1])},
     "clip": {"gradient_clip_val": 0.05, "step": Step(shares=[0.6, 0.4])},
     "nesterov": {"optimizer": nesterov, "step": Step(shares=[0.6, 0.4])},
     "adam": {"optimizer": "adam", "step": Step(shares=[0.6, 0.4])},
@@ -74,16 +72,7 @@ def test_clipping_is_by_the_norm_of_all_gradients() -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
-def test_accumulation_in_numpy_mode() -> None:
-    """MXNet's own zero_grad refuses the arrays of this mode."""
-    with modes.numpy_like():
-        expected, _ = fit(mlp(), vectors(), 1)
-        weights, _ = fit(mlp(), vectors(), 2, step=Step(accumulate=2))
-    assert largest_difference(weights, expected) <= CLOSE
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_that_are_added_up_are_those_of_one_batch(accumulate: int) -> None:
+def test_gradients_that_are_added_up_are_those_of_one_batch() -> None:
     def adding() -> Any:
         net = mlp()
         for parameter in net.collect_params().values():
@@ -93,7 +82,7 @@ def test_gradients_that_are_added_up_are_those_of_one_batch(accumulate: int) -> 
     expected, _ = fit(mlp(), vectors(), 1)
     for devices in (1, 3):
         net = adding()
-        weights, _ = fit(net, vectors(), devices, step=Step(accumulate=accumulate))
+        weights, _ = fit(net, vectors(), devices)
         assert largest_difference(weights, expected) <= CLOSE
         assert {parameter.grad_req for parameter in net.collect_params().values()} == {"add"}
 
@@ -183,7 +172,7 @@ def test_statistics_are_those_of_the_largest_share(shares: list[float] | None) -
     part = order[:8] if shares is None else order[5:]
     net = mlp(norm=True)
     net.cast("float64")
-    hidden = net[0](modes.native(vectors(16)[0][part])).asnumpy()
+    hidden = net[0](replicas.native(vectors(16)[0][part])).asnumpy()
     assert tensors["1.running_mean"] == pytest.approx(0.1 * hidden.mean(0), rel=1e-6)  # 0.1 is a float32 there
     assert any("batch normalisation" in note for note in result.notes)
 
@@ -194,50 +183,9 @@ def test_no_shard_of_a_normalising_model_has_a_single_sample() -> None:
     assert [row["samples"] for row in result.rows] == [17, 17]
 
 
-def convnet() -> Any:
-    return sequential(
-        nn.Conv2D(4, 3, in_channels=1), nn.BatchNorm(in_channels=4), nn.Activation("relu"),
-        nn.Conv2D(4, 3, in_channels=4), nn.BatchNorm(in_channels=4, scale=False), nn.Activation("relu"),
-        nn.Flatten(), nn.Dense(8, in_units=16), nn.BatchNorm(in_channels=8, center=False, momentum=0.8),
-        nn.Dense(CLASSES, in_units=8),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("shares", "numpy_like"),
-    [(None, False), ([0.5, 0.3, 0.2], True), ([0, 5, 1], False)],
-    ids=["even", "np", "empty"],
-)
-def test_batch_norm_over_the_whole_batch(shares: list[float] | None, numpy_like: bool) -> None:
-    """Statistics too; uneven and empty shards, and one of a single sample. On one device it is MXNet's own layer."""
-    generator = np.random.default_rng(2)
-    data = (generator.normal(size=(61, 1, 6, 6)), generator.integers(CLASSES, size=61))
-    with modes.numpy_like(numpy_like):
-        options: Any = {"batch_size": 15, "max_epochs": 3, "gradient_clip_val": 1.0}
-        alone, _ = fit(convnet(), data, 1, step=Step(batch_stats="global"), **options)
-        net = convnet()
-        together, result = fit(net, data, 3, step=Step(batch_stats="global", shares=shares), **options)
-    assert all("forward" not in vars(layer) for layer in net)
-    assert largest_difference(together, alone) <= 1e-11
-    assert result.notes == ["batch normalisation: each device takes the statistics of the whole batch"]
-
-
-def test_an_error_in_one_devices_pass_ends_the_others() -> None:
-    class Fails(nn.HybridBlock):  # type: ignore[misc]
-        def hybrid_forward(self, F: Any, X: Any) -> Any:
-            if mx.autograd.is_training() and X.context == mx.cpu(1):
-                raise KeyError("spoilt")
-            return X
-
-    net = sequential(nn.Dense(8, in_units=6), Fails(), nn.BatchNorm(in_channels=8), nn.Dense(CLASSES, in_units=8))
-    with pytest.raises(KeyError, match="spoilt"):
-        fit(net, vectors(), 3, step=Step(batch_stats="global"))
-    assert "forward" not in vars(net[2])
-
-
 def test_parity_in_numpys_mode() -> None:
     """As the command measures it; in MXNet's older mode the contract suite does. The model keeps its own weights."""
-    with modes.numpy_like():
+    with replicas.numpy_like():
         net = sequential(nn.Dense(8, in_units=6), nn.Activation("tanh"), nn.Dense(CLASSES, in_units=8))
     X, y = vectors()
     data, before = Arrays((X.astype(np.float32), y)), state.model_tensors(net)
@@ -267,6 +215,5 @@ class Centred(gluon.Block):  # type: ignore[misc]
 
 def test_a_model_that_compares_samples_is_refused_in_parts() -> None:
     fit(Centred(), vectors(), max_epochs=1)
-    for options in ({"devices": 2}, {"step": Step(accumulate=2)}):
-        with pytest.raises(BadSettings, match="depends on the other samples"):
-            fit(Centred(), vectors(), max_epochs=1, **options)
+    with pytest.raises(BadSettings, match="depends on the other samples"):
+        fit(Centred(), vectors(), 2, max_epochs=1)

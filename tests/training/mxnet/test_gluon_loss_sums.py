@@ -12,16 +12,16 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 import mxnet as mx
 import numpy as np
 from gluon_cases import CLASSES, contexts, fit, mlp, rows, sequential, vectors
-from mxnet import autograd, gluon
+from mxnet import gluon
 from mxnet.gluon import nn
 
 from manyhands.cli.parity import largest_difference
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadSettings
 from manyhands.mxnet import LossSum
 from manyhands.training.data.sources import source
 from manyhands.training.mxnet import checks, state
-from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.replicas import numpy_like
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.options import Step
 
@@ -46,11 +46,9 @@ def weighted_sum(output: Any, target: Any) -> LossSum:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulate": {"step": Step(accumulate=3)},
     "shares": {"step": Step(shares=[0.1, 0.6, 0.3])},
     "an empty shard": {"step": Step(shares=[0.5, 0, 0.5])},
     "clipping and Adam": {"gradient_clip_val": 0.1, "optimizer": "adam"},
-    "on_nan": {"step": Step(on_nan="continue", accumulate=2)},
 }
 
 
@@ -60,7 +58,7 @@ def test_n_devices_are_one_device(name: str) -> None:
     options = OPTIONS[name]
     data = (vectors(90), vectors(37))
     evenly = replace(options.get("step", Step()), shares=None)
-    expected, plain = fit(mlp(), data, 1, loss=weighted_mean, **{**options, "step": replace(evenly, accumulate=1)})
+    expected, plain = fit(mlp(), data, 1, loss=weighted_mean, **{**options, "step": evenly})
     losses = []  # of the tests: those of the mean are means of batches
     for devices in (1, 3):
         given = options if devices == 3 else {**options, "step": evenly}
@@ -113,18 +111,17 @@ def texts() -> Any:
 @pytest.mark.parametrize("count", ["array", "plain number"])
 def test_padded_texts_in_a_training_step(count: str) -> None:
     expected, _ = fit(Tokens("mean"), texts(), 1)
-    for devices, accumulate in ((1, 4), (3, 1)):
-        found, _ = fit(Tokens(count), texts(), devices, step=Step(accumulate=accumulate))
+    for devices in (1, 3):
+        found, _ = fit(Tokens(count), texts(), devices)
         assert largest_difference(found, expected) <= CLOSE
 
 
 def test_a_mean_over_something_else_is_refused_in_parts() -> None:
     """Although the first texts are equally long; the advice is to return a LossSum."""
-    for options in ({"devices": 3}, {"step": Step(accumulate=2)}):
-        with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
-            fit(Tokens("mean"), texts(), **options)
-        with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
-            fit(mlp(), vectors(), loss=weighted_mean, **options)
+    with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
+        fit(Tokens("mean"), texts(), 3)
+    with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
+        fit(mlp(), vectors(), 3, loss=weighted_mean)
 
 
 def test_one_text_of_another_length_is_enough() -> None:
@@ -192,12 +189,12 @@ def test_what_is_not_checked_is_noted() -> None:
     def noisy(output: Any, target: Any) -> Any:
         return softmax(output + mx.nd.random.normal(shape=output.shape, dtype="float64"), target).mean() * 2
 
-    _, result = fit(mlp(), vectors(), step=Step(accumulate=2), max_epochs=1, loss=noisy)
+    _, result = fit(mlp(), vectors(), 2, max_epochs=1, loss=noisy)
     assert any("draws random numbers" in note for note in result.notes)
     X, y = vectors(32)
     batches = ((X[start : start + 16], y[start : start + 16]) for start in (0, 16))
     plain = lambda output, target: softmax(output, target).mean()  # noqa: E731
-    _, result = fit(mlp(), batches, step=Step(accumulate=2), max_epochs=1, batch_size=None, loss=plain)
+    _, result = fit(mlp(), batches, 2, max_epochs=1, batch_size=None, loss=plain)
     assert any("can be read only once" in note for note in result.notes)
 
 
@@ -233,12 +230,6 @@ def _interrupt(done: float) -> float:
     raise InterruptedError
 
 
-def test_batch_statistics_over_all_devices() -> None:
-    expected, _ = fit(mlp(norm=True), vectors(), 1, loss=weighted_mean)
-    found, _ = fit(mlp(norm=True), vectors(), 3, loss=weighted_sum, step=Step(batch_stats="global"))
-    assert largest_difference(found, expected) <= 1e-9
-
-
 def test_in_numpys_mode() -> None:
     def summed(output: Any, target: Any) -> LossSum:
         weights = target.astype("float64") + 1
@@ -252,52 +243,6 @@ def test_in_numpys_mode() -> None:
             net.initialize(mx.init.One())
             found.append(fit(net, vectors(), devices, loss=summed)[0])
     assert largest_difference(*found) <= CLOSE
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (lambda each: LossSum(each, 3), r"LossSum of an array of shape \(8,\) and an int"),
-        (lambda each: LossSum(each.sum(), None), "LossSum of an array of shape .* and None"),
-        (lambda each: {"loss": each}, "returned a dict"),
-        (lambda each: None, "returned None"),
-        (lambda each: 1.5, "returned a float"),
-        (lambda each: (each, each), "returned a tuple"),
-    ],
-)
-def test_what_is_no_loss(value: Any, message: str) -> None:
-    class Stepping(gluon.Block):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def training_step(self, batch: Any) -> Any:
-            return value(softmax(self.net(batch[0]), batch[1]))
-
-    with pytest.raises(
-        (BadBatch, BadSettings), match=f"training_step of Stepping returned .*{message.removeprefix('returned ')}"
-    ):
-        fit(Stepping(), vectors(), batch_size=8)
-    with pytest.raises((BadBatch, BadSettings), match=f"the loss returned .*{message.removeprefix('returned ')}"):
-        fit(mlp(), vectors(), batch_size=8, loss=lambda output, target: value(softmax(output, target)))
-
-
-def test_two_kinds_in_one_batch() -> None:
-    def either(output: Any, target: Any) -> Any:
-        if not autograd.is_training() or output.ctx == mx.cpu(0):
-            return weighted_sum(output, target)
-        return softmax(output, target)
-
-    with pytest.raises(BadSettings, match="return a LossSum for each"):
-        fit(mlp(), vectors(), 2, loss=either)
-
-
-def test_the_weights_stay_finite_where_nothing_counts() -> None:
-    """A batch without a token has no mean: a NaN, which is left out if that is asked for."""
-    before = state.model_tensors(mlp())
-    with pytest.warns(UserWarning, match="not a number"):
-        after, _ = fit(mlp(), vectors(16), 2, step=Step(on_nan="continue"), loss=lambda a, t: LossSum((a * 0).sum(), 0))
-    assert largest_difference(before, after) < 1e-6
 
 
 def test_a_loss_of_gluons_that_compares_the_samples_of_a_batch() -> None:

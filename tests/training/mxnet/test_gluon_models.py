@@ -21,8 +21,7 @@ from manyhands.book.mxnet import MODELS, Residual, initialise
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
-from manyhands.training.mxnet import modes, state
-from manyhands.training.mxnet.step import replicas
+from manyhands.training.mxnet import replicas, state
 
 both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
 
@@ -30,10 +29,10 @@ both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np
 @pytest.mark.parametrize("name", ["lenet", "small-resnet"])
 def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
     """In MXNet's older mode the contract suite looks at all of them."""
-    with modes.numpy_like():
+    with replicas.numpy_like():
         net = initialise(MODELS[name](num_classes=10), 0)
         state.restore_model(net, tensors.pack(WEIGHT_NAMES["mxnet"].from_common(reference.weights(name), name)))
-        images, _ = datasets.BOOK.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
+        images, _ = datasets.BOOK.scale_images((replicas.native(reference.images()), replicas.native(np.zeros(4))))
         output = net(images).asnumpy()
     np.testing.assert_allclose(output, reference.logits(name), atol=1e-4)
     assert same(WEIGHT_NAMES["mxnet"].to_common(state.model_tensors(net), name), reference.weights(name))
@@ -105,7 +104,7 @@ def test_the_values_that_come_home_are_those_of_the_first_replica() -> None:
 
 @both_modes
 def test_batches_of_fashion_mnist(numpy_like: bool) -> None:
-    with modes.numpy_like(numpy_like):
+    with replicas.numpy_like(numpy_like):
         train, test = mh.load_data_fashion_mnist(64, fashion_mnist.SUBSET_DIRECTORY)
         X, y = next(iter(train))
         assert isinstance(X, mx.np.ndarray) is numpy_like
@@ -117,14 +116,14 @@ def test_batches_of_fashion_mnist(numpy_like: bool) -> None:
 
 @both_modes
 def test_accuracy(numpy_like: bool) -> None:
-    with modes.numpy_like(numpy_like):
-        scores = modes.native(np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]], np.float32))
+    with replicas.numpy_like(numpy_like):
+        scores = replicas.native(np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]], np.float32))
         for kind in ("int32", "int64", "float32"):
-            labels = modes.native(np.array([1, 0, 0], kind))
+            labels = replicas.native(np.array([1, 0, 0], kind))
             assert mh.accuracy(scores, labels) == 2
-            assert mh.accuracy(modes.native(np.array([1, 1, 1], kind)), labels) == 1
+            assert mh.accuracy(replicas.native(np.array([1, 1, 1], kind)), labels) == 1
         with pytest.raises(BadBatch, match="do not belong together"):
-            mh.accuracy(scores, modes.native(np.array([1, 0])))
+            mh.accuracy(scores, replicas.native(np.array([1, 0])))
         sums, curves = mh.Accumulator(2), mh.Animator()
         sums.add(1, scores.sum())
         curves.add(1, (scores[0, 1:2], 0.5))
@@ -135,22 +134,22 @@ def test_accuracy(numpy_like: bool) -> None:
 def batches(size: int) -> list[tuple[Any, Any]]:
     X, y = vectors()
     X = X.astype(np.float32)
-    return [(modes.native(X[i : i + size]), modes.native(y[i : i + size])) for i in range(0, len(y), size)]
+    return [(replicas.native(X[i : i + size]), replicas.native(y[i : i + size])) for i in range(0, len(y), size)]
 
 
 @both_modes
 def test_evaluation_counts_each_sample_once(numpy_like: bool) -> None:
-    with modes.numpy_like(numpy_like):
+    with replicas.numpy_like(numpy_like):
         net = mlp()
         X, y = vectors()
-        expected = float((net(modes.native(X.astype(np.float32))).asnumpy().argmax(1) == y).mean())
+        expected = float((net(replicas.native(X.astype(np.float32))).asnumpy().argmax(1) == y).mean())
         for size in (1, 7, 90):
             assert mh.evaluate_accuracy_gpu(net, batches(size)) == pytest.approx(expected)
             assert mh.evaluate_accuracy_gpus(net, batches(size)) == pytest.approx(expected)
         assert mh.evaluate_accuracy_gpus(net, batches(7), mh.split_batch) == pytest.approx(expected)
         assert net[0].weight.list_ctx() == [mx.cpu(0)]
         data = [batches(7) for _ in range(2)]
-    with modes.numpy_like(not numpy_like):  # the net's mode counts, not that of the program
+    with replicas.numpy_like(not numpy_like):  # the net's mode counts, not that of the program
         assert mh.evaluate_accuracy_gpu(net, data[0]) == pytest.approx(expected)
         assert mh.evaluate_accuracy_gpus(net, data[1]) == pytest.approx(expected)
 

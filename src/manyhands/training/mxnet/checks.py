@@ -1,7 +1,7 @@
 """Checks before a job begins, and the initial values of its parameters.
 
 On one device they make no pass through the model or the loss. There are two exceptions: parameters may wait for a first
-batch to get their shapes, and on several devices, or with ``accumulate``, a loss that is not Gluon's is tried
+batch to get their shapes, and on several devices a loss that is not Gluon's is tried
 (:mod:`manyhands.training.loss.loss_trial`).
 """
 
@@ -20,12 +20,10 @@ from manyhands.training.data.labels import ClassLabels, why_no_classes, why_no_c
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial, own_step
 from manyhands.training.loss.loss_trial import Pass, Term
-from manyhands.training.mxnet import modes
+from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.objective import Objective, checked_output, objective_for
 from manyhands.training.mxnet.state import initialise
-from manyhands.training.mxnet.step import batch_norm, replicas
-from manyhands.training.settings import Settings
 
 _FEW = 2
 
@@ -44,7 +42,7 @@ def check_block(model: Any) -> None:
         raise refusals.not_a_model(model, "a gluon.Block")
 
 
-def check_model(model: Any, settings: Settings, devices: int) -> None:
+def check_model(model: Any) -> None:
     check_block(model)
     parameters = replicas.distinct(model)
     if all(parameter.grad_req == "null" for parameter in parameters):
@@ -54,8 +52,6 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
         )
     if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in parameters):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
-    if settings.step.batch_stats == "global" and devices > 1 and replicas.normalises(model):
-        batch_norm.check(model)
 
 
 def check_values(model: Any) -> None:
@@ -70,7 +66,7 @@ def check_parts(objective: Objective, data: Source) -> None:
         raise refusals.no_target(data.arrays)
 
 
-def make_parameters(model: Any, data: Source, seed: int, objective: Objective | None = None) -> None:
+def make_parameters(model: Any, data: Source, seed: int) -> None:
     """Initialise parameters without values, by the seed; deferred ones get their shapes from a first batch."""
     missing = [
         parameter for parameter in replicas.distinct(model) if parameter._data is None and not parameter._deferred_init
@@ -79,8 +75,8 @@ def make_parameters(model: Any, data: Source, seed: int, objective: Objective | 
         parameter.initialize()
     if any(parameter._deferred_init for parameter in replicas.distinct(model)) and not data.is_read_once:
         with autograd.pause():
-            few = laid_for(model, data.few(_FEW, modes.native))
-            checked_output(model, (few if objective is None else objective.without_weights(few))[:-1])
+            few = laid_for(model, data.few(_FEW, replicas.native))
+            checked_output(model, few[:-1])
     if missing:
         initialise(model, seed, only=missing)
 
@@ -93,11 +89,7 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
     """
     if not objective.of_classes:
         return None
-    objective.labels = labels = ClassLabels(floats=True, columns=True)
-
-    def look(arrays: Sequence[Any]) -> None:
-        labels(objective.without_weights(arrays))
-
+    objective.labels = look = ClassLabels(floats=True, columns=True)
     for data in (train, test):
         if isinstance(data, Arrays):
             look(data.arrays)
@@ -111,7 +103,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
         return own_step.why_no_accuracy(model, training=training)
     if not isinstance(data, Arrays):
         return None
-    arrays = objective.without_weights(data.arrays)
+    arrays = data.arrays
     if objective.of_classes and len(arrays) == 2:  # class numbers may be floating-point numbers
         return why_no_classes("int", arrays[-1].shape)
     return why_no_classes_in(arrays)
@@ -135,7 +127,7 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
 
     def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:
         picked = arrays.rows([numbers[row] for row in rows])
-        return _pass(objective, laid_for(model, arrays.prepare(tuple(map(modes.native, picked)))), trained)
+        return _pass(objective, laid_for(model, arrays.prepare(tuple(map(replicas.native, picked)))), trained)
 
     precisions = {np.dtype(array.dtype).name for array in trained}
     return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=objective.loss is None)

@@ -16,8 +16,8 @@ from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_s
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_output
-from manyhands.training.mxnet.step.running_sums import RunningSums
-from manyhands.training.mxnet.step.step import evaluate
+from manyhands.training.mxnet.running_sums import RunningSums
+from manyhands.training.mxnet.step import evaluate
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
@@ -59,8 +59,7 @@ def figures(
     for shards in _batches(feed, settings, whole=not objective.is_gluons):
         computed = evaluate(objective, shards, sums)
         if take is not None:
-            present = [objective.without_weights(shard) for shard in shards if shard is not None]
-            outputs.add(_pieces(objective.model, present, computed))
+            outputs.add(_pieces(objective.model, [shard for shard in shards if shard is not None], computed))
         alive()
     outputs.finish()
     return sums.read()

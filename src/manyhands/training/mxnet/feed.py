@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from manyhands.backends.mxnet import devices as backend
 from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
-from manyhands.training.mxnet import modes
+from manyhands.training.mxnet import replicas
 
 Shards = list[Batch | None]  # one per device; None where it has no samples
 Look = Callable[[Sequence[NDArray[Any]]], None]
@@ -39,7 +39,7 @@ class Feed:
         self.source, self.devices, self.dtype, self.least, self.look = source, list(devices), dtype, least, look
         self.on_devices: list[tuple[Any, ...]] | None = None
         if isinstance(source, Arrays) and _fits(source, devices):
-            self.on_devices = [tuple(modes.native(array, device) for array in source.arrays) for device in devices]
+            self.on_devices = [tuple(replicas.native(array, device) for array in source.arrays) for device in devices]
 
     def batches(
         self,
@@ -64,7 +64,7 @@ class Feed:
         order = epoch_order(seed, cursor.epoch, self.source.count, shuffle=shuffle)
         rows: Rows = partial(self._sent, order)
         if self.on_devices is not None:
-            rows = partial(self._gathered, [modes.native(order.astype(np.int32), device) for device in self.devices])
+            rows = partial(self._gathered, [replicas.native(order.astype(np.int32), device) for device in self.devices])
         for window in windows(cursor, self.source.count, size, whole=whole):
             yield window, self._divided(window, shares, rows)
 
@@ -78,17 +78,17 @@ class Feed:
 
     def _cut(self, batch: Sequence[NDArray[Any]], start: int, index: int, begin: int, end: int) -> Batch:
         device = self.devices[index]
-        return self._cast(tuple(modes.native(part[begin - start : end - start], device) for part in batch))
+        return self._cast(tuple(replicas.native(part[begin - start : end - start], device) for part in batch))
 
     def _gathered(self, orders: Sequence[Any], index: int, begin: int, end: int) -> Batch:
         assert self.on_devices is not None
         numbers = orders[index][begin:end]
-        return self._prepared(tuple(modes.take(array, numbers) for array in self.on_devices[index]))
+        return self._prepared(tuple(replicas.take(array, numbers) for array in self.on_devices[index]))
 
     def _sent(self, order: NDArray[np.int64], index: int, begin: int, end: int) -> Batch:
         assert isinstance(self.source, Arrays)
         device = self.devices[index]
-        return self._prepared(tuple(modes.native(row, device) for row in self.source.rows(order[begin:end])))
+        return self._prepared(tuple(replicas.native(row, device) for row in self.source.rows(order[begin:end])))
 
     def _prepared(self, rows: Batch) -> Batch:
         assert isinstance(self.source, Arrays)

@@ -1,45 +1,38 @@
 """MXNet's learner: one process, a replica of the model on each of its devices.
 
 Nothing in a step makes the host wait for that step: every call hands work to MXNet's engine, which works on all devices
-at once. The one wait is for the sums of two steps ago, see :mod:`.step.running_sums`.
+at once. The one wait is for the sums of two steps ago, see :mod:`.running_sums`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 
 from manyhands.backends.mxnet import devices as backend
+from manyhands.errors import BadSettings
 from manyhands.placement.moves import Placement
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Source
-from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
-from manyhands.training.mxnet import evaluation, state
+from manyhands.training.learner import Saved, Take, named_rates
+from manyhands.training.mxnet import evaluation, replicas, state
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.step import replicas
-from manyhands.training.mxnet.step.average import Average
-from manyhands.training.mxnet.step.batch_norm import GlobalBatchNorm
-from manyhands.training.mxnet.step.running_sums import RunningSums
-from manyhands.training.mxnet.step.step import Step
+from manyhands.training.mxnet.running_sums import RunningSums
+from manyhands.training.mxnet.step import Step
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
-_IN_A_PARAMETER = (
-    'Keep it in a parameter: self.count = gluon.Parameter("count", shape=(1,), init="zeros", differentiable=False), '
-    "and write to it with self.count.set_data(self.count.data() + 1)"
-)
-
 
 class GluonLearner:
-    """A :class:`~manyhands.training.learner.Learner`. :func:`.step.replicas.on` has put the model on its devices."""
+    """A :class:`~manyhands.training.learner.Learner`. :func:`.replicas.on` has put the model on its devices."""
 
     framework = "mxnet"
     rank, size = 0, 1
@@ -64,32 +57,20 @@ class GluonLearner:
         self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)
         dtype = replicas.distinct(model)[0].dtype
         several = len(devices) > 1 and replicas.normalises(model)
-        whole = settings.step.batch_stats == "global"
-        self.feed = Feed(data, devices, dtype, least=2 if several and not whole else 1, look=look)
+        self.feed = Feed(data, devices, dtype, least=2 if several else 1, look=look)
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
         self.metrics = RunningSums(self.devices[0])
-        together = GlobalBatchNorm(model, len(devices)) if several and whole else None
-        self.plain_step = Step(trainer, objective, self.metrics, settings, together)
+        self.whole_step = Step(trainer, objective, self.metrics, settings.gradient_clip_val)
         self.draws = _draws_numbers(model) or not objective.is_gluons
-        self._plain_arrays = {name: (array, array.asnumpy()) for name, array in replicas.plain_arrays(model).items()}
         if several:
-            over = "the whole batch" if whole else "its own samples, and the model has those of the largest share"
-            self.notes.append(f"batch normalisation: each device takes the statistics of {over}")
+            self.notes.append(
+                "batch normalisation: each device takes the statistics of its own samples, and the model has those of "
+                "the largest share"
+            )
 
     def close(self) -> None:
-        self._note(
-            f"{name} is an array that the model writes to in place: it is not in checkpoints, and every device writes "
-            f"to it. {_IN_A_PARAMETER}"
-            for name, (array, before) in self._plain_arrays.items()
-            if not np.array_equal(array.asnumpy(), before)
-        )
         self._share_statistics()
-        if self.plain_step.average is not None:
-            self.plain_step.average.put_into_model()
-        self.plain_step.close()
-
-    def _note(self, notes: Iterable[str]) -> None:
-        self.notes += [note for note in notes if note not in self.notes]
+        self.whole_step.close()
 
     # Steps
 
@@ -102,7 +83,7 @@ class GluonLearner:
             self.trainer.set_learning_rate(self.base_rate * factor)
         if self.draws:
             self._seed(window.step)
-        self.plain_step(batch, window.size, window.step)
+        self.whole_step(batch, window.size, window.step)
 
     def _seed(self, step: int) -> None:
         """Seed the random numbers of every device: MXNet cannot save the state of its generators.
@@ -118,11 +99,10 @@ class GluonLearner:
         return self.metrics.peek()
 
     def keep_average(self, averaging: Averaging) -> None:
-        self.plain_step.average = Average(self.model, averaging)
+        raise BadSettings("EMA: MXNet's trainer keeps no average of the weights, those of the other frameworks do")
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        average = self.plain_step.average
-        return contextlib.nullcontext() if average is None else average.in_model()
+        return contextlib.nullcontext()
 
     def send_figures(self, step: int) -> None:
         self.metrics.send(step)
@@ -159,7 +139,6 @@ class GluonLearner:
             blobs={
                 "model": _blobs.pack(state.model_tensors(self.model)),
                 "optimizer": _blobs.pack(state.optimizer_tensors(self.trainer)),
-                **({} if self.plain_step.average is None else {"average": self.plain_step.average.saved()}),
             },
         )
 
@@ -172,8 +151,6 @@ class GluonLearner:
                 saved["optimizer"],
                 lambda name: saving.is_kept(name, self.optimizer_options, saved),
             )
-        if self.plain_step.average is not None and not self.plain_step.average.restore(blobs):
-            self.notes.append(NO_AVERAGE)
         self.metrics.restore(figures)
 
     def from_first(self, data: bytes) -> bytes:
@@ -186,8 +163,6 @@ class GluonLearner:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         largest = self.shares.index(max(self.shares)) if self.shares else 0
         replicas.spread(replicas.statistics(self.model), largest)
-        if self.plain_step.average is not None:
-            self.plain_step.average.share_statistics(largest)
 
 
 def _mixed(*parts: int) -> int:

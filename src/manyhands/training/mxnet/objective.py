@@ -18,8 +18,7 @@ from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss.own_step import LossSum, call_step, is_default, step_name
-from manyhands.training.mxnet import modes
-from manyhands.training.mxnet.step import replicas, sample_weights
+from manyhands.training.mxnet import replicas
 
 Batch = Sequence[Any]
 # Losses that compare each number of the output with one of the target.
@@ -58,7 +57,7 @@ class Objective:
             value, accuracy = call_step(self.model, name, batch)
             correct = (accuracy * size).round() if isinstance(accuracy, mx.nd.NDArray) else None
             return _loss(value, size, f"{name} of {type(self.model).__name__}", correct)
-        inputs, target, weight = sample_weights.parts_of(self.model, self.loss, batch)
+        inputs, target = batch[:-1], batch[-1]
         output = checked_output(self.model, inputs)
         if self.labels is not None and isinstance(output, mx.nd.NDArray):
             self.labels.learn(output.shape)
@@ -68,10 +67,7 @@ class Objective:
                 "give loss=lambda output, target: ..., which chooses what is compared with the target"
             )
         try:
-            if weight is None:
-                value = self.loss(output, target)
-            else:
-                value = sample_weights.weighted(self.loss, output, target, weight)
+            value = self.loss(output, target)
         except mx.MXNetError as error:
             if not (isinstance(self.loss, gluon.loss.Loss) and isinstance(target, mx.nd.NDArray)):
                 raise
@@ -83,10 +79,6 @@ class Objective:
             ) from error
         correct = count_correct(output, target, are_classes=self.of_classes)
         return replace(_loss(value, size, "the loss", correct), output=output)
-
-    def without_weights(self, parts: Batch) -> tuple[Any, ...]:
-        """The parts of a batch, or of all data, that are inputs and targets."""
-        return tuple(parts[:-1] if sample_weights.are_in(self.model, self.loss, len(parts)) else parts)
 
     @property
     def of_classes(self) -> bool:
@@ -115,7 +107,7 @@ def checked_output(model: Any, inputs: Batch) -> Any:
         if isinstance(error, TypeError) and len(inputs) > 1 and "positional argument" in str(error):
             error.add_note(
                 f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. Weights of samples need a "
-                "loss of Gluon's, which takes them, or a training_step(batch) that returns mh.LossSum(total, count)."
+                "training_step(batch) that returns mh.LossSum(total, count)."
             )
         raise
 
@@ -203,7 +195,7 @@ def _reason(error: Exception) -> str:
 
 def count_right(y_hat: Any, y: Any) -> Any:
     """The number of right predictions, on the device; of length 1, for MXNet's older mode has no scalars."""
-    with modes.numpy_like(), autograd.pause():
+    with replicas.numpy_like(), autograd.pause():
         scores, labels = y_hat.as_np_ndarray(), y.as_np_ndarray()
         classes = scores.argmax(axis=1) if scores.ndim > 1 and scores.shape[1] > 1 else scores
         # Sums of booleans are bytes on some devices: counted in floating point, exact far beyond any data set.

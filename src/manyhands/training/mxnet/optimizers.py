@@ -11,7 +11,7 @@ import numpy as np
 from mxnet import gluon
 
 from manyhands.errors import BadSettings
-from manyhands.training.mxnet.step import replicas
+from manyhands.training.mxnet import replicas
 from manyhands.training.optimizers import Optimizers
 
 Optimizer = mx.optimizer.Optimizer

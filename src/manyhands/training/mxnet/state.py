@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from manyhands.amounts import counted
 from manyhands.errors import WrongCheckpoint
 from manyhands.training.checkpoints import tensors
-from manyhands.training.mxnet.step import replicas
+from manyhands.training.mxnet import replicas
 
 # How an optimizer runs, not what it has learnt: the job's values count.
 _COUNTED = ("rescale_grad", "aggregate_num", "begin_num_update", "num_update")
@@ -84,14 +84,6 @@ def restore_optimizer(
         for index in counts:
             _make_state(trainer, updater, index, number)
             _fill(updater.states[index], str(index), saved)
-
-
-def make_optimizer_states(trainer: gluon.Trainer) -> None:
-    """Let the optimizer's state of every parameter exist: it is made at the first update otherwise."""
-    for number, updater in enumerate(trainer._updaters):
-        for index in range(len(trainer._params)):
-            if index not in updater.states:
-                _make_state(trainer, updater, index, number)
 
 
 def _make_state(trainer: gluon.Trainer, updater: Any, index: int, number: int) -> None:

@@ -23,11 +23,10 @@ from manyhands.training.data.sources import Source
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, ignore_progress, named_results
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import checks, evaluation, modes, optimizers
+from manyhands.training.mxnet import checks, evaluation, optimizers, replicas
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import Objective, objective_for
-from manyhands.training.mxnet.step import replicas
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.trainer import BaseTrainer
@@ -55,6 +54,10 @@ class Trainer(BaseTrainer):
         "optimize": "MXNet's engine runs the operations of a step as they are written, in parallel where it can, and "
         "compiles a model where you ask it to: write net.hybridize() before",
         "wrt": "set it in the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
+        "accumulate": "MXNet's trainer computes a batch in one pass; give a smaller batch_size",
+        "micro_batch_size": "MXNet's trainer computes a batch in one pass; give a smaller batch_size",
+        "batch_stats='global'": "MXNet's layers normalise over the samples of their own device; train on one device",
+        "on_nan='continue'": "MXNet's trainer stops at a NaN; leave such samples out of the data",
         "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",
     }
 
@@ -116,14 +119,14 @@ class Trainer(BaseTrainer):
         checks.refuse_launcher()
         devices = self._natives()
         settings.check_devices(len(devices))
-        checks.check_model(model, settings, len(devices))
+        checks.check_model(model)
         train, test = self.train_source, self.test_source
         objective = objective_for(model, self.options.loss)
         checks.check_parts(objective, train)
-        with modes.numpy_like(modes.of_model(model)):
-            checks.make_parameters(model, train, settings.seed, objective)
+        with replicas.numpy_like(replicas.of_model(model)):
+            checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(objective, train, test)
-            note = checks.check_loss(model, objective, train, max(len(devices), settings.step.accumulate))
+            note = checks.check_loss(model, objective, train, len(devices))
         schedule, optimizer = self.options.schedule, self.options.optimizer
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(

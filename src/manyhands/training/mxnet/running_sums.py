@@ -16,8 +16,8 @@ from typing import Any
 
 import mxnet as mx
 
-from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss
+from manyhands.training.mxnet.replicas import numpy_like
 from manyhands.training.running_sums import Figures
 
 _IN_FLIGHT = 2  # steps that may be issued and not done
@@ -63,11 +63,8 @@ class RunningSums:
         self.counts_correct = self.counts_correct or loss.correct is not None
         self._shards.append(loss)
 
-    def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
-        """Add the step's parts, of this many samples, to the sums; returns, on the device, whether its loss is finite.
-
-        ``finite``: 1 or 0, each of them is to be 1 as well.
-        """
+    def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> None:
+        """Add the step's parts, of this many samples, to the sums; ``finite``: 1 or 0, a good step has only 1."""
         self._count += count
         with numpy_like():
             loss = self._together([shard.total for shard in self._shards])
@@ -86,7 +83,6 @@ class RunningSums:
             now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
             self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, now))
         self._shards = []
-        return good
 
     def set_out(self) -> None:
         """A step was issued: start copying the sums to the host, and wait for those of two steps ago."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import mxnet as mx
@@ -26,13 +25,9 @@ from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch
 from manyhands.training.mxnet.feed import Shards
-from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
-from manyhands.training.mxnet.step.average import Average
-from manyhands.training.mxnet.step.batch_norm import GlobalBatchNorm
-from manyhands.training.mxnet.step.running_sums import RunningSums
-from manyhands.training.mxnet.step.skip_nan import StepUndo
-from manyhands.training.settings import Settings
+from manyhands.training.mxnet.replicas import numpy_like
+from manyhands.training.mxnet.running_sums import RunningSums
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
@@ -41,48 +36,20 @@ _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
 class Step:
     """Forward and backward on each device, sum, clip, update."""
 
-    def __init__(
-        self,
-        trainer: gluon.Trainer,
-        objective: Objective,
-        metrics: RunningSums,
-        settings: Settings,
-        together: GlobalBatchNorm | None,
-    ) -> None:
-        """``together``: layers normalise over all devices."""
-        self.trainer, self.objective, self.metrics, self.together = trainer, objective, metrics, together
-        self.clip, self.accumulate = settings.gradient_clip_val, settings.step.accumulate
-        self.undo = StepUndo(objective.model, trainer) if settings.step.on_nan == "continue" else None
-        self.average: Average | None = None
+    def __init__(self, trainer: gluon.Trainer, objective: Objective, metrics: RunningSums, clip: float) -> None:
+        self.trainer, self.objective, self.metrics, self.clip = trainer, objective, metrics, clip
         self.parameters: list[gluon.Parameter] = list(trainer._params)
-        self._written = [
-            parameter for parameter in self.parameters if parameter.grad_req == "write" and self.accumulate > 1
-        ]
-        for parameter in self._written:
-            parameter.grad_req = "add"
-        # Also those that the user made so: the update is that of one batch.
-        self._added_to = [parameter for parameter in self.parameters if parameter.grad_req == "add"]
 
     def close(self) -> None:
         for parameter in self.parameters:
             parameter._set_trainer(None)  # it would keep this job's memory
-        if self.together is not None:
-            self.together.close()
-        for parameter in self._written:
-            parameter.grad_req = "write"
 
     def __call__(self, shards: Shards, whole: int, step: int) -> None:
         """Make the update of a batch of ``whole`` samples."""
-        if self.undo is not None:
-            self.undo.keep(self.average)
-        for parameter in self._added_to:
-            for gradient in parameter.list_grad():
-                gradient[:] = 0  # MXNet's own zero_grad does not take arrays of its NumPy mode
-        present = [shard for shard in shards if shard is not None]
-        if self.together is not None:
-            losses = self._work_together(self.together, present, whole)
-        else:
-            losses = [loss for shard in present for loss in self._work(shard, whole)]
+        for parameter in self.parameters:
+            for gradient in parameter.list_grad() if parameter.grad_req == "add" else ():
+                gradient[:] = 0  # the update is that of one batch; MXNet's zero_grad takes no arrays of its NumPy mode
+        losses = [self._work(shard, whole) for shard in shards if shard is not None]
         counts = [loss.count for loss in losses] if check_same_kind(losses) else None
         for loss in losses:
             self.metrics.add(loss)
@@ -95,36 +62,24 @@ class Step:
         gradients = self._finite()
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
-        if self.average is not None:
-            self.average.update()
-        good = self.metrics.add_up(step, whole, gradients)
-        if self.undo is not None:
-            self.undo.put_back(good)
+        self.metrics.add_up(step, whole, gradients)
         self.metrics.set_out()
 
-    def _work(self, shard: Sequence[Any], whole: int) -> list[Loss]:
-        size = len(shard[0])
-        parts, losses = min(self.accumulate, size), []
-        for part in range(parts):
-            start, stop = size * part // parts, size * (part + 1) // parts
-            batch = shard if parts == 1 else tuple(column[start:stop] for column in shard)
-            loss, minimised = self._forward(batch, whole)
-            _backward([minimised])
-            losses.append(loss)
-        return losses
-
-    def _work_together(self, together: GlobalBatchNorm, shards: Sequence[Any], whole: int) -> list[Loss]:
-        """One backward pass for all: gradients go from device to device."""
-        passed = together.run([partial(self._forward, shard, whole) for shard in shards])
-        _backward([minimised for _, minimised in passed])
-        return [loss for loss, _ in passed]
-
-    def _forward(self, batch: Sequence[Any], whole: int) -> tuple[Loss, Any]:
-        """The loss for the figures, and the value to minimise."""
+    def _work(self, shard: Sequence[Any], whole: int) -> Loss:
+        """Forward and backward of one device; the loss for the figures."""
         with autograd.record():
-            loss = self.objective(batch, training=True)
+            loss = self.objective(shard, training=True)
             minimised = loss.total / whole if loss.count is None else loss.total
-        return replace(loss, total=loss.total.detach(), output=None), minimised
+        try:
+            autograd.backward([minimised])
+        except mx.MXNetError as error:
+            if "not in a computational graph" not in str(error):
+                raise
+            raise BadBatch(
+                "the loss does not depend on the model's parameters: compute it from the model's output with MXNet's "
+                "operations, without asnumpy(), detach() or autograd.pause()"
+            ) from error
+        return replace(loss, total=loss.total.detach(), output=None)
 
     def _fill_gaps(self) -> None:
         """Zeros where a device did not use a parameter that another one used."""
@@ -175,18 +130,6 @@ class Step:
                 scale = factor(gradients)
                 for gradient in gradients:
                     gradient *= scale.astype(gradient.dtype)
-
-
-def _backward(losses: list[Any]) -> None:
-    try:
-        autograd.backward(losses)
-    except mx.MXNetError as error:
-        if "not in a computational graph" not in str(error):
-            raise
-        raise BadBatch(
-            "the loss does not depend on the model's parameters: compute it from the model's output with MXNet's "
-            "operations, without asnumpy(), detach() or autograd.pause()"
-        ) from error
 
 
 def evaluate(objective: Objective, shards: Shards, metrics: RunningSums) -> list[Any]:

@@ -3,6 +3,10 @@
 Gluon keeps a copy of every parameter on each device that it was initialised on. Its own ``reset_ctx`` makes one copy of
 several by taking their mean, which rounds (three equal numbers of float32 need not have themselves as their mean): so
 here the first replica's values are kept and put back.
+
+MXNet has two kinds of arrays: ``mx.np`` after ``npx.set_np()``, ``mx.nd`` otherwise. manyhands sets neither: a model
+needs the mode in which its parameters were created, and arrays of that kind. So training switches to the model's mode,
+whatever the program's mode is, and back again.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import gluon
-
-from manyhands.training.mxnet import modes
+from numpy.typing import NDArray
 
 
 def parameters(model: Any) -> dict[str, gluon.Parameter]:
@@ -33,24 +37,6 @@ def layers(block: Any) -> Iterator[Any]:
     yield block
     for child in block._children.values():
         yield from layers(child)
-
-
-def _own_blocks(block: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Blocks of the user's own classes, each by its path."""
-    if not type(block).__module__.startswith(("mxnet.", "manyhands.")):
-        yield path, block
-    for name, child in block._children.items():
-        yield from _own_blocks(child, f"{path}.{name}")
-
-
-def plain_arrays(model: Any) -> dict[str, Any]:
-    """Arrays that are plain attributes of the user's blocks: they are not parameters, so all replicas share them."""
-    return {
-        f"{path}.{name}": value
-        for path, block in _own_blocks(model, type(model).__name__)
-        for name, value in vars(block).items()
-        if isinstance(value, mx.nd.NDArray)
-    }
 
 
 def statistics(model: Any) -> list[gluon.Parameter]:
@@ -75,7 +61,7 @@ def on(model: Any, devices: Sequence[mx.Context], dtype: str | None = None) -> I
     It keeps the values of the first device.
     """
     homes = [(parameter, list(parameter.list_ctx()), parameter.dtype) for parameter in distinct(model)]
-    with modes.numpy_like(modes.of_model(model)):
+    with numpy_like(of_model(model)):
         try:
             if dtype is not None:
                 model.cast(dtype)
@@ -111,3 +97,41 @@ def spread(values: Sequence[gluon.Parameter], source: int) -> None:
         for number, array in enumerate(arrays):
             if number != source:
                 arrays[source].copyto(array)
+
+
+# MXNet's two kinds of arrays
+
+
+# What MXNet has no arrays of, and what holds the same numbers.
+_WIDER = {"int16": "int64", "uint16": "int64", "uint32": "int64", "uint64": "int64"}
+
+
+@contextlib.contextmanager
+def numpy_like(on: bool = True) -> Iterator[None]:
+    """Within it MXNet has NumPy's semantics, or its older ones."""
+    shape, array = mx.util.np_shape(on), mx.util.np_array(on)
+    # MXNet refuses NumPy's arrays without NumPy's shapes, also for a moment.
+    first, second = (shape, array) if on else (array, shape)
+    with first, second:
+        yield
+
+
+def of_model(model: Any) -> bool:
+    """Whether a model is one of NumPy's mode; one that has no values yet is of the program's."""
+    for parameter in model.collect_params().values():
+        if parameter._data is not None:
+            return isinstance(parameter._data[0], mx.np.ndarray)
+    return bool(mx.util.is_np_array())
+
+
+def native(array: NDArray[Any], device: mx.Context | None = None) -> Any:
+    """An array of NumPy's as MXNet's, of the kind that the mode asks for, in the same dtype."""
+    array = np.asarray(array)
+    kind = _WIDER.get(array.dtype.name, array.dtype.name)
+    module = mx.np if mx.util.is_np_array() else mx.nd
+    return module.array(array, dtype=kind, ctx=device or mx.current_context())
+
+
+def take(array: Any, numbers: Any) -> Any:
+    """The rows of those numbers, gathered on the device."""
+    return (mx.np if isinstance(array, mx.np.ndarray) else mx.nd).take(array, numbers, axis=0, mode="clip")

@@ -1,1 +1,0 @@
-"""A training step: replicas, and what is computed over the whole batch."""
