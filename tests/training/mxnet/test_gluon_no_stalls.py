@@ -13,7 +13,7 @@ import mxnet as mx
 from gluon_cases import contexts, mlp, vectors
 from mxnet import gluon
 
-from manyhands.training import loop as loop_module
+from manyhands.training.callbacks import reporter
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor
@@ -82,7 +82,7 @@ CALLBACKS = CallbackPlan(every=(2,), rates=True)
 def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(**{"max_epochs": 1, "batch_size": 8, **CASES[name]})
     one = learner(settings, 2, norm=True)
-    monkeypatch.setattr(loop_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(reporter, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
     said: list[Any] = []
     callbacks = CALLBACKS if name == "callbacks" else NO_CALLBACKS
     loop = Loop(one, settings, said.append, schedule=one_cycle, callbacks=callbacks)

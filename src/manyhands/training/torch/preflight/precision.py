@@ -22,18 +22,24 @@ With several ranks the others would wait for its gradients: there the error says
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from manyhands import machine
 from manyhands.backends.torch import compat
+from manyhands.errors import ManyhandsError
+from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.part import Step
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.learner import Rank
 
 CONTINUED = "as in the checkpoint that this job continues"
 _WIDE = 64  # channels
@@ -113,13 +119,13 @@ def bf16_format(model: torch.nn.Module) -> NumberFormat:
     return NumberFormat(torch.bfloat16, channels_last=images)
 
 
-def refused(model: torch.nn.Module, error: Exception) -> Choice:
+def _refusal(model: torch.nn.Module, error: Exception) -> Choice:
     """Float32, because of an error in bfloat16."""
     why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return Choice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
 
 
-class BeforeStep:
+class _BeforeStep:
     """Copies of what a step changes before its update: statistics, metrics and random numbers."""
 
     def __init__(self, step: Step) -> None:
@@ -141,3 +147,61 @@ class BeforeStep:
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self._step.model.buffers(), self._step.metrics.sums]
+
+
+class AutoPrecision:
+    """The precision of a rank's steps, where the user leaves it to the trainer."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._note = ""  # of the rank's notes, the one that a later one replaces
+        self._unproven = False
+        self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
+
+    def choose(self) -> None:
+        """The same on all ranks; a resumed job keeps its own."""
+        rank = self._rank
+        if rank.settings.precision != "auto":
+            return
+        if rank.number_format.dtype is torch.float64:
+            self._report(Choice("fp64", CONTINUED))
+            return
+        choice = choose(rank.job, rank.model, rank.world, self.half_before)
+        self._report(choice)
+        self._unproven = choice.bf16 and rank.size == 1
+        if choice.bf16:
+            wanted, number_format = bf16_format(rank.model), rank.number_format
+            number_format.autocast, number_format.channels_last = wanted.autocast, wanted.channels_last
+            if wanted.channels_last:
+                rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                job_state.settle(rank.optimizer)
+
+    def _report(self, choice: Choice) -> None:
+        rank = self._rank
+        rank.notes = [str(choice), *(note for note in rank.notes if note != self._note)]
+        self._note = str(choice)
+        if rank.job.run is not None and rank.world.first:
+            RunFolder(rank.job.run.path).record_precision(choice.precision, choice.why)
+
+    def step(self, make: Callable[[], None], begin_again: Callable[[], None]) -> None:
+        """Make a step; the first one in float32 if it fails in bfloat16, after ``begin_again()``."""
+        if not self._unproven:
+            make()
+            return
+        self._unproven = False
+        rank = self._rank
+        before, notes = _BeforeStep(rank.steps.plain), list(rank.notes)
+        try:
+            make()
+        except (ManyhandsError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not before.put_back():
+                raise
+            choice = _refusal(rank.model, error)
+        else:
+            return
+        rank.notes, rank.number_format.autocast = notes, None
+        begin_again()
+        make()
+        self._report(choice)

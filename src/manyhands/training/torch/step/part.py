@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from manyhands.training.torch.data.batches import Shard
-from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.running_sums import RunningSums
+if TYPE_CHECKING:  # ``mh.whole_batch`` is a part, and loads little
+    from manyhands.training.torch.data.batches import Shard
+    from manyhands.training.torch.step.number_format import NumberFormat
+    from manyhands.training.torch.step.running_sums import RunningSums
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.torch.data.batches import Shard
-from manyhands.training.torch.step.auto_precision import AutoPrecision
+from manyhands.training.torch.preflight.precision import AutoPrecision
 from manyhands.training.torch.step.build import build_step
 
 if TYPE_CHECKING:
