@@ -38,6 +38,7 @@
      |   +- CallbackFailed       a user's callback raised an error                 (RuntimeError)
      |   +- MetricFailed         a user's metric raised an error                   (RuntimeError)
      +- HiddenWait               the host waited for a device in a no-wait block   (RuntimeError)
+     +- NothingWatched           a guard where there is no device to wait for      (RuntimeError)
      +- EngineError
      |   +- CannotTrace          a function that cannot be traced                  (RuntimeError)
      |   |   +- NotYet           a function that the next call may trace
@@ -204,6 +205,16 @@ class MetricFailed(TrainingError, RuntimeError):
 
 class HiddenWait(ManyhandsError, RuntimeError):
     """The host waited for a device in a block that forbids it."""
+
+
+class NothingWatched(ManyhandsError, RuntimeError):
+    """There is neither a GPU nor a virtual device, so that a guard can see nothing. A test that ends so is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no hidden wait could be seen: there is neither a GPU nor a virtual device. MANYHANDS_VIRTUAL_DEVICES=1, "
+            "or mh.virtual_devices(1) before tensors are made, lets the CPU stand in for a GPU"
+        )
 
 
 class EngineError(ManyhandsError):

@@ -20,7 +20,7 @@ from manyhands.audit import watch
 from manyhands.audit.sites import name_callers_in_warnings
 from manyhands.audit.stall import Stall
 from manyhands.device import FRAMEWORKS
-from manyhands.errors import BadSettings, HiddenWait, ManyhandsError
+from manyhands.errors import BadSettings, HiddenWait, NothingWatched
 
 Mode = Literal["forbid", "warn", "count"]
 
@@ -29,20 +29,15 @@ class HiddenWaitWarning(UserWarning):
     """The host waited for a device within ``mh.guard("warn")``."""
 
 
-class NothingWatched(ManyhandsError, SkipTest):
-    """There is neither a GPU nor a virtual device, so that a guard can see nothing. A test that ends so is skipped."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "no hidden wait could be seen: there is neither a GPU nor a virtual device. MANYHANDS_VIRTUAL_DEVICES=1, "
-            "or mh.virtual_devices(1) before tensors are made, lets the CPU stand in for a GPU"
-        )
+class _SkipsTest(NothingWatched, SkipTest):
+    """As a guard raises it: a test that ends so is skipped."""
 
 
 class Seen:
     """The hidden waits of a guarded block: ``len(seen)`` of them, each once in ``for stall in seen``.
 
-    Without a GPU or a virtual device there is nothing to count: asking for the number raises :class:`NothingWatched`.
+    Without a GPU or a virtual device there is nothing to count: asking for the number raises
+    :class:`~manyhands.errors.NothingWatched`.
     """
 
     def __init__(self, mode: Mode) -> None:
@@ -55,7 +50,7 @@ class Seen:
         """Look whether there is something to wait for, where nothing was seen; ``ask``: raise where there is not."""
         self._watches = self._watches or bool(self._counts or self.allowed) or is_there_a_device()
         if ask and not self._watches:
-            raise NothingWatched
+            raise _SkipsTest
 
     def __len__(self) -> int:
         self.look()
@@ -97,8 +92,8 @@ def guard(mode: Mode = "count") -> Iterator[Seen]:
 
     ``"forbid"`` raises :class:`~manyhands.errors.HiddenWait` before the host waits, ``"warn"`` warns at the line, and
     ``"count"`` only counts: ``with mh.guard("count") as seen: ...; print(len(seen), seen)``. Tensors on a GPU and on
-    virtual devices are watched. Without either, ``"forbid"`` raises :class:`NothingWatched`, ``"warn"`` warns of it,
-    and a count raises it when it is asked for.
+    virtual devices are watched. Without either, ``"forbid"`` raises :class:`~manyhands.errors.NothingWatched`,
+    ``"warn"`` warns of it, and a count raises it when it is asked for.
     """
     if mode not in ("forbid", "warn", "count"):
         raise BadSettings(f"guard({mode!r}): give 'forbid', 'warn' or 'count'")
@@ -120,7 +115,7 @@ def assert_no_stalls() -> Iterator[Seen]:
     """Raise :class:`~manyhands.errors.HiddenWait` at the end of a block in which the host waited, with all its lines.
 
     ``with mh.assert_no_stalls(): step(batch)``; also a decorator of a test: ``@mh.assert_no_stalls()``. Without a GPU
-    and without virtual devices it raises :class:`NothingWatched`, by which a test is skipped.
+    and without virtual devices it raises :class:`~manyhands.errors.NothingWatched`, by which a test is skipped.
     """
     with guard("count") as seen:
         yield seen

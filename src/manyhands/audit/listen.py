@@ -43,7 +43,7 @@ def connect(framework: str, on_step: Callable[[object, bool], None], *, stand_in
 
 def begin(framework: str, recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
     """Record what a program does with a framework from now on."""
-    connect(framework, lambda who, loop: recorder.step(who, loop=loop), stand_in=recorder.profile is not None)
+    connect(framework, lambda who, loop: recorder.step(who, loop=loop), stand_in=recorder.speeds is not None)
     if framework in _MORE:
         _more(framework).begin(recorder, warmup, at_step)
 

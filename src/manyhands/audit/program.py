@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import files
-from manyhands.audit import listen, profile, sites, watch
+from manyhands.audit import listen, sites, speeds, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report
 from manyhands.device import FRAMEWORKS
@@ -63,7 +63,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     """Run a program to its end and write the record; returns its exit code."""
-    target = profile.Profile(**settings["profile"]) if settings["profile"] else None
+    target = speeds.DeviceSpeeds(**settings["speeds"]) if settings["speeds"] else None
     limit = settings["warmup"] + settings["steps"] if settings["steps"] else None
 
     def on_step(steps: int) -> None:
@@ -73,7 +73,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
             raise EnoughSteps
 
     at_step: list[Callable[[int], None]] = []
-    recorder = Recorder(profile=target, on_step=on_step)
+    recorder = Recorder(speeds=target, on_step=on_step)
     process = os.getpid()
     os.register_at_fork(before=lambda: _count_fork(recorder, process))
 

@@ -23,7 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if item.get_closest_marker("no_stalls") is None:
         return (yield)
-    from manyhands.audit.guard import NothingWatched, guard
+    from manyhands.audit.guard import guard
+    from manyhands.errors import NothingWatched
 
     with guard("count") as seen:
         result = yield

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from manyhands.audit.critical_path import Wait, Work
 from manyhands.audit.kinds import Kind
-from manyhands.audit.profile import Profile, h200
 from manyhands.audit.sites import Line, Site
+from manyhands.audit.speeds import DeviceSpeeds, h200
 from manyhands.audit.stall import Stall
 from manyhands.audit.watch import Event
 
@@ -35,8 +35,8 @@ class Entry:
 class Recorder:
     """A sink for a whole program."""
 
-    def __init__(self, *, profile: Profile | None = None, on_step: Callable[[int], None] | None = None) -> None:
-        self.profile = profile  # of the device that is stood in for; None: a real one is there
+    def __init__(self, *, speeds: DeviceSpeeds | None = None, on_step: Callable[[int], None] | None = None) -> None:
+        self.speeds = speeds  # of the device that is stood in for; None: a real one is there
         self.steps = 0
         self.step_times: list[float] = [time.perf_counter()]
         self.entries: list[Entry] = []
@@ -66,30 +66,30 @@ class Recorder:
 
     def after(self, event: Event) -> None:
         with self._lock:
-            if self.profile is not None and event.stall.kind is Kind.LOADER:
+            if self.speeds is not None and event.stall.kind is Kind.LOADER:
                 self.loaders.setdefault(event.stall, []).append(event.seconds)
                 return
             if threading.get_ident() != self._thread:
                 self.others.append((self.steps, event.stall, self._seconds(event)))
                 return
             self._add(event)
-            self._last = time.perf_counter() if self.profile is None else self._last
+            self._last = time.perf_counter() if self.speeds is None else self._last
 
     def _add(self, event: Event) -> None:
         if len(self.entries) >= _MOST_ENTRIES:
             self.incomplete = True
             return
-        if self.profile is None:
+        if self.speeds is None:
             work = Work(max(0.0, event.begin - self._last))
             wait = measured_wait(event)
         else:
-            work, wait = self._taken(), predicted_wait(event, self.profile)
+            work, wait = self._taken(), predicted_wait(event, self.speeds)
         self.entries.append(Entry(self.steps, work, event.stall, wait, event.seconds))
 
     def _seconds(self, event: Event) -> float:
-        if self.profile is None:
+        if self.speeds is None:
             return event.seconds
-        wait = predicted_wait(event, self.profile)
+        wait = predicted_wait(event, self.speeds)
         return wait.host + wait.device
 
     def _taken(self) -> Work:
@@ -101,14 +101,14 @@ class Recorder:
 
     def launch(self, seconds: float, line: tuple[int, Line] | None = None, *, kernel: bool = True) -> None:
         """An operation was launched on what stands in for a device, by this line in this run of its function."""
-        profile = self.profile
+        speeds = self.speeds
         self.used_device = self.launched = True
-        if profile is None or threading.get_ident() != self._thread:
+        if speeds is None or threading.get_ident() != self._thread:
             return
         with self._lock:
-            self._host += profile.launch if kernel else profile.launch / 4
-            self._device += max(seconds, profile.kernel) if kernel else 0.0
-            if line is not None and kernel and seconds <= 2 * profile.kernel:
+            self._host += speeds.launch if kernel else speeds.launch / 4
+            self._device += max(seconds, speeds.kernel) if kernel else 0.0
+            if line is not None and kernel and seconds <= 2 * speeds.kernel:
                 self._launches[line] = self._launches.get(line, 0) + 1
 
     def step(self, who: object, *, loop: bool = False) -> None:
@@ -137,7 +137,7 @@ class Recorder:
     def _end_step(self) -> None:
         now = time.perf_counter()
         self._note_launches()
-        work = Work(max(0.0, now - self._last)) if self.profile is None else self._taken()
+        work = Work(max(0.0, now - self._last)) if self.speeds is None else self._taken()
         if len(self.entries) < _MOST_ENTRIES:
             self.entries.append(Entry(self.steps, work, None, None))
         self._last = now
@@ -147,9 +147,9 @@ class Recorder:
     def _note_launches(self) -> None:
         """Lines that launched many tiny operations, one by one."""
         for (_, line), count in self._launches.items():
-            if count >= _TINY_LAUNCHES and self.profile is not None:
+            if count >= _TINY_LAUNCHES and self.speeds is not None:
                 # Its host time is in the work since the last wait: moved here, so that it can be left out.
-                wait = Wait(-1, host=min(self._host, count * self.profile.launch), drains=False)
+                wait = Wait(-1, host=min(self._host, count * self.speeds.launch), drains=False)
                 self._host -= wait.host
                 key = Stall(Kind.LAUNCHES, "operations", Site(line))
                 self.entries.append(Entry(self.steps, self._taken(), key, wait, wait.host, count))
@@ -159,7 +159,7 @@ class Recorder:
 def measured_wait(event: Event) -> Wait:
     """Which part of a measured wait is the call itself; the rest is waiting for work that was launched before.
 
-    The call cannot be measured separately: its time is that of an H200's profile, at most the measured one.
+    The call cannot be measured separately: its time is that of an H200, at most the measured one.
     """
     kind = event.stall.kind
     if kind in _HOST_ONLY:
@@ -170,25 +170,25 @@ def measured_wait(event: Event) -> Wait:
     return Wait(-1, device=copy, after=call - copy)
 
 
-def predicted_wait(event: Event, profile: Profile) -> Wait:
-    """What a wait costs on the device that is stood in for: by its profile, never by this machine's clock."""
+def predicted_wait(event: Event, speeds: DeviceSpeeds) -> Wait:
+    """What a wait costs on the device that is stood in for: by its speeds, never by this machine's clock."""
     kind = event.stall.kind
     if kind in _HOST_ONLY:
-        return Wait(-1, host=profile.launch, drains=False)
+        return Wait(-1, host=speeds.launch, drains=False)
     if kind is Kind.SYNCHRONIZE:
         return Wait(-1)
-    host, copy = _copy_seconds(kind, event.nbytes, profile) or (0.0, profile.kernel)
+    host, copy = _copy_seconds(kind, event.nbytes, speeds) or (0.0, speeds.kernel)
     if kind in (Kind.TO_HOST, Kind.BLOCKING):  # the host only waits while the device copies
         host = max(0.0, host - copy)
-    return Wait(-1, host=profile.launch + host, device=copy)
+    return Wait(-1, host=speeds.launch + host, device=copy)
 
 
-def _copy_seconds(kind: Kind, size: int, profile: Profile) -> tuple[float, float] | None:
+def _copy_seconds(kind: Kind, size: int, speeds: DeviceSpeeds) -> tuple[float, float] | None:
     """How long a copy occupies the host, which copies pageable memory, and the device; None: it is not a copy."""
     if kind is Kind.TO_HOST:
-        return size / profile.to_host, size / profile.to_host_pinned
+        return size / speeds.to_host, size / speeds.to_host_pinned
     if kind in (Kind.TO_DEVICE, Kind.IMPLICIT, Kind.DATA):
-        return size / profile.to_device, size / profile.to_device_pinned
+        return size / speeds.to_device, size / speeds.to_device_pinned
     if kind is Kind.BLOCKING:
-        return size / profile.to_device_pinned, size / profile.to_device_pinned
+        return size / speeds.to_device_pinned, size / speeds.to_device_pinned
     return None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from manyhands.audit.reports.report import Report
 
 WAITS_TOO_LONG = 3
-_WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--profile")
+_WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--speeds")
 _OPTIONS = ("--as-if-gpu", *_WITH_VALUE)
 
 
@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="predict without a GPU: a virtual device stands in for one; default: audit the GPU",
     )
     option(
-        "--profile",
+        "--speeds",
         **flags.FILE,
         help="output of `manyhands devices --measure --json` on the GPU that --as-if-gpu predicts; default: an H200's",
     )
@@ -148,19 +148,19 @@ def _baseline(path: Path) -> Report:
 
 
 def _settings(options: argparse.Namespace, name: str, is_module: bool, result: Path) -> dict[str, Any]:
-    from manyhands.audit import profile
+    from manyhands.audit import speeds
 
-    if options.profile is not None and not options.as_if_gpu:
-        raise BadSettings("--profile is for predictions: give --as-if-gpu, too")
+    if options.speeds is not None and not options.as_if_gpu:
+        raise BadSettings("--speeds is for predictions: give --as-if-gpu, too")
     target = None
     if options.as_if_gpu:
-        target = asdict(profile.load(options.profile) if options.profile is not None else profile.h200())
+        target = asdict(speeds.load(options.speeds) if options.speeds is not None else speeds.h200())
     return {
         "program": name,
         "module": is_module,
         "warmup": options.warmup,
         "steps": options.steps,
-        "profile": target,
+        "speeds": target,
         "result": str(result),
     }
 

@@ -14,17 +14,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from manyhands.audit import profile, program
+from manyhands.audit import program, speeds
 
 
 def main(folder: Path) -> None:
     found = {}
-    target = None if os.environ.get("MANYHANDS_AUDIT_REAL") else dataclasses.asdict(profile.h200())
+    target = None if os.environ.get("MANYHANDS_AUDIT_REAL") else dataclasses.asdict(speeds.h200())
     with tempfile.TemporaryDirectory() as results:
         for path in sorted(folder.glob("*/*.py")):
             name = f"{path.parent.name}/{path.stem}"
             result = Path(results) / f"{path.parent.name}-{path.stem}.json"
-            settings = {"program": name, "module": False, "warmup": 2, "steps": None, "profile": target}
+            settings = {"program": name, "module": False, "warmup": 2, "steps": None, "speeds": target}
             kept = sys.modules["__main__"], sys.argv, sys.path[0]
             with contextlib.redirect_stdout(io.StringIO()):
                 code = program.run({**settings, "result": str(result)}, [str(path)])

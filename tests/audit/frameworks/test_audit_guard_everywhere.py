@@ -62,7 +62,8 @@ import unittest
 import warnings
 import pytest
 from manyhands import FRAMEWORK as mh
-from manyhands.audit.guard import HiddenWaitWarning, NothingWatched
+from manyhands.audit.guard import HiddenWaitWarning
+from manyhands.errors import NothingWatched
 
 
 def wait():

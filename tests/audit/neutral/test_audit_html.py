@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.audit import profile, watch
+from manyhands.audit import speeds, watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import html, report
@@ -21,7 +21,7 @@ from manyhands.audit.stall import Stall
 def page(tmp_path: Path) -> Path:
     script = tmp_path / "train.py"
     script.write_text("import torch\n\nfor x in loader:\n    total += loss.item() if a < b & c else 0\n    step()\n")
-    recorder = Recorder(profile=profile.h200())
+    recorder = Recorder(speeds=speeds.h200())
     recorder.frameworks.add("torch")
     for _ in range(8):
         for _ in range(10):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.audit import profile, recorder, sites, watch, wrapping
+from manyhands.audit import recorder, sites, speeds, watch, wrapping
 from manyhands.audit.critical_path import Work, gains
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
@@ -34,7 +34,7 @@ def _wait(sink: Recorder, line: int, kind: Kind = Kind.READ, seconds: float = 0.
 
 
 def _recorder(steps: int, waits: int = 1) -> Recorder:
-    made = Recorder(profile=profile.h200())
+    made = Recorder(speeds=speeds.h200())
     made.frameworks.add("torch")
     for _ in range(steps):
         for _ in range(10):
@@ -75,7 +75,7 @@ def test_waits_after_the_last_step_are_no_part_of_a_step() -> None:
 
 
 def test_without_steps_lines_of_loops_count_and_that_is_said() -> None:
-    made = Recorder(profile=profile.h200())
+    made = Recorder(speeds=speeds.h200())
     made.frameworks.add("torch")
     for _ in range(3):
         _wait(made, 1)
@@ -140,7 +140,7 @@ def test_another_threads_waits_are_found_but_are_not_on_the_path() -> None:
 
 
 def test_without_steps_the_main_threads_waits_are_on_the_path() -> None:
-    made = Recorder(profile=profile.h200())
+    made = Recorder(speeds=speeds.h200())
     made.frameworks.add("torch")
     thread = threading.Thread(target=lambda: [_wait(made, 1) for _ in range(4)])
     thread.start()
@@ -158,7 +158,7 @@ def test_without_steps_the_main_threads_waits_are_on_the_path() -> None:
 
 def test_a_device_that_idles_without_waits_is_told() -> None:
     assert not report.make(_recorder(12, waits=0), program="p", warmup=5).notes
-    idle = Recorder(profile=profile.h200())
+    idle = Recorder(speeds=speeds.h200())
     idle.frameworks.add("torch")
     for _ in range(8):
         idle.launch(0.0)
@@ -351,9 +351,9 @@ def test_a_bad_profile_is_refused(tmp_path: Path, text: str, message: str) -> No
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(BadSettings, match=message):
-        profile.load(path)
+        speeds.load(path)
     with pytest.raises(BadSettings, match="No such file"):
-        profile.load(tmp_path / "none.json")
+        speeds.load(tmp_path / "none.json")
 
 
 def test_every_kind_has_words() -> None:

@@ -11,7 +11,7 @@ STATE = """
 import json, os, sys, tempfile, threading
 import torch, torch.distributed
 from manyhands import torch as mh
-from manyhands.audit import profile, program, watch
+from manyhands.audit import speeds, program, watch
 from manyhands.audit.torch import hooks
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.cuda_stand_in import streams
@@ -78,8 +78,8 @@ def audit(as_if_gpu):
         path, result = os.path.join(folder, "train.py"), os.path.join(folder, "result.json")
         with open(path, "w") as file:
             file.write(PROGRAM)
-        target = dataclasses.asdict(profile.h200()) if as_if_gpu else None
-        settings = {"program": "train.py", "module": False, "warmup": 2, "steps": None, "profile": target}
+        target = dataclasses.asdict(speeds.h200()) if as_if_gpu else None
+        settings = {"program": "train.py", "module": False, "warmup": 2, "steps": None, "speeds": target}
         main, arguments, first = sys.modules["__main__"], sys.argv, sys.path[0]
         assert program.run({**settings, "result": result}, [path]) == 0
         sys.modules["__main__"], sys.argv, sys.path[0] = main, arguments, first

@@ -112,8 +112,8 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
     report = Report(
         program=program,
         frameworks=sorted(recorder.frameworks),
-        predicted=recorder.profile is not None,
-        device=recorder.profile.name if recorder.profile is not None else None,
+        predicted=recorder.speeds is not None,
+        device=recorder.speeds.name if recorder.speeds is not None else None,
         steps=recorder.steps,
         loaders={
             key.line: statistics.median(each)
@@ -216,7 +216,7 @@ def _timeline(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) 
     for entry in entries:
         work, wait = entry.work, entry.wait
         after = wait.after if wait is not None else 0.0
-        if recorder.profile is None:
+        if recorder.speeds is None:
             drained = _drained(entry)
             work = Work(work.host, busy_part * work.host + waited_part * drained, lead=(1 - busy_part) * work.host)
             after += (1 - waited_part) * drained
@@ -229,7 +229,7 @@ def _timeline(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) 
 
 def _busy_parts(entries: list[Entry], recorder: Recorder) -> tuple[float, float]:
     """The part of the host's work, and of its waits for what it launched before, in which a real device is busy."""
-    if recorder.profile is not None or recorder.busy_seconds is None or not entries:
+    if recorder.speeds is not None or recorder.busy_seconds is None or not entries:
         return 1.0, 1.0
     steps = len({entry.step for entry in entries})
     host = sum(entry.work.host for entry in entries) / steps

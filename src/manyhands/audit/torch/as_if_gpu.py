@@ -1,7 +1,7 @@
 """A virtual device stands in for the GPU, so that a laptop shows what would wait on one.
 
 Every operation there is an entry of a predicted timeline: what the host takes to launch it and the device to compute
-it, from a profile.
+it, from the measured speeds of a device.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from manyhands.audit import sites
-from manyhands.audit.profile import Profile
 from manyhands.audit.recorder import Recorder
+from manyhands.audit.speeds import DeviceSpeeds
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.compat import tree_iter
 
 
 @contextmanager
-def recording(recorder: Recorder, profile: Profile) -> Iterator[None]:
+def recording(recorder: Recorder, speeds: DeviceSpeeds) -> Iterator[None]:
     """Record what is launched on the virtual device that stands in for a GPU."""
 
     def launched(*operation: Any) -> None:
-        _launched(recorder, profile, *operation)
+        _launched(recorder, speeds, *operation)
 
     virtual.observers.append(launched)
     try:
@@ -35,13 +35,13 @@ def recording(recorder: Recorder, profile: Profile) -> Iterator[None]:
         virtual.observers.remove(launched)
 
 
-def _launched(recorder: Recorder, profile: Profile, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _launched(recorder: Recorder, speeds: DeviceSpeeds, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     results = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
     if _is_view(func, tensors, results):
         recorder.launch(0.0, kernel=False)
         return
-    recorder.launch(_seconds(profile, func, args, kwargs, result, tensors + results), _line())
+    recorder.launch(_seconds(speeds, func, args, kwargs, result, tensors + results), _line())
 
 
 def _is_view(func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
@@ -51,9 +51,11 @@ def _is_view(func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]
     return any(compat.memory_id(tensor) == memory for tensor in tensors)
 
 
-def _seconds(profile: Profile, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> float:
+def _seconds(
+    speeds: DeviceSpeeds, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]
+) -> float:
     """By its FLOPs at the rate of a product, or by the bytes that it reads and writes."""
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / (2 * profile.on_device)
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / (2 * speeds.on_device)
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return moved
@@ -62,7 +64,7 @@ def _seconds(profile: Profile, func: Any, args: Any, kwargs: Any, result: Any, t
         flops = float(count(*args, **kwargs, out_val=result))
     except Exception:  # an operation whose count wants other arguments
         return moved
-    return max(moved, flops / (profile.bfloat16 if half else profile.float32))
+    return max(moved, flops / (speeds.bfloat16 if half else speeds.float32))
 
 
 def _line() -> tuple[int, sites.Line] | None:

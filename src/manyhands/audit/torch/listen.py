@@ -17,8 +17,8 @@ _undo = ExitStack()  # what ends with the audit
 
 def begin(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
     """Predict every operation, or measure how busy the GPU is."""
-    if recorder.profile is not None:
-        _undo.enter_context(as_if_gpu.recording(recorder, recorder.profile))
+    if recorder.speeds is not None:
+        _undo.enter_context(as_if_gpu.recording(recorder, recorder.speeds))
     else:
         at_step.append(_undo.enter_context(BusyTime(recorder, warmup)))
 
@@ -26,7 +26,7 @@ def begin(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]])
 def end(recorder: Recorder) -> None:
     """Say how often the allocator had to free memory."""
     _undo.close()
-    if recorder.profile is not None or not torch.cuda.is_initialized():
+    if recorder.speeds is not None or not torch.cuda.is_initialized():
         return
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if retries:

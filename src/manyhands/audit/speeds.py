@@ -1,7 +1,7 @@
-"""How fast a device is, for predictions without it: a measured profile.
+"""How fast a device is, for predictions without it: its measured speeds.
 
-A profile is what ``manyhands devices --measure --json`` prints on a machine. What that does not measure (launching an
-operation, the shortest kernel) stands under ``audit`` in the profile of an H200 that ships with the package, and is
+They are what ``manyhands devices --measure --json`` prints on a machine. What it does not measure (launching an
+operation, the shortest kernel) stands under ``audit`` in those of an H200 that ships with the package, and is
 taken from there.
 """
 
@@ -18,7 +18,7 @@ from manyhands.errors import BadSettings
 
 
 @dataclass(frozen=True)
-class Profile:
+class DeviceSpeeds:
     """A device's figures; bandwidths in bytes per second, rates in FLOP per second, times in seconds."""
 
     name: str
@@ -34,23 +34,23 @@ class Profile:
 
 
 @functools.cache
-def h200() -> Profile:
+def h200() -> DeviceSpeeds:
     """The H200's, as measured for docs/performance.md."""
     return _read(_shipped(), "h200.json")
 
 
-def load(path: Path) -> Profile:
-    """A profile from a file that ``manyhands devices --measure --json`` has written."""
+def load(path: Path) -> DeviceSpeeds:
+    """The speeds in a file that ``manyhands devices --measure --json`` has written."""
     try:
         facts = json.loads(path.read_text())
     except OSError as error:
-        raise BadSettings(f"--profile {path}: {error.strerror}") from None
+        raise BadSettings(f"--speeds {path}: {error.strerror}") from None
     except ValueError:
         raise BadSettings(
-            f"--profile {path} is not JSON: give what `manyhands devices --measure --json` prints"
+            f"--speeds {path} is not JSON: give what `manyhands devices --measure --json` prints"
         ) from None
     if not isinstance(facts, dict):
-        raise BadSettings(f"--profile {path}: give what `manyhands devices --measure --json` prints")
+        raise BadSettings(f"--speeds {path}: give what `manyhands devices --measure --json` prints")
     return _read(facts, str(path))
 
 
@@ -59,11 +59,11 @@ def _shipped() -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def _read(facts: dict[str, Any], name: str) -> Profile:
+def _read(facts: dict[str, Any], name: str) -> DeviceSpeeds:
     device = _measured_gpu(facts)
     if device is None:
         raise BadSettings(
-            f"--profile {name} has no measured GPU: run `manyhands devices --measure --json` on a machine with a GPU"
+            f"--speeds {name} has no measured GPU: run `manyhands devices --measure --json` on a machine with a GPU"
         )
     speed = device["speed"]
     extra = {**_shipped()["audit"], **facts.get("audit", {})}
@@ -71,10 +71,10 @@ def _read(facts: dict[str, Any], name: str) -> Profile:
     def figure(key: str, unit: float, otherwise: str | None = None) -> float:
         value = speed.get(key) or (speed.get(otherwise) if otherwise else None)
         if not isinstance(value, (int, float)) or value <= 0:
-            raise BadSettings(f"--profile {name} has no figure {key!r}: measure it with `manyhands devices --measure`")
+            raise BadSettings(f"--speeds {name} has no figure {key!r}: measure it with `manyhands devices --measure`")
         return float(value) * unit
 
-    return Profile(
+    return DeviceSpeeds(
         name=str(device.get("name") or name),
         to_device=figure("host_to_device", 1e9),
         to_device_pinned=figure("host_to_device_pinned", 1e9, "host_to_device"),
