@@ -373,6 +373,77 @@ def devices_and_dtypes(make: Make) -> Any:
     return [fast(x) for x in (X, X[:2], X[0], X.half().float(), X) for _ in range(2)]
 
 
+def memory_that_is_replaced(make: Make) -> Any:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    layer.weight.fill_(0.5), layer.bias.zero_()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        layer.weight.data = layer.weight.data + 1
+        return layer(x)
+
+    fast = make(function)
+    return [fast(X) for _ in range(4)], layer.weight
+
+
+def what_is_put_elsewhere(make: Make) -> Any:
+    """Sums are left in an attribute, a list, a dict, a tensor's attribute and a gradient."""
+    net, found, table = nn.Linear(4, 4), list[Any](), dict[str, Any]()
+    weight = nn.Parameter(torch.ones(4))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total = x.sum() * x.scale
+        net.last, table["last"], weight.grad = total, total * 2, x[0] * total
+        found.append(total)
+        x.seen = total + 1
+        return total
+
+    fast, kept = make(function), list[Any]()
+    for number in range(4):
+        x = X + number
+        x.scale = 1.0 + number
+        kept += [fast(x), x.seen, net.last.clone(), table["last"].clone(), weight.grad.clone()]
+    return kept, found
+
+
+def results_that_get_gradients(make: Make) -> Any:
+    def function(x: torch.Tensor) -> Any:
+        return (x * 2).requires_grad_(), nn.Parameter(x + 1), isinstance(x, nn.Parameter)
+
+    fast, found = make(function), list[Any]()
+    for x in (X, nn.Parameter(X.clone(), requires_grad=False), X[1:], X):
+        result, parameter, is_parameter = fast(x)
+        (result * parameter).sum().backward()
+        found += [result.grad, parameter.grad, type(parameter).__name__, is_parameter, result.is_leaf]
+    return found
+
+
+def lazy_layers(make: Make) -> Any:
+    net = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d())
+    fast, found = make(net), list[Any]()
+    torch.manual_seed(1)
+    for _ in range(3):
+        found.append(fast(X).detach())
+    return found, _state(net)
+
+
+def gradients_through_one_result(make: Make) -> Any:
+    """Passes through different results do not disturb each other; a second one is refused."""
+    weight = nn.Parameter(torch.eye(4))
+
+    def function(x: torch.Tensor) -> Any:
+        y = (x @ weight).tanh()
+        return y.sum(), (y * y).sum()
+
+    fast, found = make(function), list[Any]()
+    for _ in range(3):
+        one, _ = fast(X)
+        _, other = fast(X + 1)
+        one.backward()
+        other.backward()
+        found += [weight.grad.clone(), error_of(one.backward)]  # type: ignore[union-attr]
+    return found
+
+
 PROGRAMS: list[Callable[[Make], Any]] = [
     loop_over_a_loader,
     model_called_in_a_loop,
@@ -395,4 +466,9 @@ PROGRAMS: list[Callable[[Make], Any]] = [
     results_are_kept,
     two_forward_passes_first,
     devices_and_dtypes,
+    memory_that_is_replaced,
+    what_is_put_elsewhere,
+    results_that_get_gradients,
+    lazy_layers,
+    gradients_through_one_result,
 ]

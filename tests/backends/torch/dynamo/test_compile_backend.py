@@ -352,3 +352,33 @@ def test_dropout_before_a_transposition_is_trained() -> None:
         (gradient,) = torch.autograd.grad(loss, weight)
         kept = (dropped != 0) * 2.0 * torch.arange(1.0, 4.0)[:, None]
         torch.testing.assert_close(gradient, x.t() @ kept.view(6, 4))
+
+
+def _graph_with(first: GraphPlan) -> Any:
+    module = make_fx(lambda x: (x.sin(),))(torch.rand(4))
+    return dynamo._PlannedGraph(module, lambda role: lambda graph, arguments: first, dynamo._Places(), None)
+
+
+def test_a_better_plan_is_looked_for_once_when_it_is_due() -> None:
+    x, asked = torch.rand(4), list[str]()
+
+    def give(name: str) -> Any:
+        return lambda tensors: [asked.append(name), tensors[0].sin()][1:]
+
+    def better(graph: Any, arguments: tuple[Any, ...]) -> GraphPlan:
+        asked.append("looked for")
+        return GraphPlan(give("better"), in_graph=False)
+
+    graph = _graph_with(GraphPlan(give("first"), in_graph=False, later=(3, better)))
+    for number in range(5):
+        torch.testing.assert_close(graph(x + number), [(x + number).sin()])
+    assert asked == ["first", "first", "looked for", "better", "better", "better"]
+
+
+def test_the_graph_runs_as_it_is_where_the_better_plan_is_none() -> None:
+    x = torch.rand(4)
+    other = torch.zeros(4)
+    graph = _graph_with(GraphPlan(lambda tensors: [other], in_graph=False, later=(2, lambda graph, arguments: None)))
+    assert graph(x)[0] is other
+    for _ in range(2):
+        assert torch.equal(graph(x)[0], x.sin())

@@ -195,7 +195,8 @@ class _PlannedGraph:
         effects = [*map(rewrites.has_effect, nodes)]
         # Views are computed outside of the plan, so they must not repeat its effects.
         repeated = any(map(rewrites.has_effect, self._make_views.graph.nodes))
-        self._is_nothing_planned = repeated or not (self._computed or any(effects))
+        moves = any(map(rewrites.replaces_memory, nodes))  # of the tensor itself, which a plan does not get
+        self._is_nothing_planned = moves or repeated or not (self._computed or any(effects))
         self._is_backward = is_backward
         if not is_backward:
             places.are_known = self._is_nothing_planned

@@ -128,6 +128,11 @@ def has_effect(node: Node) -> bool:
     return node.op == "call_function" and (node.is_impure() or has_effects(node))
 
 
+def replaces_memory(node: Node) -> bool:
+    """Whether a tensor gets other memory (``w.data = ...``)."""
+    return getattr(node.target, "overloadpacket", None) in (_aten.set_, _aten.resize_, _aten.resize_as_)
+
+
 def part(
     module: GraphModule, outputs: Sequence[Any], name: str = "a graph", *, with_effects: bool = False
 ) -> CapturedGraph:
