@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,22 +30,26 @@ from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, undivided, windows
 from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
-from manyhands.training.evaluation.metrics import MetricCalls
+from manyhands.training.evaluation.metrics import MetricCalls, evaluate_with_metrics, ignore_progress, named_results
 from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
-from manyhands.training.learner import Take
+from manyhands.training.learner import Say, Take
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.running_sums import Figures, add
 from manyhands.training.torch.data import dict_batches, feed
 from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
-from manyhands.training.torch.objective import Objective, mixes_samples, widened
+from manyhands.training.torch.job import HALVES, Job, placement_preserved
+from manyhands.training.torch.objective import Objective, mixes_samples, placed, widened
 from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import randomness
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
+from manyhands.training.torch.workers import job_bytes
 
 _HOST = torch.device("cpu")
+_ALIVE_EVERY = 0.2  # seconds
 
 
 @dataclass
@@ -71,7 +76,6 @@ class Evaluation:
         objective, device = self.objective, self.world.device
         sums = RunningSums(device)
         counts = sums.sums.new_zeros(())
-        watched = objective.sums is not False
         recorded = None if take is None else _RecordedOutputs(self.model)
         outputs = _Outputs(self.world, take)
         whole = not objective.is_mean(self.model) or mixes_samples(self.model)
@@ -83,13 +87,9 @@ class Evaluation:
                 if shard is None:
                     outputs.add(None)
                     continue
-                cast_batch, both, size = self.number_format.cast(shard.whole), None, shard.size
+                cast_batch, size = self.number_format.cast(shard.whole), shard.size
                 with self.number_format.scope(device):
-                    if watched:
-                        both, loss, correct = objective.as_sum(self.model, cast_batch)
-                        watched = both is not None  # a loss that is unknown once stays unknown
-                    else:
-                        loss, correct = objective(self.model, cast_batch)
+                    both, loss, correct = objective.as_sum(self.model, cast_batch)
                     if recorded is not None:
                         outputs.add((self._rounded(recorded.take(cast_batch)), target_of(self.model, cast_batch)), size)
                 both = both or LossSum(loss.double() * size, size)
@@ -193,8 +193,6 @@ class _Outputs:
         moving, structure = coming
         pair = structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
         if self.world.size > 1:
-            from manyhands.training.torch.workers import job_bytes
-
             parts = self.world.bytes_to_first(job_bytes.dumps(map_tensors(_compact, pair)))
             pair = _joined([pickle.loads(part) for part in parts]) if self.world.first else None
         if pair is not None and self.take_pair is not None:
@@ -271,6 +269,64 @@ def target_of(model: torch.nn.Module, batch: Batch) -> Any:
 
 def _inputs(model: torch.nn.Module, batch: Any) -> int:
     return input_count(model.forward, len(batch))
+
+
+# Jobs: a job that evaluates or predicts goes the way of a training, in the calling process on one device, in worker
+# processes on several, or in the processes of a launcher. Workers send outputs in pieces, through the first rank.
+
+
+def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
+    """This rank's part: returns the figures over all ranks; a prediction goes to ``take`` and returns None."""
+    precision = job.settings.precision
+    number_format = NumberFormat(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
+    model = job.model.to(here.device, number_format.dtype)
+    here.broadcast_([*model.parameters(), *model.buffers()])
+    randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))
+    data = feed.resident(job.train, here.device)
+    evaluation = Evaluation(model, here, number_format, job.settings.batch_size, data, job.objective)
+    if job.purpose == "predict":
+        assert take is not None
+        evaluation.predict(job.inputs, alive, take)
+        return None
+    evaluation.objective = placed(job.objective, here.device, number_format.dtype)
+    figures, values = evaluate_with_metrics(evaluation, job.metrics, alive)
+    assert figures is not None
+    return named_results(figures, values)
+
+
+def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
+    """In the calling process; the model, and the caller's random numbers, are then as they were."""
+    with randomness.preserved(here.device), placement_preserved(job.model):
+        return computed(job, here, take, ignore_progress)
+
+
+def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
+    """In a worker process: returns its last message. Outputs are sent before, piece by piece."""
+    spoke = 0.0
+
+    def alive() -> None:
+        nonlocal spoke
+        if time.monotonic() - spoke > _ALIVE_EVERY:
+            spoke = time.monotonic()
+            say({"kind": "alive", "step": 0})
+
+    def send(outputs: Any, _: Any) -> None:
+        say({"kind": "outputs", "step": 0, "bytes": job_bytes.dumps(outputs)})
+
+    alive()
+    return {"kind": "done", "step": 0, "figures": computed(job, here, send, alive)}
+
+
+def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict[str, Any] | None:
+    """The caller's side of a job in worker processes."""
+    from manyhands.training.torch.workers import pool
+
+    def event(event: dict[str, Any]) -> None:
+        if event["kind"] == "outputs" and take is not None:
+            take(pickle.loads(event["bytes"]), None)
+
+    figures: dict[str, Any] | None = pool.pool_for(ranks).run(job, event)["figures"]
+    return figures
 
 
 # Metrics

@@ -323,14 +323,14 @@ class Trainer(BaseTrainer):
         return Job(model, objective, source, None, settings, _no_optimizer, purpose=purpose)
 
     def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
-        from manyhands.training.torch import evaluation_job
+        from manyhands.training.torch import evaluation
 
         if launcher.is_launched():
             with self._as_rank(job.settings, _warn) as here:
-                return evaluation_job.in_process(job, here, take)
+                return evaluation.in_process(job, here, take)
         if len(self.ranks) == 1:
-            return evaluation_job.in_process(job, world.World(0, 1, self.ranks[0]), take)
-        return evaluation_job.with_workers(_on_host(job), self.ranks, take)
+            return evaluation.in_process(job, world.World(0, 1, self.ranks[0]), take)
+        return evaluation.with_workers(_on_host(job), self.ranks, take)
 
 
 def _no_optimizer(model: Any) -> Any:

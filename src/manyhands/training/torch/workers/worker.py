@@ -24,7 +24,7 @@ import torch
 
 from manyhands.training import stopping
 from manyhands.training.learner import Say
-from manyhands.training.torch import evaluation_job
+from manyhands.training.torch import evaluation
 from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
@@ -108,7 +108,7 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
     )
     try:
         if job.purpose != "fit":
-            return evaluation_job.in_worker(job, here, say)
+            return evaluation.in_worker(job, here, say)
         loop, worker = loop_of(job, here, say)
         try:
             result = loop.fit()
