@@ -62,7 +62,8 @@ class ForkServer:
 
     def fork(self, address: str, rank: int, key: bytes, *descriptors: int) -> Forked:
         """A new worker, ``worker.main(address, rank, key)``; the descriptors are its output and its errors."""
-        return Forked(self, self.ask({"folder": os.getcwd(), "arguments": [address, rank, key.hex()]}, *descriptors))
+        place = {"folder": os.getcwd(), "cores": sorted(os.sched_getaffinity(0))}
+        return Forked(self, self.ask({**place, "arguments": [address, rank, key.hex()]}, *descriptors))
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> Any:
         """Send a request, and wait for its answer; that of a request that was interrupted is dropped."""
@@ -141,6 +142,7 @@ def _become(worker: Any, place: dict[str, Any], descriptors: list[int]) -> None:
             os.dup2(copied, number)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.chdir(place["folder"])
+        os.sched_setaffinity(0, place["cores"])
         worker.main(*place["arguments"])
     except BaseException:
         traceback.print_exc()
