@@ -29,7 +29,7 @@ from manyhands.book import recipes
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Way
+from manyhands.book.recipes import Recipes, Way
 from manyhands.device import Device
 from manyhands.training.checkpoints import tensors
 from manyhands.training.jax import linen, world
@@ -282,7 +282,7 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
         return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
 
 
-class _Book(_book.Book):
+class _Recipes(Recipes):
     framework = "jax"
     trainer = Trainer
     native = staticmethod(jnp.asarray)
@@ -346,6 +346,6 @@ class _Book(_book.Book):
         return linen.as_linen(wrapped, model.variables)
 
 
-BOOK = _Book()
+BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights

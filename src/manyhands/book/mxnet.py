@@ -20,7 +20,7 @@ from manyhands.backends.mxnet import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Way
+from manyhands.book.recipes import Recipes, Way
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Arrays, Batch
@@ -203,7 +203,7 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
             self.model.set_scratch_params_device(device)
 
 
-class _Book(_book.Book):
+class _Recipes(Recipes):
     framework = "mxnet"
     trainer = Trainer
     native = staticmethod(replicas.native)
@@ -257,6 +257,6 @@ class _Book(_book.Book):
                 state.restore_model(model, before)
 
 
-BOOK = _Book()
+BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights

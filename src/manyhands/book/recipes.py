@@ -1,21 +1,27 @@
-"""How ``manyhands train`` and ``parity`` train, in any framework."""
+"""The functions of the book, and how ``manyhands train`` and ``parity`` train, in any framework."""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint, type_in_words
 from manyhands.placement import moves
-from manyhands.training.checkpoints import store
+from manyhands.training.checkpoints import store, tensors
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.data.fashion_mnist import FashionMnist
+from manyhands.training.data import fashion_mnist
+from manyhands.training.data.fashion_mnist import FashionMnist, Images
 from manyhands.training.data.sources import Arrays, source
+from manyhands.training.options import Step
+from manyhands.training.result import Result
 
 MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
@@ -34,35 +40,114 @@ class Way:
     nudge: int | None = None
 
 
-class Recipes(Protocol):
-    """What the command calls of a framework: ``manyhands.book.<framework>.BOOK``."""
+class Recipes(abc.ABC):
+    """What the book and the command call of one framework: ``manyhands.book.<framework>.BOOK``."""
 
+    framework: ClassVar[str]
+    trainer: ClassVar[Callable[..., Any]]
+    native: Any = staticmethod(np.asarray)
+    batch_stats: ClassVar[Literal["global"] | None] = "global"  # of a training that is compared with another one
+
+    # Implemented by each framework
+
+    @abc.abstractmethod
+    def scale_images(self, batch: Any) -> Any:
+        """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
+
+    @abc.abstractmethod
     def model(self, name: str, seed: int) -> Any:
         """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
 
-    def nesterov(self, rate: float) -> Any:
-        """SGD with Nesterov's momentum 0.9 and weight decay 5e-4, as ``Trainer(optimizer=...)`` takes it."""
-
-    def data(self, data: FashionMnist, batch_size: int | None) -> tuple[Any, Any]:
-        """The training and the test part, as ``Trainer.fit`` takes them."""
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """The value (JSON) that ``make`` returns in the first process of a launched job; every process gets it."""
-
-    def arrays(self, data: Any) -> Any:
-        """The arrays (X, y) of a user's script, as a source with a ``count``."""
-
-    def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
-        """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""
-
+    @abc.abstractmethod
     def layers(self, model: Any) -> Iterable[Any]:
         """All layers of a model, also those within others."""
 
+    @abc.abstractmethod
+    def nesterov(self, rate: float) -> Any:
+        """SGD with Nesterov's momentum 0.9 and weight decay 5e-4, as ``Trainer(optimizer=...)`` takes it."""
+
+    @abc.abstractmethod
+    def momentum(self) -> Any:
+        """An optimizer with a memory, so that differences of early steps show: SGD with momentum 0.9 and rate 0.02."""
+
+    @abc.abstractmethod
+    def tensors(self, model: Any) -> Mapping[str, Any]:
+        """All that a model holds by name, as NumPy's arrays."""
+
+    @abc.abstractmethod
+    def restore(self, model: Any, weights: bytes) -> None:
+        """Put weights into a model; those of another model are refused."""
+
+    @abc.abstractmethod
+    def copied(self, model: Any, way: Way, data: Any) -> AbstractContextManager[Any]:
+        """A copy of the model in that way's precision; or the model itself, which has its values again afterwards."""
+
+    def evaluating(self, model: Any) -> Any:
+        """The model in evaluation mode."""
+        return model
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """The value (JSON) that ``make`` returns in the first process of a launched job; every process gets it."""
+        return make()
+
+    def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Any:
+        """A part of Fashion-MNIST, as ``Trainer.fit`` takes it."""
+        return Arrays((part.images, part.labels), self.scale_images, self.native, batch_size, shuffle)
+
+    def arrays(self, data: Any) -> Any:
+        """The arrays (X, y) of a user's script, as a source with a ``count``."""
+        arrays_or_loader = source(data)
+        if not isinstance(arrays_or_loader, Arrays):
+            raise BadSettings(f"give the data as (X, y) arrays, not {type_in_words(data)}")
+        return arrays_or_loader
+
+    # The book's functions
+
+    def data(self, data: FashionMnist, batch_size: int | None) -> tuple[Any, Any]:
+        """The training and the test part, as ``Trainer.fit`` takes them."""
+        return self.source(data.train, batch_size, shuffle=True), self.source(data.test, batch_size, shuffle=False)
+
+    def load_data_fashion_mnist(self, batch_size: int, path: str | Path | None = None) -> tuple[Any, Any]:
+        """The training and the test set, as loaders of batches (images with numbers from 0 to 1, labels)."""
+        return self.data(fashion_mnist.load(path), batch_size)
+
+    def train(self, net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
+        """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
+        trainer = self.trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr)
+        result: Result = trainer.fit(net, self.load_data_fashion_mnist(batch_size))
+        print(result)
+        return result
+
+    def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
+        """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""
+        options: dict[str, Any] = {
+            "step": Step(shares=way.shares, batch_stats=self.batch_stats),
+            "precision": way.precision,
+        }
+        options |= {"devices": f"cpu:{way.devices}", "loss": loss, "quiet": True}
+        part = dataclasses.replace(data.spread(way.samples), batch_size=way.batch_size)
+        with self.copied(model, way, data) as net:
+            if way.nudge is not None:
+                nudges = {name: nudged(values, way.nudge) for name, values in self.tensors(net).items()}
+                self.restore(net, tensors.pack(nudges))
+            self.trainer(way.epochs, optimizer=self.momentum(), **options).fit(net, part)
+            return self.tensors(net)
+
     def load_model(self, run: str | Path) -> Any:
-        """The model that ``manyhands train`` has trained in a run, for evaluation."""
+        """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
+        name, weights = model_and_weights(run, self.framework)
+        net = self.model(name, 0)
+        self.restore(net, weights)
+        return self.evaluating(net)
 
     def load_weights(self, model: Any, run: str | Path) -> Any:
-        """Load the weights of a run's last checkpoint, or of one checkpoint, into a model, and return it."""
+        """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
+
+        The model is in evaluation mode then, where models have one. If the run averaged its weights (``mh.EMA``), these
+        are the average.
+        """
+        self.restore(model, weights_of(run, self.framework))
+        return self.evaluating(model)
 
 
 def of(framework: str) -> Recipes:
@@ -70,14 +155,6 @@ def of(framework: str) -> Recipes:
     moves.require(framework)
     module: Any = importlib.import_module(f"manyhands.book.{framework}")
     return cast(Recipes, module.BOOK)
-
-
-def arrays(data: Any) -> Arrays:
-    """:meth:`Recipes.arrays` of the frameworks whose sources are NumPy's arrays."""
-    arrays_or_loader = source(data)
-    if not isinstance(arrays_or_loader, Arrays):
-        raise BadSettings(f"give the data as (X, y) arrays, not {type_in_words(data)}")
-    return arrays_or_loader
 
 
 def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:

@@ -24,7 +24,7 @@ from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Way
+from manyhands.book.recipes import Recipes, Way
 from manyhands.device import Device
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
@@ -267,7 +267,7 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
-class _Book(_book.Book):
+class _Recipes(Recipes):
     framework = "tensorflow"
     trainer = Trainer
     native = staticmethod(tf.convert_to_tensor)
@@ -304,6 +304,6 @@ class _Book(_book.Book):
         yield precision.like(model, policy, checks.few_samples(data, 2))
 
 
-BOOK = _Book()
+BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights

@@ -22,7 +22,7 @@ from manyhands.backends.torch import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
 from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Way
+from manyhands.book.recipes import Recipes, Way
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
@@ -199,7 +199,7 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
-class _Book(_book.Book):
+class _Recipes(Recipes):
     framework = "torch"
     trainer = Trainer
     scale_images = staticmethod(scale_images)
@@ -241,6 +241,6 @@ class _Book(_book.Book):
         return model.eval()
 
 
-BOOK = _Book()
+BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
