@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.models.functional import Functional
 
 from manyhands import tree
 from manyhands.backends.tensorflow import devices as _backend
@@ -30,12 +31,10 @@ from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Array, Arrays, Batch
 from manyhands.training.loss.own_step import default
-from manyhands.training.tensorflow import checks, naming
 from manyhands.training.tensorflow import trainer as _trainer
+from manyhands.training.tensorflow import world
+from manyhands.training.tensorflow.model import names
 from manyhands.training.tensorflow.objective import cross_entropy
-from manyhands.training.tensorflow.optimizers import Nesterov
-from manyhands.training.tensorflow.ranks import world
-from manyhands.training.tensorflow.step import precision
 
 # Models
 
@@ -267,6 +266,57 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
+@keras.saving.register_keras_serializable("manyhands")
+class Nesterov(keras.optimizers.SGD):  # type: ignore[misc]
+    """SGD with Nesterov's momentum and weight decay as PyTorch has it: a part of the gradient.
+
+    Keras's own ``weight_decay`` shrinks the weights separately, so that momentum does not see it.
+    """
+
+    def __init__(self, learning_rate: float, decay: float = 5e-4, **kwargs: Any) -> None:
+        super().__init__(learning_rate, **{"momentum": 0.9, "nesterov": True, **kwargs})
+        if not math.isfinite(decay) or decay < 0:
+            raise BadSettings(f"decay={decay!r}: give a number of zero or more")
+        self.decay = decay
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient + self.decay * keras.ops.convert_to_tensor(variable), variable, learning_rate)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "decay": self.decay}
+
+
+def _copy(model: Any, policy: str, data: Arrays) -> Any:
+    """The model again in another precision, made of its configuration, with the same weights."""
+
+    def with_policy(config: Any) -> Any:
+        if isinstance(config, dict):
+            if config.get("class_name") == "DTypePolicy":
+                return {**config, "config": {"name": policy}}
+            return {key: with_policy(value) for key, value in config.items()}
+        return [with_policy(entry) for entry in config] if isinstance(config, list) else config
+
+    def again(layer: Any) -> Any:
+        return type(layer).from_config(with_policy(layer.get_config()))
+
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)  # of layers that others make
+    try:
+        # A model that is nothing but its layers is made of them: their classes need not be known by name.
+        plain = type(model) is keras.Sequential or type(model) is Functional
+        net = keras.models.clone_model(model, clone_function=again) if plain and model.built else again(model)
+        if not net.built:
+            net(data.few(2, tf.convert_to_tensor)[0], training=False)
+        net.set_weights(model.get_weights())
+    except Exception as error:
+        raise BadSettings(f"a {type(model).__name__} cannot be made again of its get_config(): {error}") from error
+    finally:
+        keras.config.set_dtype_policy(before)
+    for layer, other in zip(net._flatten_layers(), model._flatten_layers(), strict=True):
+        layer.trainable = other.trainable
+    return net
+
+
 class _Recipes(Recipes):
     framework = "tensorflow"
     trainer = Trainer
@@ -290,7 +340,7 @@ class _Recipes(Recipes):
         return list(model._flatten_layers())
 
     def tensors(self, model: Any) -> dict[str, Array]:
-        return dict(zip(naming.names(model), model.get_weights(), strict=True))
+        return dict(zip(names(model), model.get_weights(), strict=True))
 
     def restore(self, model: Any, weights: bytes) -> None:
         if not model.built:
@@ -300,8 +350,7 @@ class _Recipes(Recipes):
 
     @contextlib.contextmanager
     def copied(self, model: Any, way: Way, data: Arrays) -> Iterator[Any]:
-        policy = {"fp64": "float64", "fp32": "float32"}[way.precision]
-        yield precision.like(model, policy, checks.few_samples(data, 2))
+        yield _copy(model, {"fp64": "float64", "fp32": "float32"}[way.precision], data)
 
 
 BOOK = _Recipes()

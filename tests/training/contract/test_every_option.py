@@ -40,7 +40,8 @@ def cases(bench: Bench) -> dict[str, Case]:
         "metrics": Case(({"seven": lambda outputs, targets: 7.0},)),
         "optimizer": Case(("adam",)),
         "schedule": Case((lambda done: 0.5,)),
-        "precision": Case(("bf16", "fp16", "fp64")),
+        # Keras's weights are in double precision where the model was made so.
+        "precision": Case(("bf16", "fp16", *(["fp64"] if bench.framework != "tensorflow" else []))),
         "seed": Case((1,)),
         "run": Case((None,)),
         "resume": Case((EARLIER,)),

@@ -20,7 +20,7 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
     run = tmp_path / "mine"
     on_nan = "stop" if framework == "mxnet" else "continue"  # MXNet's trainer always stops
     how = ("--framework", framework, "--model", "mlp", "--devices", "cpu:2", "--data", SMALL, "--run", str(run))
-    first = run_command("train", *how, "--epochs", "1", "--precision", "fp64", *KEPT, on_nan)
+    first = run_command("train", *how, "--epochs", "1", "--precision", "fp32", *KEPT, on_nan)
     assert first.returncode == 0, first.stderr
     assert "4,000 to train on, 1,000 to test with" in first.stdout
     last = first.stdout.splitlines()[-1]
@@ -49,7 +49,7 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "nothing left to train: the run ended after step 64, in epoch 2 of 2" in capsys.readouterr().err
     settings = json.loads((run / "config.json").read_text())["settings"]
     kept = (settings["precision"], settings["checkpoints"], settings["step"]["on_nan"])
-    assert kept == ("fp64", {"every": 20, "keep": 2}, on_nan), "as the run was begun"
+    assert kept == ("fp32", {"every": 20, "keep": 2}, on_nan), "as the run was begun"
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
     other = "jax" if framework == "torch" else "torch"

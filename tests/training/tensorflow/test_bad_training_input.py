@@ -106,7 +106,7 @@ def test_data_that_is_none() -> None:
     with pytest.raises(NotATensor, match="cannot be read as data"):
         fit(mlp(), 5)
     X, y = vectors()
-    with pytest.raises(BadBatch, match=r"has shape 'a': \(6,\), and Sequential takes inputs of shape '\w+': \(6,\)"):
+    with pytest.raises(BadBatch, match=r"has shape 'a': \(6,\), and Sequential takes inputs of shape \(6,\)"):
         fit(mlp(), tf.data.Dataset.from_tensor_slices(({"a": X}, y)).batch(16))
     with pytest.raises(BadBatch, match=r"have 6, 2 rows.*single samples.*\.batch\(64\)"):
         fit(mlp(), tf.data.Dataset.from_tensor_slices((X, X[:, :2])), loss="mse")
@@ -125,14 +125,6 @@ def test_a_schedule_of_kerass_own_is_followed() -> None:
     assert not np.array_equal(model.get_weights()[0], mlp().get_weights()[0])
 
 
-def test_a_model_that_cannot_be_made_anew_is_not_trained_in_another_precision() -> None:
-    class Own(keras.Model):
-        def __init__(self, width: Any) -> None:
-            super().__init__()
-            self.out = layers.Dense(width())
-
-        def call(self, X: Any) -> Any:
-            return self.out(X)
-
-    with pytest.raises(BadSettings, match=r"set_dtype_policy\('float64'\)"):
-        fit(Own(lambda: 3), vectors(), precision="fp64")
+def test_a_model_with_weights_in_single_precision_is_not_trained_in_double() -> None:
+    with pytest.raises(BadSettings, match=r"set_dtype_policy\('float64'\) before the model is made"):
+        fit(mlp(dtype="float32"), vectors(), precision="fp64")

@@ -10,7 +10,7 @@ import tensorflow as tf
 from manyhands.book.models import WEIGHT_NAMES
 from manyhands.book.recipes import MODELS as NAMES
 from manyhands.book.tensorflow import MODELS, Residual, initialise, lenet
-from manyhands.training.tensorflow import naming
+from manyhands.training.tensorflow.model import names
 
 
 def test_every_model_has_its_name() -> None:
@@ -18,7 +18,7 @@ def test_every_model_has_its_name() -> None:
 
 
 def test_layers_have_pytorchs_names() -> None:
-    own = dict.fromkeys(naming.names(MODELS["small-resnet"]()), np.zeros(1))
+    own = dict.fromkeys(names(MODELS["small-resnet"]()), np.zeros(1))
     common = set(WEIGHT_NAMES["tensorflow"].to_common(own, "small-resnet"))
     assert common >= {"0.weight", "1.running_var", "resnet_block2.0.conv3.bias", "resnet_block3.0.bn2.weight"}
 
@@ -39,8 +39,8 @@ def test_names_do_not_depend_on_what_was_made_before() -> None:
         inner = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(3)])
         return keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(4), inner, keras.layers.Dense(2)])
 
-    assert naming.names(make()) == naming.names(make())
-    assert len(set(naming.names(make()))) == 8
+    assert names(make()) == names(make())
+    assert len(set(names(make()))) == 8
 
 
 def test_a_block_that_changes_the_shape_says_what_to_write() -> None:

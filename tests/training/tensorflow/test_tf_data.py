@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_cases import fit, mlp, vectors
 
 from manyhands.training.options import Checkpoints
-from manyhands.training.tensorflow.data.dataset import repeatable
+from manyhands.training.tensorflow.dataset import repeatable
 
 
 @pytest.fixture(autouse=True)

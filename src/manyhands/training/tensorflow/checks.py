@@ -1,29 +1,39 @@
 """Checks before a job begins. On one device they make no pass through the model or the loss.
 
 There are two exceptions: layers that have seen no sample need a few to get their shapes, and on several devices, or
-with ``accumulate``, the loss is tried once (:mod:`manyhands.training.loss.loss_trial`).
+with ``accumulate``, the loss is tried once (:mod:`manyhands.training.loss.loss_trial`). What the trainer would ignore
+of a model or of ``model.compile`` is refused by name.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, why_no_classes_in
-from manyhands.training.data.sources import Arrays, Batch, Source
+from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.loss import loss_trial, own_step
-from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
-from manyhands.training.tensorflow.loss.batch_parts import checked_output, parts_of
-from manyhands.training.tensorflow.loss.loss_trial import try_loss
-from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
-from manyhands.training.tensorflow.step.function import Function
+from manyhands.training.loss.loss_trial import Pass, Term
+from manyhands.training.tensorflow.batches import output_of, parts_of
+from manyhands.training.tensorflow.losses import Losses
+from manyhands.training.tensorflow.model import Function, changed, without_noise
+from manyhands.training.tensorflow.objective import Objective, OwnStep, Supervised, objective_for
 
 _FEW = 2
+_OWN_LOOP = {
+    "train_step": "write training_step(self, batch), which returns the loss, instead: the trainer takes its gradients "
+    "and makes the update",
+    "compute_loss": "write training_step(self, batch), which returns the loss, instead",
+    "test_step": "write validation_step(self, batch), which returns the loss, beside a training_step(self, batch)",
+    "compute_metrics": "leave it out, and give the trainer metrics=[...]",
+}
 
 
 def check_model(model: Any) -> None:
@@ -40,18 +50,32 @@ def check_model(model: Any) -> None:
                 f"layer {layer.name!r} has stateful=True, which carries its state from each batch to the next: batches "
                 "here are shuffled and divided over devices. Make it with stateful=False, and give whole sequences"
             )
+        if layer.dtype_policy.name in ("float16", "mixed_float16"):
+            raise BadSettings(
+                f"layer {layer.name!r} computes in {layer.dtype_policy.name}, whose gradients underflow without loss "
+                "scaling, and the trainer has none: keras.config.set_dtype_policy('mixed_bfloat16') before the model"
+            )
 
 
-def check_metrics(model: Any, test: Source | None) -> None:
-    """Refuse ``weighted_metrics`` over validation data with weights of samples: metrics are given no weights."""
-    if test is None or not compiled_settings.weighs_metrics(model):
+def check_compiled(model: Any, *, loss: Any, tests: bool) -> None:
+    """Refuse settings that the trainer would ignore, unless ``loss=`` or a ``training_step`` replaces them."""
+    says_itself = loss is not None or hasattr(model, "training_step")
+    for name, advice in _OWN_LOOP.items() if isinstance(model, keras.Model) else ():
+        if (says_itself and name != "compute_metrics") or (name == "test_step" and not tests):
+            continue
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise BadSettings(
+                f"{type(model).__name__} has a {name} of its own, which the trainer does not call: {advice}"
+            )
+    if not getattr(model, "compiled", False):
         return
-    few = few_samples(test, 1)
-    if few is None or parts_of(model, few).sample_weight is not None:
+    if model.run_eagerly:
         raise BadSettings(
-            "the model was compiled with weighted_metrics, and the validation data have weights of samples, which the "
-            "trainer gives to the loss alone: compile the model with metrics=, or leave the weights out of these data"
+            "the model was compiled with run_eagerly=True, and the trainer runs a step as one graph: compile it "
+            "without. tf.print shows values in a graph"
         )
+    if model._compile_metrics is not None and model._compile_metrics._user_weighted_metrics:
+        raise BadSettings("the model was compiled with weighted_metrics, which get no weights here: give metrics=")
 
 
 def materialise(model: Any, data: Source) -> None:
@@ -59,11 +83,9 @@ def materialise(model: Any, data: Source) -> None:
 
     As in Keras, the shapes of a few samples are enough: nothing is computed.
     """
-    if not model.built or not model.weights:
-        few = few_samples(data, _FEW)
-        if few is not None:
-            shapes = keras.tree.map_structure(_shape, few)
-            checked_output(model, parts_of(model, shapes), training=False)
+    if (not model.built or not model.weights) and not data.is_read_once:
+        few = keras.tree.map_structure(_shape, data.few(_FEW, tf.convert_to_tensor))
+        output_of(model, parts_of(model, few).inputs, training=False)
     if not model.trainable_variables:
         raise BadSettings(
             f"{type_in_words(model)} has no parameters that could be trained: set trainable = True in a layer that has "
@@ -81,16 +103,16 @@ def _shape(part: Any) -> Any:
 LabelCheck = Callable[[Sequence[Any]], None]  # checks the labels of a batch
 
 
-def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelCheck | None:
+def check_labels(model: Any, objective: Objective, *sources: Source | None) -> LabelCheck | None:
     """Check that the model has an output for every label: on a GPU the loss would become NaN much later.
 
     Labels of arrays are checked now; the returned function checks those of a loader. The objective learns the number of
     outputs from the first output.
     """
-    if not isinstance(objective, (ClassScores, Supervised)) or not _of_classes(objective):
+    if not isinstance(objective, Supervised) or not _of_classes(objective.loss):
         return None
-    of_keras = isinstance(objective, Supervised)  # its own losses take more kinds of labels
-    ignored = getattr(objective.loss.loss, "ignore_class", None) if isinstance(objective, Supervised) else None
+    of_keras = objective.loss is not None  # its own losses take more kinds of labels
+    ignored = getattr(objective.loss, "ignore_class", None)
     objective.labels = labels = ClassLabels(ignored=ignored, floats=of_keras, columns=of_keras)
 
     def look(batch: Sequence[Any]) -> None:
@@ -98,7 +120,7 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
         if parts.has_one_target:
             labels((*keras.tree.flatten(parts.inputs), parts.target))
 
-    for source in (train, test):
+    for source in sources:
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.nested(source.arrays))
     return look
@@ -115,38 +137,63 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     return why_no_classes_in(data.arrays)
 
 
-def _of_classes(objective: Objective) -> bool:
-    if isinstance(objective, ClassScores):
-        return not objective.has_loss
-    loss = objective.loss.loss if isinstance(objective, Supervised) else None
+def _of_classes(loss: Any) -> bool:
+    """Whether it is a cross-entropy of class numbers: the default, or Keras's by name, as a class or an object."""
     kind = keras.losses.SparseCategoricalCrossentropy
     if isinstance(loss, str):
         return loss.lower().replace("_", "") == "sparsecategoricalcrossentropy"
-    is_object: bool = isinstance(loss, kind)
-    return is_object or loss is kind or loss is keras.losses.sparse_categorical_crossentropy
+    return any(loss is one for one in (None, kind, keras.losses.sparse_categorical_crossentropy)) or (
+        isinstance(loss, keras.losses.Loss) and isinstance(loss, kind)
+    )
 
 
 # The loss
 
 
 def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
-    """Refuse a loss whose parts do not add up to the batch; a note if that could not be checked."""
+    """Refuse a loss whose parts do not add up to the batch; a note if that could not be checked.
+
+    The model is a function of its weights here, so that none of its variables changes, and traced once.
+    """
     if train.is_read_once:
         return loss_trial.note(loss_trial.READ_ONCE)
-    try:
-        why = try_loss(Function(model, objective, 0), loss_trial.arrays_of(train))
-        return None if why is None else loss_trial.note(why)
-    except BadSettings as error:
-        if isinstance(objective, Supervised) and (name := keras_losses.of_whole_batch(objective.loss.loss)):
-            raise BadSettings(
-                f"{name} of Keras is one ratio over all samples of a batch, and on several devices, or with "
-                "accumulate, a batch is processed in parts: train on one device, with accumulate=1. With the axes of a "
-                f"sample, as {name}(axis=(1, 2, 3)) for images, it is a loss of each sample, which any number of "
-                "devices can train with"
-            ) from error
-        raise
+    data, function = loss_trial.arrays_of(train), Function(model, objective, 0)
+    chosen, seeds = loss_trial.choose(data), itertools.count()
+    with changed(without_noise(model)), tf.device("/device:CPU:0"):
+        graph = _graph(function, data)
+
+        def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
+            arrays = data.rows([batch[row] for row in rows])
+            terms = graph(tf.constant(next(seeds)), *map(tf.convert_to_tensor, arrays))
+            return Pass([_term(*term) for term in terms])
+
+        precisions = {str(layer.compute_dtype) for layer in model._flatten_layers()}
+        own = isinstance(objective, OwnStep)
+        return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=own)
 
 
-def few_samples(data: Source, count: int) -> Batch | None:
-    """The first samples; None for an iterator, because reading them would consume them."""
-    return None if data.is_read_once else data.few(count, tf.convert_to_tensor)
+def _graph(function: Function, data: Arrays) -> Any:
+    """The terms of the loss with their gradients, traced once: the user's code runs for no pass but the first."""
+    weights = [tf.convert_to_tensor(variable.value) for variable in function.trained]
+    statistics = [tf.convert_to_tensor(variable.value) for variable in function.statistics]
+
+    def work(seed: Any, *arrays: Any) -> list[tuple[Any, Any, list[Any]]]:
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            losses, _ = function(weights, statistics, (seed,), data.nested(data.prepare(arrays)), training=True)
+            terms = _terms(losses, tf.shape(arrays[0])[0])
+        gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
+        dense = [[tf.convert_to_tensor(gradient) for gradient in part] for part in gradients]
+        return [(total, count, part) for (total, count), part in zip(terms, dense, strict=True)]
+
+    parts = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data.arrays]
+    return tf.function(work, autograph=False, input_signature=[tf.TensorSpec([], tf.int32), *parts])
+
+
+def _terms(losses: Losses, size: Any) -> list[tuple[Any, Any]]:
+    mean = [] if losses.mean is None else [(losses.mean * tf.cast(size, losses.mean.dtype), size)]
+    return mean + [(part.total, part.count) for part in losses.sums]
+
+
+def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:
+    return Term(float(total), float(count), [gradient.numpy().astype(np.float64) for gradient in gradients])

@@ -14,112 +14,78 @@ from manyhands.training.data.order import Cursor
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import pieces
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.evaluation.metrics import MetricCalls
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics, name_of
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
-from manyhands.training.tensorflow.data.feed import Feed
-from manyhands.training.tensorflow.objective import Objective, Supervised
-from manyhands.training.tensorflow.ranks.world import World
-from manyhands.training.tensorflow.step.function import Function
-from manyhands.training.tensorflow.step.step import BAD_STEP, CORRECT, COUNT, LOSS, MOST_SUMS, Step
+from manyhands.training.tensorflow.batches import inputs_for
+from manyhands.training.tensorflow.feed import Feed
+from manyhands.training.tensorflow.model import Function
+from manyhands.training.tensorflow.objective import ACCURACY, Objective, compiled_metrics
+from manyhands.training.tensorflow.step import CORRECT, COUNT, LOSS, PLAIN, WIDTH, Step
+from manyhands.training.tensorflow.world import World
 
 
 class Evaluation:
-    """A model's replicas, and the programs that compute with them without training."""
+    """A model's replicas and a data set, and the programs that compute with them without training."""
 
-    def __init__(self, step: Step, world: World) -> None:
-        self.step, self.world = step, world
-        self.objective, self.batch_size = step.function.objective, step.settings.batch_size
+    def __init__(self, step: Step, world: World, data: Source, check: Any) -> None:
+        """``check`` looks at the labels of a loader's batches."""
+        self.step, self.world, self.rank = step, world, world.rank
+        self.feed = Feed(data, world.strategy, world.devices, check)
         self._programs: dict[bool, Any] = {}  # with and without the model's outputs
 
-    def figures(
-        self, feed: Feed, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False
-    ) -> Figures:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False) -> Figures:
         """Loss and accuracy, each sample counted once, whatever the number of devices."""
-        self.step.set_sums(self.step.test_sums, Figures())
-        with_outputs = take is not None
-        if with_outputs not in self._programs:
-            options: Any = {
-                "on_host": feed.on_host,
-                "with_outputs": with_outputs,
-                "gathered": with_outputs and self.world.size > 1,
-            }
-            self._programs[with_outputs] = self.step.tester(prepared_by(feed.source), **options)
-        whole, size = not self.objective.is_mean, pieces.batch_size_for(self.batch_size)
-        if whole or (isinstance(self.objective, Supervised) and self.objective.is_sum):  # a sum grows with the batch
-            size = pieces.whole_size(feed.source, self.batch_size)
-        self._run(self._programs[with_outputs], feed, alive, _outputs(self.world, take), size, whole=whole)
+        self.step.assign(self.step.test_sums, np.zeros(WIDTH))
+        if (take is not None) not in self._programs:
+            inputs = None if take is None else inputs_for(self.step.function.model, None)
+            self._programs[take is not None] = self._program(inputs, loss=True)
+        whole, batch_size = not self.step.function.objective.is_mean, self.step.settings.batch_size
+        size = pieces.whole_size(self.feed.source, batch_size) if whole else pieces.batch_size_for(batch_size)
+        self._run(self._programs[take is not None], alive, take, size, whole=whole)
         return self._tested(counted=counted)
 
-    def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
-        options: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
-        program = self.step.predictor(prepared_by(feed.source), **options)
-        outputs = _outputs(self.world, take)
-        self._run(
-            lambda *arguments: (program(*arguments), ()), feed, alive, outputs, pieces.batch_size_for(self.batch_size)
-        )
+        size = pieces.batch_size_for(self.step.settings.batch_size)
+        self._run(self._program(inputs, loss=False), alive, take, size)
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.from_first(data)
+
+    def _program(self, inputs: Inputs | None, *, loss: bool) -> Any:
+        gathered = inputs is not None and self.world.size > 1
+        prepare = prepared_by(self.feed.source)
+        return self.step.tester(prepare, on_host=self.feed.on_host, loss=loss, inputs=inputs, gathered=gathered)
 
     def _run(
-        self,
-        program: Any,
-        feed: Feed,
-        alive: Callable[[], None],
-        outputs: pieces.PendingOutputs,
-        size: int,
-        *,
-        whole: bool = False,
+        self, program: Any, alive: Callable[[], None], take: Take | None, size: int, *, whole: bool = False
     ) -> None:
-        batches = feed.batches(Cursor(), size, 0, None, 1, whole=whole)
-        loader = getattr(feed.source, "loader", None)
-        for window, batch in loader_batches.agreed(batches, self._all_have, loader):
+        outputs = _outputs(self.world, take)
+        batches = self.feed.batches(Cursor(), size, 0, None, 1, whole=whole)
+        loader = getattr(self.feed.source, "loader", None)
+        for window, batch in loader_batches.agreed(batches, self.world.all_have, loader):
             outputs.add((program(batch.data, batch.order, batch.bounds), window.size))
             alive()
         outputs.finish()
 
-    def _all_have(self, number: int) -> bool:
-        return all(row == [number] for row in self.world.gather([number]))
-
     def _tested(self, *, counted: bool) -> Figures:
         """The figures over all processes; sums with a count of their own are divided now."""
         sums_here = np.sum([sums.numpy() for sums in self.step.on_each(self.step.test_sums)], axis=0)
-        sums_here[BAD_STEP] = self.step.counts_correct or counted
-        whole = np.sum(self.world.gather(sums_here.tolist()), axis=0)
-        totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
-        means = np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)
-        means[: self.step.sums_of_loss][counts[: self.step.sums_of_loss] == 0] = self.step.nothing_counts
-        loss = whole[LOSS] + sum(means) * whole[COUNT]
-        return Figures(float(loss), float(whole[CORRECT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
+        whole = np.sum(self.world.gather([*sums_here, self.step.counts_correct or counted]), axis=0)
+        totals, counts = whole[PLAIN:-1].reshape(2, -1)[:, : self.step.sums_of_loss]
+        with np.errstate(invalid="ignore"):  # the mean of a LossSum in which nothing counts is NaN
+            loss = whole[LOSS] + np.sum(totals / counts) * whole[COUNT]
+        return Figures(float(loss), float(whole[CORRECT]), float(whole[COUNT]), counted=bool(whole[-1]))
 
 
-class Evaluator:
-    """A model of the caller's and a data set, apart from any training."""
-
-    def __init__(self, layers: Any, objective: Objective, data: Source, world: World, settings: Settings, check: Any):
-        function = Function(layers, objective, settings.seed)
-        self.rank, self.world = world.rank, world
-        self.feed = Feed(data, world.strategy, world.devices, check)
-        step = Step(world.strategy, function, None, (), settings)
-        if world.size > 1:  # others may have drawn other weights than the first process
-            for variable in (*step.weights, *step.statistics):
-                replicas = step.on_each(variable)
-                value = replicas[0].numpy()
-                first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)
-                for replica in replicas:
-                    replica.assign(first)
-        self.evaluation = Evaluation(step, world)
-
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
-        return self.evaluation.figures(self.feed, alive, take)
-
-    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
-        self.evaluation.step.function.inputs = inputs
-        self.evaluation.predict(self.feed, alive, take)
-
-    def from_first(self, data: bytes) -> bytes:
-        return self.world.from_first(data)
+def apart(model: Any, objective: Objective, data: Source, world: World, settings: Settings, check: Any) -> Evaluation:
+    """The evaluation of a caller's model, apart from any training."""
+    step = Step(world.strategy, Function(model, objective, settings.seed), None, (), settings)
+    step.copy_from_first(world)
+    return Evaluation(step, world, data, check)
 
 
 def prepared_by(source: Source) -> Any:
@@ -164,3 +130,30 @@ def own_meter(metric: Any) -> MetricCalls | None:
     return MetricCalls(
         metric.reset_state, lambda outputs, targets: metric.update_state(targets, outputs), metric.result
     )
+
+
+def with_compiled(metrics: Metrics, model: Any) -> Metrics:
+    """The trainer's metrics, and those that the model was compiled with, under the names that Keras gives them."""
+    names = compiled_names(model)
+    if not names:
+        return metrics
+    compiled = model._compile_metrics
+
+    def result() -> dict[str, Any]:
+        counted = ACCURACY if len(compiled._flat_metrics) == 1 else ()
+        return {name: value for name, value in compiled.result().items() if name not in counted}
+
+    def update(outputs: Any, targets: Any) -> None:
+        compiled.update_state(targets, outputs)
+
+    meter = MetricCalls(compiled.reset_state, update, result)
+    return Metrics({"": meter, **metrics.meters}, (*names, *metrics.names))
+
+
+def compiled_names(model: Any) -> list[str]:
+    """The names of the compiled metrics. The trainer counts the accuracy of a single output itself."""
+    given = [name_of(metric) for metric in compiled_metrics(model)]
+    outputs = getattr(model, "output_names", None)  # a property, where somebody gives the class of a model
+    if isinstance(outputs, (list, tuple)) and len(outputs) > 1:
+        return [f"{output}_{name}" for output in outputs for name in given]
+    return [name for name in given if name not in ACCURACY]

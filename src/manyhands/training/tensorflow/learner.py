@@ -26,20 +26,30 @@ from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
-from manyhands.training.tensorflow import keras_callbacks, naming, optimizers
-from manyhands.training.tensorflow.data.feed import Feed, StepInput
-from manyhands.training.tensorflow.evaluation import Evaluation, prepared_by
-from manyhands.training.tensorflow.job import Job
+from manyhands.training.settings import Settings
+from manyhands.training.tensorflow import keras_callbacks, optimizers
+from manyhands.training.tensorflow.checks import LabelCheck
+from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names, prepared_by
+from manyhands.training.tensorflow.feed import Feed, StepInput
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback
-from manyhands.training.tensorflow.loss import compiled_settings
-from manyhands.training.tensorflow.objective import Supervised
-from manyhands.training.tensorflow.ranks.world import World
-from manyhands.training.tensorflow.step.function import Function
-from manyhands.training.tensorflow.step.step import BAD_STEP, Step
+from manyhands.training.tensorflow.model import Function, batch_norms, names
+from manyhands.training.tensorflow.objective import Objective
+from manyhands.training.tensorflow.step import BAD_STEP, Step
+from manyhands.training.tensorflow.world import World
 
-_IN_A_WEIGHT = (
-    "Keep it in a weight: self.add_weight(shape=(), initializer='zeros', trainable=False), which has assign_add(1)"
-)
+
+@dataclasses.dataclass
+class Job:
+    """What to train, and how."""
+
+    model: Any
+    objective: Objective
+    optimizer: Any
+    train: Source
+    test: Source | None
+    settings: Settings
+    labels: LabelCheck | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class KerasLearner:
@@ -54,57 +64,40 @@ class KerasLearner:
         self.shares = job.settings.fixed_shares
         self.optimizer_name = type(job.optimizer).__name__
         self.optimizer_options = optimizers.options(job.optimizer)
-        function = Function(job.layers, job.objective, job.settings.seed)
-        self.optimizer = optimizers.stateless(job.optimizer, function.trained, job.model.trainable_variables)
+        function = Function(job.model, job.objective, job.settings.seed)
+        self.optimizer = optimizers.stateless(job.optimizer, function.trained)
         memory = optimizers.memory(job.optimizer, self.optimizer, job.model)
         self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
-        self.names = naming.names(job.layers)
-        self._unknown = [variable.numpy() for _, variable in function.unknown]
+        self.names = names(job.model)
         self.callbacks: list[KerasCallback] = []  # of Keras
         self.notes = self._first_notes()
         # Of a single sample there are no statistics.
-        self.least = 2 if world.replicas > 1 and normalises(job.layers) and not self.step_of.all_take_part else 1
-        self.feed = self._feed(job.train)
-        self.test_feed = None if job.test is None else self._feed(job.test)
+        self.least = 2 if self._normalises() and not self.step_of.all_take_part else 1
+        self.feed = Feed(job.train, world.strategy, world.devices, job.labels)
         self._train = self.step_of.trainer(prepared_by(job.train), on_host=self.feed.on_host)
-        self.evaluation = Evaluation(self.step_of, world)
+        self.evaluation = None if job.test is None else Evaluation(self.step_of, world, job.test, job.labels)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
         self._coming: Future[Figures] | None = None
         self._shown: Figures | None = None
         self._counted = False
         self._sent: collections.deque[tuple[int, Future[Figures]]] = collections.deque()
         self._last = 0, 1.0  # the last step, and its factor of the learning rate
-        self._share_weights()
+        self.step_of.copy_from_first(world)
         rate = self.step_of.rate
-        self._base_rate = None if rate is None else float(self._memory()[rate])
+        self._base_rate = None if rate is None else float(self.step_of.value(self.step_of.memory[rate]))
+
+    def _normalises(self) -> bool:
+        """Whether a layer takes statistics over the samples of a batch, and there are several devices."""
+        return self.world.replicas > 1 and any(layer.trainable for layer in batch_norms(self.job.model))
 
     def _first_notes(self) -> list[str]:
-        notes = self.job.notes + compiled_settings.notes(self.job.model, tests=self.job.test is not None)
-        if normalises(self.job.layers) and self.world.replicas > 1:
+        notes = list(self.job.notes)
+        if self.job.test is None and compiled_names(self.job.model):
+            notes.append("metrics of model.compile are computed over validation data, and there are none")
+        if self._normalises():
             over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
             notes.append(f"batch normalisation takes its statistics over {over}")
-        objects = self.job.objective.objects if isinstance(self.job.objective, Supervised) else []
-        if self.settings.precision == "fp64" and any(loss.dtype == "float32" for loss in objects):
-            notes.append("the loss computes in float32, as it was made: give it dtype='float64'")
         return notes
-
-    def _last_notes(self) -> list[str]:
-        """Notes about state of the model that is not kept with its weights."""
-        notes: list[str] = []
-        for (name, variable), before in zip(self.step_of.function.unknown, self._unknown, strict=True):
-            if not np.array_equal(variable.numpy(), before):
-                each = ", and each device has written to it" if self.world.replicas > 1 else ""
-                notes.append(f"{name} is a tf.Variable, which is not in checkpoints{each}. {_IN_A_WEIGHT}")
-        return notes
-
-    def _feed(self, source: Source) -> Feed:
-        return Feed(source, self.world.strategy, self.world.devices, self.job.labels)
-
-    def _share_weights(self) -> None:
-        """Give all processes the weights and optimizer state of the first."""
-        if self.size > 1:
-            self._set_weights(self.from_first(self._packed_weights()))
-            self._set_memory(self.from_first(self._packed_memory()))
 
     @property
     def test(self) -> Source | None:
@@ -174,7 +167,7 @@ class KerasLearner:
         return self._of_all(self.step_of.sums)
 
     def reset(self) -> None:
-        self.step_of.set_sums(self.step_of.sums, Figures())
+        self.step_of.set_sums(Figures())
         self._coming, self._shown = None, None
 
     def _of_all(self, sums: Any) -> list[Figures]:
@@ -194,9 +187,7 @@ class KerasLearner:
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         """Loss and accuracy on the validation data, each sample counted once, whatever the number of devices."""
         self._share_statistics()
-        if self.test_feed is None:
-            return None
-        return self.evaluation.figures(self.test_feed, alive, take, counted=self._counted)
+        return None if self.evaluation is None else self.evaluation.evaluate(alive, take, counted=self._counted)
 
     # Checkpoints
 
@@ -225,8 +216,7 @@ class KerasLearner:
             id(weight): average for weight, average in zip(self.step_of.averaged, self.step_of.average, strict=True)
         }
         chosen = [by_weight.get(id(variable), variable) for variable in self._variables()]
-        values = [self.step_of.on_each(variable)[0].numpy() for variable in chosen]
-        return dict(zip(self.names, values, strict=True))
+        return dict(zip(self.names, map(self.step_of.value, chosen), strict=True))
 
     def _restore_average(self, parts: Mapping[str, bytes]) -> None:
         """Where the checkpoint has none, it begins with the checkpoint's weights."""
@@ -236,7 +226,7 @@ class KerasLearner:
         numbers = {id(weight): number for number, weight in enumerate(self.step_of.averaged)}
         for variable, value in zip(self._variables(), saved.values(), strict=True):
             if id(variable) in numbers:
-                self._set([self.step_of.average[numbers[id(variable)]]], [value])
+                self.step_of.assign(self.step_of.average[numbers[id(variable)]], value)
 
     def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], figures: Figures) -> None:
         self._set_weights(parts["model"])
@@ -245,14 +235,14 @@ class KerasLearner:
         keras_callbacks.unpack(self.callbacks, parts)
         if self.step_of.average:
             self._restore_average(parts)
-        self.step_of.set_sums(self.step_of.sums, figures)
+        self.step_of.set_sums(figures)
         self._counted = figures.counted
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
 
     def all_have(self, number: int) -> bool:
-        return all(row == [number] for row in self.world.gather([number]))
+        return self.world.all_have(number)
 
     def _share_statistics(self) -> None:
         """Running statistics differ from device to device; those of the (first) largest share count."""
@@ -269,13 +259,13 @@ class KerasLearner:
                 [*function.trained, *function.statistics], [*step.weights, *step.statistics], strict=True
             )
         }
-        return [by_id[id(variable)] for variable in self.job.layers.weights]
+        return [by_id[id(variable)] for variable in self.job.model.weights]
 
     def _weights(self) -> list[Array]:
-        return [self.step_of.on_each(variable)[0].numpy() for variable in self._variables()]
+        return list(map(self.step_of.value, self._variables()))
 
     def _memory(self) -> list[Array]:
-        return [self.step_of.on_each(variable)[0].numpy() for variable in self.step_of.memory]
+        return list(map(self.step_of.value, self.step_of.memory))
 
     def _packed_weights(self) -> bytes:
         return tensors.pack(dict(zip(self.names, self._weights(), strict=True)))
@@ -286,20 +276,16 @@ class KerasLearner:
     def _set_weights(self, blob: bytes) -> None:
         expected = dict(zip(self.names, self._weights(), strict=True))
         values = tensors.fitting(blob, expected, "weights of another model")
-        self._set(self._variables(), list(values.values()))
+        for variable, value in zip(self._variables(), values.values(), strict=True):
+            self.step_of.assign(variable, value)
 
     def _set_memory(self, blob: bytes) -> None:
         """The learning rate is the job's own, not the checkpoint's."""
         expected = {str(number): value for number, value in enumerate(self._memory())}
         values = tensors.fitting(blob, expected, "the memory of another optimizer")
-        if self.step_of.rate is not None:
-            values[str(self.step_of.rate)] = expected[str(self.step_of.rate)]
-        self._set(self.step_of.memory, list(values.values()))
-
-    def _set(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
-        for variable, value in zip(variables, values, strict=True):
-            for replica in self.step_of.on_each(variable):
-                replica.assign(value)
+        for number, (variable, value) in enumerate(zip(self.step_of.memory, values.values(), strict=True)):
+            if number != self.step_of.rate:
+                self.step_of.assign(variable, value)
 
     # The end
 
@@ -313,19 +299,6 @@ class KerasLearner:
         """Write the weights and the optimizer's state into the caller's objects."""
         self._reader.shutdown()
         self._share_statistics()
-        self.notes += self._last_notes()
         self.update_caller_model()
-        optimizer = self.job.optimizer
-        if not optimizer.built:
-            optimizer.build(self.job.model.trainable_variables)
-        for variable, value in zip(optimizer.variables, self._memory(), strict=True):
+        for variable, value in zip(self.job.optimizer.variables, self._memory(), strict=True):
             variable.assign(value)
-
-
-def normalises(model: Any) -> bool:
-    """Whether a layer takes statistics over the samples of a batch."""
-    return any(layer.trainable for layer in batch_norms(model))
-
-
-def batch_norms(model: Any) -> list[Any]:
-    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]

@@ -52,12 +52,8 @@ _BRANCHES = {
 }
 
 
-def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]) -> Any:
-    """An optimizer like this one for these variables, that has ``stateless_apply``; it remembers nothing yet.
-
-    ``originals`` are the caller's variables in the same order: which of them do not decay is no part of a
-    configuration.
-    """
+def stateless(optimizer: Any, variables: Sequence[Any]) -> Any:
+    """An optimizer like this one for these variables, that has ``stateless_apply``; it remembers nothing yet."""
     for option, cure in _BRANCHES.items():
         if getattr(optimizer, option, None):
             raise BadSettings(f"the optimizer has {option}={getattr(optimizer, option)}: {cure}")
@@ -76,25 +72,21 @@ def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]
         ) from error
     stateless_optimizer.loss_scale_factor = None  # it would divide by what no loss was multiplied with
     stateless_optimizer.build(variables)
-    stateless_optimizer._exclude_from_weight_decay = {
+    stateless_optimizer._exclude_from_weight_decay = {  # no part of a configuration
         stateless_optimizer._var_key(variable)
-        for variable, other in zip(variables, originals, strict=True)
-        if not optimizer._use_weight_decay(other.value)
+        for variable in variables
+        if not optimizer._use_weight_decay(variable.value)
     }
     return stateless_optimizer
 
 
 def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
-    """The state of the caller's optimizer, in the order of ``like.variables``; the initial state if it is new.
+    """The state of the caller's optimizer, in the order of ``like.variables``.
 
     An optimizer that was built for other variables than the model's is refused.
     """
     if not optimizer.built:
-        fresh = [variable.numpy() for variable in like.variables]
-        rate = rate_of(like)
-        if rate is not None:
-            fresh[rate] = rate_value(optimizer)
-        return fresh
+        optimizer.build(model.trainable_variables)
     known = [id(variable) for variable in model.trainable_variables]
     if [id(variable) for variable in optimizer._trainable_variables] != known:
         raise BadSettings(
@@ -123,10 +115,6 @@ def rate_of(optimizer: Any) -> int | None:
     return next((i for i, variable in enumerate(optimizer.variables) if variable is rate), None)
 
 
-def rate_value(optimizer: Any) -> float:
-    return float(optimizer.learning_rate.numpy())
-
-
 def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
     """The optimizer that a user means: see :mod:`manyhands.training.optimizers`."""
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
@@ -137,23 +125,3 @@ def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
     return OPTIMIZERS.created(model, optimizer, lr)
-
-
-@keras.saving.register_keras_serializable("manyhands")
-class Nesterov(keras.optimizers.SGD):  # type: ignore[misc]
-    """SGD with Nesterov's momentum and weight decay as PyTorch has it: a part of the gradient.
-
-    Keras's own ``weight_decay`` shrinks the weights separately, so that momentum does not see it.
-    """
-
-    def __init__(self, learning_rate: float, decay: float = 5e-4, **kwargs: Any) -> None:
-        super().__init__(learning_rate, **{"momentum": 0.9, "nesterov": True, **kwargs})
-        if not math.isfinite(decay) or decay < 0:
-            raise BadSettings(f"decay={decay!r}: give a number of zero or more")
-        self.decay = decay
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        super().update_step(gradient + self.decay * keras.ops.convert_to_tensor(variable), variable, learning_rate)
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "decay": self.decay}

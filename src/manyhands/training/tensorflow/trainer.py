@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,15 +21,13 @@ from manyhands.training.evaluation.metrics import MetricCalls, Metrics, collect_
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.tensorflow import checks, evaluation, optimizers
-from manyhands.training.tensorflow.data.dataset import repeatable
-from manyhands.training.tensorflow.job import Job
+from manyhands.training.tensorflow import checks, evaluation, losses, optimizers, world
+from manyhands.training.tensorflow.batches import inputs_for
+from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
-from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
-from manyhands.training.tensorflow.loss import batch_parts, compiled_settings, keras_losses
+from manyhands.training.tensorflow.learner import Job, KerasLearner
+from manyhands.training.tensorflow.model import changed, of_batch_stats, of_precision
 from manyhands.training.tensorflow.objective import objective_for
-from manyhands.training.tensorflow.ranks import rendezvous, world
-from manyhands.training.tensorflow.step import precision
 from manyhands.training.trainer import BaseTrainer
 
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.CancelledError)
@@ -67,8 +64,8 @@ class Trainer(BaseTrainer):
                 "function from how much of the training is done (0 to 1) to a factor of the learning rate"
             )
         optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
-        keras_losses.check_names(self.options.loss)
-        rendezvous.read_tf_config()
+        losses.check(self.options.loss)
+        world.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self.options.devices
             world.join(on_cpu=devices is not None and all("cpu" in str(device).lower() for device in devices))
@@ -89,11 +86,12 @@ class Trainer(BaseTrainer):
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
         job = self._job(model, settings)
-        if here.replicas > 1 or settings.step.accumulate > 1:
-            note = checks.check_loss(job.layers, job.objective, job.train)
-            job.notes += [] if note is None else [note]
         options = {"schedule": self.options.schedule, "run": run, "resume": resume, "metrics": self._metrics(model)}
-        with _statistics_over(job.layers, settings.step.batch_stats):
+        changes = of_precision(model, settings.precision) + of_batch_stats(model, settings.step.batch_stats)
+        with changed(changes):
+            if here.replicas > 1 or settings.step.accumulate > 1:
+                note = checks.check_loss(model, job.objective, job.train)
+                job.notes += [] if note is None else [note]
             result = _fit(job, here, dispatcher, **options)
         if here.size > 1:
             result.devices = launcher.device_names(backend.neutral(here.devices[0]).kind)
@@ -103,57 +101,45 @@ class Trainer(BaseTrainer):
 
     def _job(self, model: Any, settings: Settings) -> Job:
         checks.check_model(model)
-        loss = self.options.loss
-        compiled_settings.check(model, loss=loss, tests=self.test_source is not None)
-        checks.check_metrics(model, self.test_source)
+        checks.check_compiled(model, loss=self.options.loss, tests=self.test_source is not None)
         checks.materialise(model, self.train_source)
         optimizer = optimizers.optimizer_for(self.options.optimizer, model, settings.lr)
         if self.options.schedule is not None:
             _check_settable(optimizer)
-        layers = precision.in_precision(model, settings.precision, checks.few_samples(self.train_source, 2))
-        compiled_settings.check_precision(layers)
-        objective = objective_for(model, loss)
+        objective = objective_for(model, self.options.loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
-        return Job(
-            model=model,
-            layers=layers,
-            objective=objective,
-            optimizer=optimizer,
-            train=self.train_source,
-            test=self.test_source,
-            settings=settings,
-            labels=labels,
-        )
+        return Job(model, objective, optimizer, self.train_source, self.test_source, settings, labels)
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
-        compiled_settings.check(model, loss=self.options.loss, tests=True)
-        checks.check_metrics(model, source)
-        return evaluate_to_dict(self._evaluator(model, source, settings, tests=True), self._metrics(model))
+        checks.check_compiled(model, loss=self.options.loss, tests=True)
+        with changed(of_precision(model, settings.precision)):
+            evaluator = self._evaluator(model, source, settings, tests=True)
+            return evaluate_to_dict(evaluator, self._metrics(model))
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_model(model)
-        return batch_parts.inputs_for(model, targets)
+        return inputs_for(model, targets)
 
     def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
-        evaluator = self._evaluator(model, source, settings, tests=False)
-        return collect_outputs(functools.partial(evaluator.predict, inputs), self._joined)
+        with changed(of_precision(model, settings.precision)):
+            evaluator = self._evaluator(model, source, settings, tests=False)
+            return collect_outputs(functools.partial(evaluator.predict, inputs), self._joined)
 
-    def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluator:
+    def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluation:
         """``tests``: the loss is computed, and not only the model's outputs."""
         checks.check_model(model)
         if not model.built:
             raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
-        layers = precision.in_precision(model, settings.precision, None)
         objective = objective_for(model, self.options.loss)
-        labels = checks.check_labels(model, objective, source, None) if tests else None
-        return evaluation.Evaluator(layers, objective, source, here, settings, labels)
+        labels = checks.check_labels(model, objective, source) if tests else None
+        return evaluation.apart(model, objective, source, here, settings, labels)
 
     def _resolved_callbacks(self, callbacks: Any) -> Any:
         return adapted(callbacks)
 
     def _metrics(self, model: Any = None) -> Metrics:
-        return compiled_settings.with_compiled(super()._metrics(), model)
+        return evaluation.with_compiled(super()._metrics(), model)
 
     def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
@@ -181,17 +167,3 @@ def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) ->
 def _check_settable(optimizer: Any) -> None:
     if not hasattr(optimizer.learning_rate, "assign"):
         raise BadSettings("the optimizer has a LearningRateSchedule, and the trainer has schedule=: keep one of them")
-
-
-@contextlib.contextmanager
-def _statistics_over(model: Any, batch_stats: str | None) -> Iterator[None]:
-    """Within the block, BatchNorm layers take statistics over all replicas, or over their own replica."""
-    layers = batch_norms(model)
-    before = [layer.synchronized for layer in layers]
-    try:
-        for layer in layers:
-            layer.synchronized = batch_stats == "global"
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer.synchronized = was

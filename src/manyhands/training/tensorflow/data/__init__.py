@@ -1,1 +1,0 @@
-"""Where samples come from: arrays and ``tf.data``."""

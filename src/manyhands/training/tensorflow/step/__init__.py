@@ -1,1 +1,0 @@
-"""A training step: its function, its precision."""
