@@ -68,12 +68,6 @@ def unequal(y_true: Any, y_pred: Any) -> LossSum:
     return LossSum(tf.reduce_sum(losses * weight), tf.reduce_sum(weight))
 
 
-def shuffled(epoch: int) -> Any:
-    """The vectors in an order that the epoch alone decides: tf.data's own also depends on the program's seed."""
-    rows = np.random.default_rng(epoch).permutation(len(vectors()[0]))
-    return tf.data.Dataset.from_tensor_slices(tuple(part[rows] for part in vectors())).batch(16)
-
-
 def fit(model: Any, data: Any, devices: int = 1, **how: Any) -> Result:
     how = {"batch_size": 16, "optimizer": momentum, "quiet": True, **how}
     if callable(how["optimizer"]):  # a finished one has its own rate

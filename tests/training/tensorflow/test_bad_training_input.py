@@ -87,7 +87,7 @@ def test_several_short_jobs_in_one_program_are_not_warned_of(caplog: pytest.LogC
     log.addHandler(caplog.handler)  # TensorFlow's does not hand its messages on
     try:
         for _ in range(6):
-            fit(Own(), ((X, y), (X, y)), batch_size=len(X), epochs=1)
+            fit(Own(), (X, y), batch_size=len(X), epochs=1)
     finally:
         log.removeHandler(caplog.handler)
     assert "retracing" not in caplog.text

@@ -21,7 +21,7 @@ from manyhands.training.tensorflow import feed
     [
         pytest.param(2, {}, marks=pytest.mark.long),
         (3, {"step": Step(shares=[3, 2, 1]), "gradient_clip_val": 0.1}),
-        (3, {"batch_size": 3, "step": Step(shares=[0.9, 0.1, 0])}),  # two devices without samples
+        (2, {"batch_size": 3, "step": Step(shares=[0.9, 0.1])}),  # a device without samples
         (2, {"step": Step(accumulate=3), "schedule": lambda done: 1 - done}),
         (2, {"optimizer": lambda rate: keras.optimizers.Nadam(rate, clipnorm=0.5, weight_decay=0.01)}),
     ],
@@ -30,16 +30,17 @@ def test_several_devices_make_the_update_of_one(devices: int, how: dict[str, Any
     assert difference(mlp, vectors(50), devices, **how) < 1e-12
 
 
-@pytest.mark.parametrize("shares", [pytest.param(None, marks=pytest.mark.long), [5, 1, 0]])
+@pytest.mark.parametrize("shares", [pytest.param(None, marks=pytest.mark.long), [5, 1]])
 def test_statistics_over_the_whole_batch(shares: list[float] | None) -> None:
-    assert difference(convnet, images(), 3, step=Step(shares=shares, batch_stats="global")) < 1e-12
+    """Also where the last batch, of a single sample, leaves nothing to the second device."""
+    assert difference(convnet, images(17), 2, step=Step(shares=shares, batch_stats="global")) < 1e-12
 
 
 def test_five_steps_in_float32() -> None:
     def make() -> Any:
         return mlp(dtype="float32")
 
-    assert difference(make, vectors(75), 3, epochs=1, step=Step(shares=[3, 2, 1])) < 1e-5
+    assert difference(make, vectors(75), 2, epochs=1, step=Step(shares=[3, 2])) < 1e-5
 
 
 def test_penalties_are_the_same_on_any_number_of_devices() -> None:
@@ -51,7 +52,7 @@ def test_penalties_are_the_same_on_any_number_of_devices() -> None:
 
 def test_statistics_of_each_shard_are_said_to_be_so_and_a_device_without_samples_does_not_spoil_them() -> None:
     model = convnet()
-    result = fit(model, (images(), images()), 3, batch_size=5)  # two samples are the least: 2, 3 and none
+    result = fit(model, (images(), images()), 3, epochs=1, batch_size=5)  # two samples are the least: 2, 3 and none
     assert "batch normalisation takes its statistics over each device's shard" in result.notes
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert result.rows[-1]["samples"] == 40
@@ -62,7 +63,7 @@ def test_a_test_counts_every_sample_once() -> None:
     X, y = vectors(50)
     test = X[:7], y[:7]
     model = mlp()
-    result = fit(model, ((X, y), test), 3)
+    result = fit(model, ((X, y), test), 3, epochs=1)
     scores = model(test[0]).numpy()
     assert result.rows[-1]["val_acc"] == np.mean(scores.argmax(1) == test[1])
     expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")(test[1], scores)
@@ -73,7 +74,7 @@ def test_a_loader_gives_what_its_arrays_give() -> None:
     X, y = vectors(40)
     batches = [(X[i : i + 16], y[i : i + 16]) for i in range(0, 40, 16)]
     one, other = mlp(), mlp()
-    fit(one, batches, 3, epochs=1)
+    fit(one, batches, 2, epochs=1)
     fit(other, tf.data.Dataset.from_tensor_slices((X, y)).batch(16), 1, epochs=1)
     assert parity.largest_difference(tensors(one), tensors(other)) < 1e-12
     by_hand = mlp()
@@ -89,7 +90,7 @@ def test_a_shuffled_dataset_has_one_order_on_any_number_of_devices() -> None:
         return tf.data.Dataset.from_tensor_slices(vectors(40)).shuffle(40).batch(16).prefetch(1)
 
     alone, several = mlp(), mlp()
-    notes = [*fit(alone, shuffled()).notes, *fit(several, shuffled(), 3).notes]
+    notes = [*fit(alone, shuffled()).notes, *fit(several, shuffled(), 2).notes]
     assert parity.largest_difference(tensors(alone), tensors(several)) < 1e-12
     assert not any("without a seed" in note for note in notes)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from keras_cases import fit, mixed, mlp, shuffled, tensors, unequal, vectors
+import tensorflow as tf
+from keras_cases import fit, mixed, mlp, tensors, unequal, vectors
 from support import free_port
 
 from manyhands.cli import parity
@@ -25,7 +26,7 @@ from manyhands.training.tensorflow.trainer import Trainer
 SCRIPT = """
 import sys
 from pathlib import Path
-from keras_cases import mixed, momentum, shuffled, tensors, unequal, vectors
+from keras_cases import mixed, mlp, momentum, tensors, unequal, vectors
 import numpy as np
 import tensorflow as tf
 from manyhands import tensorflow as mh
@@ -50,12 +51,11 @@ else:
     np.testing.assert_allclose(outputs, model(vectors(9)[0], training=False), atol=1e-5)
 
 data = tf.data.Dataset.from_tensor_slices(vectors(50))
-model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))
-trainer.fit(model, shuffled)
+model, trainer = mlp(), mh.Trainer(1, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))
+trainer.fit(model, data.shuffle(50).batch(16))  # all processes have the order of the job's seed
 np.savez(folder / f"shuffled{trainer_rank}.npz", **tensors(model))
-trainer.fit(mixed(), data.shuffle(50).batch(16))  # all processes have the order of the job's seed
 try:
-    trainer.fit(mixed(), data.skip(trainer_rank).batch(16))
+    trainer.fit(mlp(), data.skip(trainer_rank).batch(16))
 except BadBatch as error:
     (folder / f"refused{trainer_rank}.txt").write_text(str(error))
 """
@@ -98,8 +98,8 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
         assert float(loss) == pytest.approx(result.rows[-1]["val_loss"], rel=1e-5)
         assert "cpu of rank 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
-    alone = mixed()
-    fit(alone, shuffled, 2, step=Step(shares=[3, 1]))
+    alone, data = mlp(), tf.data.Dataset.from_tensor_slices(vectors(50)).shuffle(50).batch(16)
+    fit(alone, data, 2, epochs=1, step=Step(shares=[3, 1]))
     for rank in range(2):
         found = dict(np.load(tmp_path / f"shuffled{rank}.npz"))
         assert parity.largest_difference(found, tensors(alone)) < 1e-5
