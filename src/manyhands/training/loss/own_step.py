@@ -126,12 +126,12 @@ def why_no_accuracy(model: Any, *, training: bool) -> str | None:
 
 def resolve_loss(loss: Any, by_name: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
     """The loss for a function, an object, a class or a name; ``kinds`` of losses need no call to be one."""
-    if isinstance(loss, str):
-        if (function := by_name.get(loss.lower())) is None:
-            raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(by_name)}")
-        return function
+    if isinstance(loss, str) and loss.lower() in by_name:
+        return by_name[loss.lower()]
     if loss is None or isinstance(loss, kinds):
         return loss
+    if isinstance(loss, str):
+        raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(by_name)}")
     if not callable(loss):
         raise BadSettings(f"loss={loss!r} is of type {type(loss).__name__}: give a function")
     if not isinstance(loss, type):
