@@ -99,7 +99,7 @@ class Rank:
         return RankFeed(job.train, job.settings, world, empty=empty, least=least, measure=self._measured_shares)
 
     def _measured_shares(self, shard: Shard | None) -> list[float]:
-        shares, note = division.measured(self.model, self.objective, shard, self.number_format, self.world)
+        shares, note = division.measure_shares(self.model, self.objective, shard, self.number_format, self.world)
         self.notes.append(note)
         return shares
 

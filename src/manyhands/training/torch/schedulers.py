@@ -50,10 +50,10 @@ class Scheduler:
         self.base_rates = [float(group["lr"]) for group in self.stand_in.param_groups]
         self.per_step = isinstance(schedule, PerStep)
         self.is_finished = isinstance(schedule.make, LRScheduler)  # the caller's own
-        self.scheduler = self._finished(schedule.make) if self.is_finished else self._created(schedule)
+        self.scheduler = self._take_over(schedule.make) if self.is_finished else self._make(schedule)
         self._check_plateau()
 
-    def _finished(self, scheduler: Any) -> Any:
+    def _take_over(self, scheduler: Any) -> Any:
         for part in _parts(scheduler):
             if part.optimizer is not self.optimizer:
                 raise BadSettings(
@@ -63,7 +63,7 @@ class Scheduler:
             part.optimizer = self.stand_in
         return scheduler
 
-    def _created(self, schedule: PerStep | PerEpoch) -> Any:
+    def _make(self, schedule: PerStep | PerEpoch) -> Any:
         scheduler = schedule.make(self.stand_in)
         if not isinstance(scheduler, LRScheduler):
             raise BadSettings(
@@ -155,10 +155,10 @@ class Scheduler:
         state = {
             key: module_state.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")
         }
-        self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), state["scheduler"]))
+        self.scheduler.load_state_dict(_merge(self.scheduler.state_dict(), state["scheduler"]))
         for number, (group, before) in enumerate(zip(self.stand_in.param_groups, state["groups"], strict=True)):
             rate, saved_rate = self.base_rates[number], state["base"][number]
-            group.update(_merged({name: group.get(name) for name in before}, before))
+            group.update(_merge({name: group.get(name) for name in before}, before))
             if rate != saved_rate and saved_rate:
                 for key in ("lr", "initial_lr"):
                     if key in group:
@@ -314,12 +314,12 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (bool, int, float, str, type(None)) else _NOT_PLAIN
 
 
-def _merged(current: Any, saved: Any) -> Any:
+def _merge(current: Any, saved: Any) -> Any:
     """The current state, updated with the saved values, in the scheduler's own types."""
     if isinstance(current, Counter):
         return Counter(saved)
     if isinstance(current, Mapping) and isinstance(saved, Mapping):
-        return {**current, **{key: _merged(current.get(key), part) for key, part in saved.items()}}
+        return {**current, **{key: _merge(current.get(key), part) for key, part in saved.items()}}
     if isinstance(current, list) and isinstance(saved, list) and len(current) == len(saved):
-        return [_merged(part, saved_part) for part, saved_part in zip(current, saved, strict=True)]
+        return [_merge(part, saved_part) for part, saved_part in zip(current, saved, strict=True)]
     return saved

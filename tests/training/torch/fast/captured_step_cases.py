@@ -13,7 +13,7 @@ from training_cases import difference, mlp, vectors
 from manyhands.backends.torch import compat
 from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.build import captured
+from manyhands.training.torch.fast.build import captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.step.number_format import NumberFormat
@@ -99,7 +99,7 @@ def graph_step(
 ) -> tuple[GraphStep, PlainStep]:
     """Makes steps as a rank does: from the graph where there is one, else plainly."""
     eager, data = eager_step(net, loss), Arrays(vectors(COUNT))
-    graph = captured(eager, data, 16, compiled=compiled)
+    graph = captured_step(eager, data, 16, compiled=compiled)
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for step in range(steps):
         if not graph(16):

@@ -18,7 +18,7 @@ from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
-from manyhands.training.torch.fast.build import captured
+from manyhands.training.torch.fast.build import captured_step
 from manyhands.training.torch.fast.lanes.lanes import ForkedWork, StepLanes
 from manyhands.training.torch.step.number_format import NumberFormat
 
@@ -221,7 +221,7 @@ def test_the_fast_step_begins_with_the_casts(monkeypatch: pytest.MonkeyPatch) ->
     for net in nets:
         eager = eager_step(net)
         eager.number_format = NumberFormat(autocast=torch.bfloat16)
-        graph = captured(eager, data, 16, side_lanes=StepLanes(lanes) if net is nets[1] else False)
+        graph = captured_step(eager, data, 16, side_lanes=StepLanes(lanes) if net is nets[1] else False)
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         with OnLanes(lanes):
             for _ in range(3):

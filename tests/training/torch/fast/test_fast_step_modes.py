@@ -14,14 +14,14 @@ from training_cases import mlp, vectors
 
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.batched_casts import BatchedCasts
-from manyhands.training.torch.fast.build import captured
+from manyhands.training.torch.fast.build import captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms
 
 
 def stepped(net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy) -> tuple[GraphStep, Any]:
     eager, data = eager_step(net, loss), Arrays(vectors(COUNT))
-    graph = captured(eager, data, 16, fused_norms=True)
+    graph = captured_step(eager, data, 16, fused_norms=True)
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for _ in range(steps):
         assert graph(16), graph.ended

@@ -183,7 +183,7 @@ class Reading:
 def test_what_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that fails leaves traces in PyTorch: it is not even begun."""
     net = mlp(norm=True)
-    monkeypatch.setattr(GraphStep, "_captured", lambda *_: pytest.fail("there is a capture"))
+    monkeypatch.setattr(GraphStep, "_capture", lambda *_: pytest.fail("there is a capture"))
     graph, eager = graph_step(net, 7, Reading())
     assert "synchronizing" in str(graph.ended)
     assert MODES == [0, "error", 0]

@@ -17,7 +17,7 @@ from training_cases import difference, mlp, vectors
 
 from manyhands.book import torch as models
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.build import captured
+from manyhands.training.torch.fast.build import captured_step
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, may_have_redundant_biases
 from manyhands.training.torch.step.plain import PlainStep
@@ -257,7 +257,7 @@ def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() 
         made, data = eager_step(net), Arrays((X, y))
         parts = [StepUndo(net, made.optimizer, made.device, []), Clip(0.1)]
         eager = PlainStep(net, made.optimizer, made.objective, made.metrics, made.device, made.number_format, parts)
-        graph = captured(eager, data, 16)
+        graph = captured_step(eager, data, 16)
         graph.begin_epoch(torch.arange(COUNT), 0, 0)
         for step in range(5):
             if not (fast and graph(16)):

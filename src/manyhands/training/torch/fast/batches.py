@@ -75,7 +75,7 @@ class ResidentBatches:
 
 def forward(step: PlainStep, batches: BatchSource, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss and number of correct predictions of a batch."""
-    loss, scored = _scored(step, batches, inputs)
+    loss, scored = _loss_and_scores(step, batches, inputs)
     return loss, count_correct(scored)
 
 
@@ -83,7 +83,7 @@ def forward_counting_later(
     step: PlainStep, batches: BatchSource, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, CountCorrect]:
     """The loss, and a function that counts the correct predictions."""
-    loss, scored = _scored(step, batches, inputs)
+    loss, scored = _loss_and_scores(step, batches, inputs)
     if scored is None or not is_torchs_alone(loss) or _is_of(step.model, scored.output):
         return loss, already_counted(count_correct(scored))
     return loss, functools.partial(count_correct, Scored(scored.output.detach(), scored.target))
@@ -94,7 +94,7 @@ def already_counted(correct: torch.Tensor | None) -> CountCorrect:
     return lambda: correct
 
 
-def _scored(
+def _loss_and_scores(
     step: PlainStep, batches: BatchSource, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, Scored | None]:
     batch = step.number_format.cast(batches.batch(*inputs))

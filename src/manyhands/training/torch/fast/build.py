@@ -62,7 +62,7 @@ def fast_step(step: Step, data: Source, settings: Settings, *, changing_rate: bo
     assert isinstance(step, PlainStep)
     assert isinstance(data, Arrays)
     _make_capturable(step.optimizer, step.device, changing_rate=changing_rate)
-    return captured(
+    return captured_step(
         step,
         data,
         settings.batch_size,
@@ -73,7 +73,7 @@ def fast_step(step: Step, data: Source, settings: Settings, *, changing_rate: bo
     )
 
 
-def captured(
+def captured_step(
     step: PlainStep,
     data: Arrays,
     size: int,

@@ -40,7 +40,7 @@ from manyhands.training.torch.fast.batches import (
 from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_of
 from manyhands.training.torch.fast.extension import Extension, SizedStep
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
-from manyhands.training.torch.step.part import Turn, entered
+from manyhands.training.torch.step.part import Turn, enter_all
 from manyhands.training.torch.step.plain import PlainStep
 
 _WARM_UP = 3
@@ -106,7 +106,7 @@ class GraphStep:
                     if sized.warm < _WARM_UP:
                         self._warm_up(sized)
                     else:  # the capture computes nothing yet
-                        sized.replay = self._captured(sized).replay
+                        sized.replay = self._capture(sized).replay
                 why = None
             except _FailedBeforeUpdate as failure:
                 why = f"{type(failure.__cause__).__name__}: {failure.__cause__}"
@@ -217,7 +217,7 @@ class GraphStep:
         reasons = (self._watch.after(), *(part.why_not_captured() for part in step.parts))
         self.ended = next((reason for reason in reasons if reason is not None), None)
 
-    def _captured(self, sized: SizedStep) -> torch.cuda.CUDAGraph:
+    def _capture(self, sized: SizedStep) -> torch.cuda.CUDAGraph:
         self._step.optimizer.zero_grad(set_to_none=True)
         reserve_workspaces([self._stream], self._step.device)
         graph = torch.cuda.CUDAGraph()
@@ -252,12 +252,12 @@ class GraphStep:
         acting = [each for each in self._extensions if not (sized.compiled and each.is_mode)]
         for each in acting:
             each.begin(sized)
-        with entered([each.forward(sized) for each in acting]):
+        with enter_all([each.forward(sized) for each in acting]):
             loss, count_correct = sized.forward(*self._batches.inputs(sized.window))
         # No mark with a loss scale: then the update writes to the metrics, too.
         mark = None if lanes is None or any(part.scales_loss for part in step.parts) else lanes.mark()
         side_lanes = nullcontext() if lanes is None else lanes.during_backward(sized.size, compiled=sized.compiled)
-        with side_lanes, entered([each.backward(sized) for each in acting]):
+        with side_lanes, enter_all([each.backward(sized) for each in acting]):
             step.scaled(loss).backward()
         for each in acting:
             each.after_backward(sized, loss)
@@ -269,7 +269,7 @@ class GraphStep:
     def _as_written(self, sized: SizedStep) -> _PassResults:
         """Forward and backward without dispatch modes, but for the one that searches in the last such step."""
         searching = [each for each in self._extensions if each.searches and sized.warm == -1]
-        with entered([each.search(sized) for each in searching]):
+        with enter_all([each.search(sized) for each in searching]):
             loss, correct = self._forward(*self._batches.inputs(sized.window))
             for each in searching:
                 each.after_forward(loss)

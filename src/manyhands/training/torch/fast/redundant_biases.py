@@ -245,7 +245,7 @@ class Search(TorchDispatchMode):
     # Observations
 
     def _in_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = self._called(layer, args, kwargs)
+        result = self._call_module(layer, args, kwargs)
         call = self._calls[layer]
         call.count += 1
         # Three-dimensional inputs of a linear layer, or unbatched ones of a convolution: BatchNorm has other channels.
@@ -259,13 +259,13 @@ class Search(TorchDispatchMode):
         calls = [call for call in self._calls.values() if call.output is not None and call.output() is input_]
         self._norm_calls[norm] += 1
         if not calls or calls[0].norm is not None or not norm.training:
-            return self._called(norm, args, kwargs)
+            return self._call_module(norm, args, kwargs)
         calls[0].norm = norm
-        result = self._called(norm, args, kwargs)
+        result = self._call_module(norm, args, kwargs)
         calls[0].norm_node = result.grad_fn
         return result
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._inside.append(module)
         try:
             return type(module).forward(module, *args, **kwargs)

@@ -113,7 +113,7 @@ class RankFeed:
 # Measured shares
 
 
-def measured(
+def measure_shares(
     model: torch.nn.Module, objective: Objective, shard: Shard | None, number_format: NumberFormat, world: World
 ) -> tuple[list[float], str]:
     """The shares of all ranks, and a note about them; all ranks take part."""

@@ -141,7 +141,7 @@ class GradientSum(SummedGradients):
         self._next = 0
         self._armed = False
         self._handles = [
-            (parameter, parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number)))
+            (parameter, parameter.register_post_accumulate_grad_hook(self._arrival_hook(bucket, number)))
             for bucket in self._buckets
             for number, parameter in enumerate(bucket.parameters)
         ]
@@ -200,7 +200,7 @@ class GradientSum(SummedGradients):
             bucket.users.copy_(torch.tensor([float(n in bucket.used) for n in range(len(bucket.parameters))]))
         bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
-    def _arrived(self, bucket: _Bucket, number: int) -> Any:
+    def _arrival_hook(self, bucket: _Bucket, number: int) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             bucket.used.add(number)
             view = bucket.views[number]

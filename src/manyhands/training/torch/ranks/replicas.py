@@ -35,9 +35,9 @@ class Replicas:
 
     def __init__(self, job: Job, world: World, number_format: NumberFormat) -> None:
         self._job, self._world, self._number_format = job, world, number_format
-        self.model = self._placed()
+        self.model = self._place_model()
 
-    def _placed(self) -> torch.nn.Module:
+    def _place_model(self) -> torch.nn.Module:
         model = self._job.model.to(self._world.device)
         if self._job.settings.precision == "fp64":
             model = model.double()

@@ -53,7 +53,7 @@ def check(settings: Settings, optimizer: object, devices: list[torch.device]) ->
         raise BadSettings(f"Step(shard=True): {reason}")
 
 
-def _sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> torch.nn.Module:
+def _shard_model(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> torch.nn.Module:
     """A sharded copy of the model, with the weights of the first rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -94,10 +94,10 @@ class Shards(Replicas):
 
     sharded = True
 
-    def _placed(self) -> torch.nn.Module:
+    def _place_model(self) -> torch.nn.Module:
         self._number_format.channels_last = False  # FSDP2 divides contiguous memory only
         dtype = torch.float64 if self._job.settings.precision == "fp64" else None
-        return _sharded(self._job.model, self._world, dtype)
+        return _shard_model(self._job.model, self._world, dtype)
 
     def gradients(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> Gradients:
         return ShardedGradients(self.model, optimizer, self._world.device)

@@ -78,10 +78,10 @@ class Rows:
     of_target: tuple[bool, ...] = ()
 
     def gathered(self, output: Any, target: Any) -> tuple[Any, Any]:
-        return _gathered(output, self.of_output), _gathered(target, self.of_target)
+        return _gather_some(output, self.of_output), _gather_some(target, self.of_target)
 
 
-def _gathered(tensors: Any, have_rows: Sequence[bool]) -> Any:
+def _gather_some(tensors: Any, have_rows: Sequence[bool]) -> Any:
     left = iter(have_rows)
     return map_tensors(lambda tensor: whole_batch(tensor) if next(left, False) else tensor, tensors)
 
@@ -107,9 +107,9 @@ class AllRanks(Part):
             self._sizes = turn.shard.of_ranks
 
     def forward(self) -> AbstractContextManager[None]:
-        return gathered_by(self._gathered)
+        return gathered_by(self._gather_rows)
 
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         own = self._sizes[self._rank]
         check_rows(tensor, own or 1)  # a rank without samples computes one, of which it gives nothing
         result: torch.Tensor = _AllRows.apply(tensor[:own], self._rank, self._sizes, self._group)  # type: ignore[no-untyped-call]
@@ -120,10 +120,10 @@ class NotAnnounced(Part):
     """Of a job whose ranks have no group for it: a call of ``mh.whole_batch`` is refused."""
 
     def forward(self) -> AbstractContextManager[None]:
-        return gathered_by(_refused)
+        return gathered_by(_refuse)
 
 
-def _refused(tensor: torch.Tensor) -> torch.Tensor:
+def _refuse(tensor: torch.Tensor) -> torch.Tensor:
     raise BadSettings(
         "mh.whole_batch was not called when the trainer tried the loss before the job began (or that could not be "
         "tried: see the notes). Call it in every step, whatever the batch holds"

@@ -81,14 +81,14 @@ class World:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of each rank, of any length."""
-        lengths, padded = self._padded(data)
+        lengths, padded = self._pad(data)
         return [bytes(part[:length].numpy()) for part, length in zip(self.gather(padded), lengths, strict=True)]
 
     def bytes_to_first(self, data: bytes) -> list[bytes]:
         """The bytes of each rank, of any length, at the first; an empty list elsewhere."""
         if self.size == 1:
             return [data]
-        lengths, padded = self._padded(data)
+        lengths, padded = self._pad(data)
         staged = padded if dist.get_backend() == "gloo" else padded.to(self.device)
         gathered = [torch.empty_like(staged) for _ in range(self.size)] if self.first else None
         dist.gather(staged, gathered)
@@ -98,7 +98,7 @@ class World:
         """Whether every rank has this number."""
         return self.size == 1 or all(int(gathered) == number for gathered in self.gather(torch.tensor([number])))
 
-    def _padded(self, data: bytes) -> tuple[list[int], torch.Tensor]:
+    def _pad(self, data: bytes) -> tuple[list[int], torch.Tensor]:
         """How many bytes each rank has, and this rank's bytes padded to the longest."""
         lengths = [int(length) for length in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

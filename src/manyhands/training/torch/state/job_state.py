@@ -98,7 +98,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of an optimizer per group of parameters, as JSON, without its learning rate and how it runs."""
     return [
-        {name: _listed(value) for name, value in group.items() if name not in _NOT_SAVED and _is_plain(value)}
+        {name: _as_lists(value) for name, value in group.items() if name not in _NOT_SAVED and _is_plain(value)}
         for group in optimizer.param_groups
     ]
 
@@ -148,9 +148,9 @@ def _same_parameters(
     return {number: now.index(name) for number, name in enumerate(then)}
 
 
-def _listed(value: Any) -> Any:
+def _as_lists(value: Any) -> Any:
     """Tuples (Adam's betas) as lists: JSON knows no tuples."""
-    return [_listed(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+    return [_as_lists(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:

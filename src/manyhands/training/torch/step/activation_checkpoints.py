@@ -29,7 +29,7 @@ def of(model: torch.nn.Module, pick: Pick, *, statistics: str | None) -> Activat
     """The checkpointed blocks of a model, as :class:`~manyhands.training.options.Step` says; None without any."""
     if pick is False:
         return None
-    blocks = blocks_of(model) if pick is True else _picked(model, pick)
+    blocks = blocks_of(model) if pick is True else _pick_modules(model, pick)
     if not blocks and pick is True:
         raise BadSettings(
             f"Step(activation_checkpointing=True): {type(model).__name__} has no blocks, children of a ModuleList or a "
@@ -59,7 +59,7 @@ class ActivationCheckpoints(Part):
         self._before = [(block, block.__dict__.get("forward")) for block in blocks]
         self._drew = False  # whether a block has drawn random numbers so far
         for block in blocks:
-            block.forward = MethodType(self._wrapped(block), block)
+            block.forward = MethodType(self._wrap(block), block)
 
     def close(self) -> None:
         """Leave the blocks as they were."""
@@ -71,7 +71,7 @@ class ActivationCheckpoints(Part):
     def why_not_captured(self) -> str | None:
         return "checkpointed blocks draw random numbers, whose state a graph cannot restore" if self._drew else None
 
-    def _wrapped(self, block: torch.nn.Module) -> Callable[..., Any]:
+    def _wrap(self, block: torch.nn.Module) -> Callable[..., Any]:
         replaced = block.__dict__.get("forward")
 
         def forward(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
@@ -118,11 +118,11 @@ def _statistics_preserved(block: torch.nn.Module) -> Iterator[None]:
             vars(layer)[compat.BUFFERS].update(buffers)
 
 
-def _picked(model: torch.nn.Module, pick: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:
+def _pick_modules(model: torch.nn.Module, pick: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:
     """The outermost modules that the function picks."""
     if pick(model):
         return [model]
-    return _distinct(block for child in model.children() for block in _picked(child, pick))
+    return _distinct(block for child in model.children() for block in _pick_modules(child, pick))
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

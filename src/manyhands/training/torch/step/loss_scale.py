@@ -68,15 +68,15 @@ class LossScale(Part):
         self._in_row.add_(1).mul_(infinite)
         compat.update_scale_(self.scale, self._good_steps, self._infinite, _GROWTH, _BACKOFF, _INTERVAL)
         self.scale.clamp_(min=_FLOOR)
-        self._metrics.mark(self._collapsed(), turn.step)
+        self._metrics.mark(self._collapse_mark(), turn.step)
 
-    def _collapsed(self) -> torch.Tensor:
+    def _collapse_mark(self) -> torch.Tensor:
         """NaN where all steps are skipped, however small the scale; else 0. Known on the device."""
         hopeless = (self._in_row >= _MOST_SKIPPED) & (self.scale <= _FLOOR)
         return torch.where(hopeless, torch.nan, 0.0)
 
     def why_no_numbers(self) -> str | None:
-        if bool(self._collapsed().isfinite()):
+        if bool(self._collapse_mark().isfinite()):
             return None
         return (
             f"precision='fp16': the last {int(self._in_row)} steps were all skipped. Their gradients are too large for "

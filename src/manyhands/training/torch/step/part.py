@@ -131,7 +131,7 @@ class Step:
 
     def forward(self) -> AbstractContextManager[None]:
         scope = self.number_format.scope(self.device)
-        return scope if not self._forward else entered([scope, *(forward() for forward in self._forward)])
+        return scope if not self._forward else enter_all([scope, *(forward() for forward in self._forward)])
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         for scaled in self._scaled:
@@ -139,7 +139,7 @@ class Step:
         return loss
 
     def updating(self, turn: Turn) -> AbstractContextManager[None]:
-        return entered([updating(turn) for updating in self._updating]) if self._updating else nullcontext()
+        return enter_all([updating(turn) for updating in self._updating]) if self._updating else nullcontext()
 
     def after_update(self, turn: Turn) -> None:
         for after_update in self._after_update:
@@ -156,8 +156,8 @@ class Step:
 
 
 @contextmanager
-def entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Within it all of these contexts are entered, in their order."""
+def enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within it all of these contexts are enter_all, in their order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

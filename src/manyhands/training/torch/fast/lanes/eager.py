@@ -180,7 +180,7 @@ class SideLanes(TorchDispatchMode):
                 result = func(*args, **kwargs)
         created = self._memories(result).keys() - read.keys()
         writes = frozenset(created | written.keys())
-        self._journal.task(lane, Task(_named(func), frozenset(read), writes, self._described[lane].device))
+        self._journal.task(lane, Task(_short_name(func), frozenset(read), writes, self._described[lane].device))
         self._note(lane, read, created, writes)
         return result
 
@@ -291,5 +291,5 @@ class _Held:
         return mark, free
 
 
-def _named(func: Any) -> str:
+def _short_name(func: Any) -> str:
     return str(func).removeprefix("aten.").split(".")[0]

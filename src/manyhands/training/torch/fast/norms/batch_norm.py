@@ -93,7 +93,7 @@ class FusedBatchNorms(DeferringMode):
             statistics.rstd.fill_(float("nan"))
         self._untaken.append(statistics)
         self.counts["batch normalisations"] += 1
-        return self._noted(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.rstd
+        return self._defer(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.rstd
 
     def _add(self, func: Any, tensor: Any, other: Any, *, alpha: Any = 1) -> Any:
         note, added = self._note(tensor), other
@@ -107,7 +107,7 @@ class FusedBatchNorms(DeferringMode):
         self._settle(added)
         pending = replace(note.pending, added=added)
         if func is _aten.add.Tensor:
-            return self._noted(tensor, pending)
+            return self._defer(tensor, pending)
         note.pending = pending
         return tensor
 
@@ -123,7 +123,7 @@ class FusedBatchNorms(DeferringMode):
             return NotImplemented
         self._settle((first, second))
         if func is _aten.add.Tensor:
-            return self._noted(first, Sum(first, second))
+            return self._defer(first, Sum(first, second))
         self._settle_before_writing(func, (first, second), {})
         before = first.clone() if self._poison else None  # None: the memory still holds it
         if self._poison:
@@ -159,7 +159,7 @@ class FusedBatchNorms(DeferringMode):
         else:
             self._settle(gradient)
         self._gradients += 1
-        return self._noted(gradient, Gradient(first, more, result, self._gradients))
+        return self._defer(gradient, Gradient(first, more, result, self._gradients))
 
     def _norm_backward(
         self, func: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
@@ -195,7 +195,7 @@ class FusedBatchNorms(DeferringMode):
 
     # Notes
 
-    def _noted(self, like: torch.Tensor, pending: Norm | Sum | Gradient) -> torch.Tensor:
+    def _defer(self, like: torch.Tensor, pending: Norm | Sum | Gradient) -> torch.Tensor:
         y = torch.empty_like(like)
         if self._poison:
             y.fill_(float("nan"))

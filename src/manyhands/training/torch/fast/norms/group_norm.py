@@ -113,17 +113,17 @@ class InputGradient:
     def narrow_dtype(self) -> torch.dtype:
         return self.gradient.dtype
 
-    def _computed(self, wide: bool) -> torch.Tensor:
+    def _compute(self, wide: bool) -> torch.Tensor:
         parts = (*self.norm.parts(), self.means, self.norm.activation)
         result: torch.Tensor = kernels.input_gradient(self.gradient, *parts, wide)
         return result
 
     def narrow(self) -> torch.Tensor:
         """In 16 bits."""
-        return self._computed(False)
+        return self._compute(False)
 
     def write(self, y: torch.Tensor) -> None:
-        y.copy_(self._computed(True))
+        y.copy_(self._compute(True))
 
     def read(self) -> list[torch.Tensor | None]:
         return [self.gradient, *self.norm.parts(), self.means]
@@ -164,7 +164,7 @@ class FusedGroupNorms(DeferringMode):
         if any(value not in (None, False, usual.get(name)) for name, value in options.items()):
             return NotImplemented
         if pending is None and dtype is torch.float32 and _may_be_image(x) and not is_cast_of_weight_gradient():
-            return self._noted(torch.empty_like(x, dtype=dtype), Widened(x))
+            return self._defer(torch.empty_like(x, dtype=dtype), Widened(x))
         if isinstance(pending, (Normalised, InputGradient)) and dtype is pending.narrow_dtype:
             return pending.narrow()
         return NotImplemented
@@ -174,7 +174,7 @@ class FusedGroupNorms(DeferringMode):
         pending = self._pending(x)
         if pending is None:
             return NotImplemented
-        return self._noted(torch.empty_like(x, memory_format=memory_format or torch.preserve_format), pending)
+        return self._defer(torch.empty_like(x, memory_format=memory_format or torch.preserve_format), pending)
 
     # Forward
 
@@ -186,7 +186,7 @@ class FusedGroupNorms(DeferringMode):
         mean, rstd = kernels.statistics(pending.x, groups, sizes[-1])
         self.counts["group normalisations"] += 1
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return self._noted(y, Normalised(pending.x, mean, rstd, weight, bias)), mean, rstd
+        return self._defer(y, Normalised(pending.x, mean, rstd, weight, bias)), mean, rstd
 
     def _activate(self, func: Any, y: Any) -> Any:
         pending = self._pending(y)
@@ -198,7 +198,7 @@ class FusedGroupNorms(DeferringMode):
         if func in _IN_PLACE:
             self._notes[memory_id(y)].pending = pending
             return y
-        return self._noted(torch.empty_like(y), pending)
+        return self._defer(torch.empty_like(y), pending)
 
     # Backward
 
@@ -210,7 +210,7 @@ class FusedGroupNorms(DeferringMode):
             return NotImplemented
         if threshold != 0 or not _are_alike(outer.x, norm.x):
             return NotImplemented
-        return self._noted(
+        return self._defer(
             torch.empty_like(gradient), ActivationGradient(outer.x, replace(norm, activation=activation))
         )
 
@@ -230,13 +230,13 @@ class FusedGroupNorms(DeferringMode):
         if behind.stride() != image.x.stride() or not kernels.fits(behind):
             behind = torch.empty_like(image.x).copy_(behind)
         for_weight, for_bias, means = kernels.sums(behind, *norm.parts(), norm.activation)
-        for_x = self._noted(torch.empty_like(x), InputGradient(behind, norm, means)) if mask[0] else None
+        for_x = self._defer(torch.empty_like(x), InputGradient(behind, norm, means)) if mask[0] else None
         self.counts["backward"] += 1
         return for_x, for_weight if mask[1] else None, for_bias if mask[2] else None
 
     # Notes
 
-    def _noted(self, y: torch.Tensor, pending: Any) -> torch.Tensor:
+    def _defer(self, y: torch.Tensor, pending: Any) -> torch.Tensor:
         if self._poison:
             y.fill_(float("nan"))
         self._notes[memory_id(y)] = Note(y, pending)
