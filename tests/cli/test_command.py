@@ -227,7 +227,7 @@ def test_the_progress_counts_every_figure(monkeypatch: pytest.MonkeyPatch) -> No
             seen.append((self.tasks[0].completed, self.tasks[0].total))
 
     monkeypatch.setattr(probe, "ask", fake)
-    monkeypatch.setattr("rich.progress.Progress", Watched)
+    monkeypatch.setattr("manyhands.cli.devices.Progress", Watched)
     devices._ask_all(["torch", "jax"], measured=True, quiet=True)
     assert seen[-1] == (30, 30)
     assert all(done <= (total or 0) for done, total in seen)

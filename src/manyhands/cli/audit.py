@@ -13,13 +13,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from manyhands.audit import speeds
+from manyhands.audit.reports import html, sarif, table
+from manyhands.audit.reports import report as reports
+from manyhands.audit.reports.report import SCHEMA, Report
 from manyhands.cli import flags
 from manyhands.errors import BadSettings
-
-if TYPE_CHECKING:
-    from manyhands.audit.reports.report import Report
+from manyhands.files import check_writable
 
 WAITS_TOO_LONG = 3
 _WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--speeds")
@@ -85,9 +87,6 @@ def _percent(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.audit.reports import report as reports
-    from manyhands.files import check_writable
-
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None
     for path in (options.json, options.sarif, options.html):
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         result = Path(folder) / "result.json"
         settings = _settings(options, program[0], is_module, result)
         code = _run_program(settings, program)
-        report = reports.Report.from_data(json.loads(result.read_text())) if result.is_file() else None
+        report = Report.from_data(json.loads(result.read_text())) if result.is_file() else None
     if report is None:
         print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: no report", file=sys.stderr)
         return _same_end(code)
@@ -134,8 +133,6 @@ def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _baseline(path: Path) -> Report:
-    from manyhands.audit.reports.report import SCHEMA, Report
-
     try:
         data = json.loads(path.read_text())
         if data["schema"] != SCHEMA:
@@ -148,8 +145,6 @@ def _baseline(path: Path) -> Report:
 
 
 def _settings(options: argparse.Namespace, name: str, is_module: bool, result: Path) -> dict[str, Any]:
-    from manyhands.audit import speeds
-
     if options.speeds is not None and not options.as_if_gpu:
         raise BadSettings("--speeds is for predictions: give --as-if-gpu, too")
     target = None
@@ -212,8 +207,6 @@ def _same_end(code: int) -> int:
 
 
 def _show(report: Report, options: argparse.Namespace) -> None:
-    from manyhands.audit.reports import html, sarif, table
-
     if report.ended == "syntax-error":
         print(f"manyhands audit: {report.program} has a syntax error, so nothing was run", file=sys.stderr)
     elif report.ended != "no-module":  # else the program's process has already reported it

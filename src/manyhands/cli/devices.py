@@ -6,14 +6,19 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from manyhands import __version__, machine
 from manyhands.amounts import counted
+from manyhands.cli import probe
 from manyhands.device import FRAMEWORKS
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 SCHEMA = 1
 
@@ -52,11 +57,6 @@ def run(options: argparse.Namespace) -> int:
 
 def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dict[str, Any]:
     """Host, driver and frameworks as plain data, as ``--json`` prints it."""
-    from dataclasses import asdict
-
-    from manyhands import __version__, machine
-    from manyhands.cli import probe
-
     wanted = frameworks or probe.installed()
     host, gpus = machine.host(), machine.gpus()
     replies = _ask_all(wanted, measured=measured, quiet=quiet)
@@ -76,13 +76,6 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
 
 def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict[str, Any]]:
     """Ask the frameworks: in parallel for a list, one after the other for measurements."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from manyhands.cli import probe
-
     # Notebooks set FORCE_COLOR, which makes rich treat a pipe as a terminal.
     console = Console(file=sys.stderr, quiet=quiet or not sys.stderr.isatty())
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -105,8 +98,6 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
 
 
 def _shown(facts: dict[str, Any], *, measured: bool) -> str:
-    from rich.console import Console
-
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with console.capture() as shown:
         _print(console, facts, measured=measured)
@@ -163,9 +154,6 @@ def _speed_table(replies: list[dict[str, Any]]) -> Table:
 
 
 def _empty_table(*columns: tuple[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("framework", "device"):
         table.add_column(title, no_wrap=True)

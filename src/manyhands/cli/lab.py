@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from manyhands.cli import flags
+from rich.console import Console
+from rich.markup import escape
+
+from manyhands import __version__, machine
+from manyhands.cli import flags, probe
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, FrameworkMissing, ManyhandsError
-
-if TYPE_CHECKING:
-    from rich.status import Status
-
-    from manyhands.lab.experiment import Experiment
-    from manyhands.lab.report import Output, Report
+from manyhands.lab import experiment as experiments
+from manyhands.lab import process
+from manyhands.lab.experiment import Experiment
+from manyhands.lab.report import Output, Report, Result, text
+from manyhands.placement import moves
 
 _FOLDER = Path("lab-report")
 _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -57,8 +58,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _likely(word: str) -> str | None:
     """The command that was probably meant if ``run`` is missing."""
-    from manyhands.lab import experiment as experiments
-
     if word == "list":
         return "manyhands lab"
     near = word if word == "all" else experiments.nearest(word)
@@ -66,8 +65,6 @@ def _likely(word: str) -> str | None:
 
 
 def _list() -> int:
-    from manyhands.lab import experiment as experiments
-
     width = max(map(len, experiments.NAMES))
     for name in experiments.NAMES:
         listed = experiments.load(name)
@@ -81,14 +78,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from manyhands.lab.report import Output
-
     written = options.html or options.json or options.out
     output = Output(options.html, options.json, options.out if written else _FOLDER)
     try:  # refuse bad options before anything runs
-        chosen = _chosen(options.names)
+        everything = experiments.NAMES if "all" in options.names else ()
+        wanted = dict.fromkeys(name for name in (*everything, *options.names) if name != "all")
+        chosen = [experiments.load(name) for name in wanted]
         frameworks = _frameworks(options.framework)
         jobs = [(name, experiment) for name in frameworks for experiment in chosen if name in experiment.frameworks]
         if not jobs:
@@ -102,18 +97,7 @@ def _run(options: argparse.Namespace) -> int:
     return _run_all(jobs, report, output)
 
 
-def _chosen(names: list[str]) -> list[Experiment]:
-    from manyhands.lab import experiment as experiments
-
-    everything = experiments.NAMES if "all" in names else ()
-    wanted = dict.fromkeys(name for name in (*everything, *names) if name != "all")
-    return [experiments.load(name) for name in wanted]
-
-
 def _frameworks(wanted: list[str] | None) -> list[str]:
-    from manyhands.cli import probe
-    from manyhands.placement import moves
-
     if wanted is None:
         installed = probe.installed()
         if not installed:
@@ -124,38 +108,7 @@ def _frameworks(wanted: list[str] | None) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _run_all(jobs: list[tuple[str, Experiment]], report: Report, output: Output) -> int:
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        try:
-            for number, (framework, experiment) in enumerate(jobs):
-                head = f"{number + 1}/{len(jobs)} {experiment.name} ({framework})"
-                status.update(head)
-                say = functools.partial(_say, status, head)
-                report = _run_one(report, experiment, framework, say)
-                print(_shown(report), flush=True)  # before the files: drawing takes a while, and the disk may be full
-                output.write(report)
-        except KeyboardInterrupt:
-            if len(report.results) < len(jobs):
-                report = _interrupted(report, *jobs[len(report.results)])
-            output.write(report)
-            print("manyhands lab: interrupted; the report has the finished experiments", file=sys.stderr)
-            code = _INTERRUPTED
-        else:
-            code = _FAILED if any(result.status == "failed" for result in report.results) else 0
-    for path in output.pages():
-        print(f"written: {path}")
-    return code
-
-
 def _begin(frameworks: list[str], quick: bool) -> Report:
-    from dataclasses import asdict
-
-    from manyhands import __version__, machine
-    from manyhands.cli import probe
-    from manyhands.lab.report import Report
-
     replies = [
         probe.ask(name, measured=False, expect=lambda n: None, progress=lambda text: None) for name in frameworks
     ]
@@ -165,30 +118,33 @@ def _begin(frameworks: list[str], quick: bool) -> Report:
     return Report(quick, asdict(machine.host()), replies, manyhands=__version__)
 
 
-def _say(status: Status, head: str, text: str) -> None:
-    from rich.markup import escape
+def _run_all(jobs: list[tuple[str, Experiment]], report: Report, output: Output) -> int:
+    devices = {reply["framework"]: reply["devices"] for reply in report.frameworks}
+    with Console(stderr=True).status("") as status:
+        try:
+            for number, (framework, experiment) in enumerate(jobs):
+                head = f"{number + 1}/{len(jobs)} {experiment.name} ({framework})"
+                status.update(head)
+                gpus = sum(row["kind"] == "gpu" for row in devices[framework])
 
-    status.update(f"{head}: {escape(text)}")
+                def say(line: str, head: str = head) -> None:
+                    status.update(f"{head}: {escape(line)}")
 
-
-def _run_one(report: Report, experiment: Experiment, framework: str, say: Callable[[str], None]) -> Report:
-    from manyhands.lab import process
-
-    (reply,) = (reply for reply in report.frameworks if reply["framework"] == framework)
-    gpus = sum(row["kind"] == "gpu" for row in reply["devices"])
-    return report.with_result(process.run(experiment, framework, quick=report.quick, gpus=gpus, say=say))
-
-
-def _shown(report: Report) -> str:
-    from manyhands.lab.report import text
-
-    return text(report.results[-1])
-
-
-def _interrupted(report: Report, framework: str, experiment: Experiment) -> Report:
-    from manyhands.lab.report import Result
-
-    why = "stopped by Ctrl-C before it was finished"
-    return report.with_result(
-        Result(experiment.name, experiment.question, experiment.exercise, framework, "interrupted", why=why)
-    )
+                result = process.run(experiment, framework, quick=report.quick, gpus=gpus, say=say)
+                report = report.with_result(result)
+                print(text(result), flush=True)  # before the files: drawing takes a while, and the disk may be full
+                output.write(report)
+        except KeyboardInterrupt:
+            if len(report.results) < len(jobs):
+                framework, cut = jobs[len(report.results)]
+                why = "stopped by Ctrl-C before it was finished"
+                result = Result(cut.name, cut.question, cut.exercise, framework, "interrupted", why=why)
+                report = report.with_result(result)
+            output.write(report)
+            print("manyhands lab: interrupted; the report has the finished experiments", file=sys.stderr)
+            code = _INTERRUPTED
+        else:
+            code = _FAILED if any(result.status == "failed" for result in report.results) else 0
+    for path in output.pages():
+        print(f"written: {path}")
+    return code

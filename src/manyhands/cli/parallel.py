@@ -12,6 +12,7 @@ from typing import Any
 from manyhands.amounts import counted
 from manyhands.cli import flags, script
 from manyhands.errors import BadSettings
+from manyhands.schedule.pictures import graph_svg, timeline
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +37,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.schedule.pictures import graph_svg, timeline
-
     # Refuse bad paths first: planning takes a while.
     for path, check in ((options.draw, graph_svg.checked_path), (options.timeline, timeline.checked_path)):
         if path is not None:
