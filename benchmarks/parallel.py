@@ -9,8 +9,8 @@ Every way is first checked against eager: equal to the bit, or close, or (where 
 other places) no further from the same function in float64 than eager is. Only then it is timed: a warm-up apart, then
 the median of several trials, each of many calls between two CUDA events (on a CPU: the clock). "manyhands" gives
 results that are the caller's to keep; "manyhands, reuse" those of `reuse_outputs=True`, overwritten by the next call as
-a CUDA graph's are; "manyhands, compile" is that with compiled regions among the candidates. None of them may be below
-0.98 of eager on any row: after the table it is said whether one is, and then the exit code is 1.
+a CUDA graph's are; "manyhands, compile" is that with the whole graph compiled among the candidates. None of them may be
+below 0.98 of eager on any row: after the table it is said whether one is, and then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ from typing import Any
 
 import parallel_cases
 import parallel_limits
-import parallel_overhead
-import parallel_planning
+import parallel_rows
 import torch
-from parallel_case import Case, synchronize
-from parallel_results import Wanted, copied
-from parallel_ways import COMPILED, OURS, Skipped, ways, with_manyhands
+from parallel_ways import COMPILED, OURS, Case, Skipped, Wanted, copied, synchronize, ways, with_manyhands
 
 from manyhands import machine
 
@@ -182,9 +179,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
             + (f"{best / bound:>8.2f}" if bound else f"{'-':>8}")
         )
-    print(
-        "ours, and ours with compiled regions, in ms; then how many times as fast as each other way the better of the"
-    )
+    print("ours, and ours compiled as a whole, in ms; then how many times as fast as each other way the better of the")
     print("two is (below 1: the other way wins); bound: our time over the slowest stage alone")
 
 
@@ -221,9 +216,9 @@ def main() -> int:
         name: lambda make=make: measure(make(), device, flags.tiny, flags.ways)  # type: ignore[misc]
         for name, make in parallel_cases.cases(device, tiny=flags.tiny)
     }
-    makers["planning"] = parallel_planning.planning
-    makers["overhead-4"] = lambda: parallel_overhead.overhead(device, flags.tiny, 4)
-    makers["overhead-1"] = lambda: parallel_overhead.overhead(device, flags.tiny, 1)
+    makers["planning"] = parallel_rows.planning
+    makers["overhead-4"] = lambda: parallel_rows.overhead(device, flags.tiny, 4)
+    makers["overhead-1"] = lambda: parallel_rows.overhead(device, flags.tiny, 1)
     wanted = flags.rows.split(",") if flags.rows else [""]
     chosen = [name for name in makers if any(name.startswith(prefix.strip()) for prefix in wanted)]
     if not chosen:
