@@ -41,8 +41,12 @@ def test_who_is_far_behind_runs_once(clock: Clock) -> None:
     assert clock.calls == {"plain": 1, "lanes": 1}
 
 
-def test_who_is_near_runs_again(clock: Clock) -> None:
-    ours, theirs = in_turns(clock.worker("lanes", 0.31), clock.worker("plain", 0.3))
+def test_long_calls_that_gain_nothing_run_once(clock: Clock) -> None:
+    assert in_turns(clock.worker("lanes", 0.31), clock.worker("plain", 0.3)) == ([0.31], [0.3])
+
+
+def test_long_calls_that_gain_run_again(clock: Clock) -> None:
+    ours, theirs = in_turns(clock.worker("lanes", 0.29), clock.worker("plain", 0.3))
     assert clock.calls["plain"] == clock.calls["lanes"] == len(ours) == len(theirs) == 2
 
 

@@ -35,7 +35,7 @@ HANDOVER = 20e-6  # seconds; handing a shorter task to another thread does not p
 _TIMES = 4  # the graph's own spread that a plan's results may be off
 _FEWEST, _MOST = 3, 30  # turns
 _BUDGET = 0.15  # seconds: then there are no more turns than the fewest
-_LONG = 0.1  # seconds: for calls this long two turns are enough, and the first one counts
+_LONG = 0.1  # seconds: for calls this long the first turn counts; there is a second one only if it gained
 _BEHIND = 1.3  # times as long in the first turn: there is no other
 _CLEARLY = {True: 0.97, False: 0.99}  # of the time of plain execution; of another way
 Run = Callable[[Sequence[Tensor]], list[object]]
@@ -222,7 +222,8 @@ def in_turns(first: Callable[[], float], second: Callable[[], float]) -> tuple[l
     start = time.perf_counter()
     for number in range(_MOST + 1):
         our, their = (first(), second()) if number % 2 else (second(), first())[::-1]
-        is_behind, is_long = our > _BEHIND * their, min(our, their) > _LONG
+        is_long = min(our, their) > _LONG
+        is_behind = our > (1 if is_long else _BEHIND) * their
         if number or is_behind or is_long:
             ours.append(our)
             theirs.append(their)
