@@ -137,7 +137,7 @@ class Optimizers:
 
 
 def rate_for(lr: float | None, model: Any) -> float | None:
-    """The rate that the user gave: ``lr``, or the model's attribute of that name, as the book writes it."""
+    """The rate that the user gave: ``lr``, or the model's attribute of that name."""
     of_model = getattr(model, "lr", None)
     if not isinstance(of_model, Real) or isinstance(of_model, bool):
         return lr

@@ -46,7 +46,7 @@ class Result:
         return sum(seconds) / len(seconds) if seconds else math.nan
 
     def __str__(self) -> str:
-        """The book's line; without classes it has the validation loss in place of the accuracy.
+        """One line; without classes it has the validation loss in place of the accuracy.
 
         Where the training ended before its last epoch, the line says why.
         """

@@ -73,7 +73,7 @@ class Options:
 class BaseTrainer(Evaluating):
     """Trains a model on one or more devices; the update is the one that a single device would make.
 
-    ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. The book's three arguments may be given by
+    ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. Its first three arguments may be given by
     position, all others by name.
 
     Args:
@@ -190,7 +190,7 @@ class BaseTrainer(Evaluating):
         """The trainer's options for so many virtual CPU devices."""
         return device_choice.on_virtual_devices(self.backend, count)
 
-    # Readers may write __init__ themselves, with its first three arguments and self.gpus: nothing below relies on more.
+    # A subclass may have an __init__ of its own, with the first three arguments and self.gpus; the rest needs no more.
 
     gpus: list[Any]
     result: Result | None = None
@@ -253,7 +253,7 @@ class BaseTrainer(Evaluating):
 
     @property
     def options(self) -> Options:
-        """The values of all options, the defaults of those that an ``__init__`` of the reader's own does not have."""
+        """The values of all options, the defaults of those that a subclass's own ``__init__`` does not have."""
         return Options(**{name: vars(self).get(name, default) for name, default in _DEFAULTS.items()})
 
     def _natives(self) -> list[Any]:
@@ -476,7 +476,7 @@ class BaseTrainer(Evaluating):
         return Settings(batch_size=DEFAULT_BATCH if size is None else size, **chosen)
 
 
-# The defaults of this __init__: a reader of the book may write another one.
+# The defaults of this __init__; a subclass may have another one.
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(BaseTrainer.__init__).parameters.items()
