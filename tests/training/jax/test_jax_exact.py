@@ -13,7 +13,7 @@ from flax import nnx
 from jax_cases import CLASSES, Net, difference, fit, rows, vectors
 
 from manyhands.errors import BadSettings
-from manyhands.training.jax.step.division import division
+from manyhands.training.jax.feed import division
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
 from manyhands.training.schedules import one_cycle

@@ -19,8 +19,7 @@ from manyhands import jax as mh
 from manyhands.book import jax as datasets
 from manyhands.errors import BadBatch, BadLabels, BadSettings, DeviceMismatch, LossIsNotANumber
 from manyhands.training.data import fashion_mnist
-from manyhands.training.jax import trainer
-from manyhands.training.jax.step import running_sums
+from manyhands.training.jax import running_sums, trainer
 from manyhands.training.jax.world import World
 from manyhands.training.options import Checkpoints, Step
 from manyhands.training.running_sums import Figures

@@ -1,6 +1,6 @@
 """Evaluation and prediction: one compiled program per size of batch, over all devices.
 
-The programs are those of :class:`.step.step.Steps`. After each of them every device has the model's outputs; they are
+The programs are those of :class:`.step.Steps`. After each of them every device has the model's outputs; they are
 read one batch late, so that the devices have the next one already. Every process has all outputs; the first one's
 count.
 """
@@ -24,12 +24,11 @@ from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream, Structure, as_it_is
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
-from manyhands.training.jax import batches, feed
+from manyhands.training.jax import batches, feed, running_sums
+from manyhands.training.jax.feed import Division, division
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import running_sums
-from manyhands.training.jax.step.division import Division, division
-from manyhands.training.jax.step.step import Resident, State, StepInput, Steps
+from manyhands.training.jax.step import Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures

@@ -21,14 +21,13 @@ from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.jax import checks, feed, linen
+from manyhands.training.jax import checks, feed, linen, running_sums
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
+from manyhands.training.jax.feed import Division, division
 from manyhands.training.jax.objective import Objective
+from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import running_sums
-from manyhands.training.jax.step.division import Division, division
-from manyhands.training.jax.step.running_sums import Sums
-from manyhands.training.jax.step.step import AVERAGES, Resident, State, StepInput, Steps
+from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures

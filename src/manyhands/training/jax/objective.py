@@ -1,7 +1,7 @@
 """What a step minimises: the loss of a model and a batch, and the number of correct predictions if there are classes.
 
 The loss sees the whole batch, on any number of devices, so it may be any function of it. With uneven shares
-(:mod:`.step.division`) the model also computes rows that only fill up a device's part; its outputs for them are removed
+(:mod:`.feed`) the model also computes rows that only fill up a device's part; its outputs for them are removed
 before the loss sees them.
 """
 

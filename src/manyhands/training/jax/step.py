@@ -7,6 +7,19 @@ normalisation are over the whole batch, and dropout draws the same numbers on an
 Where the data live on the devices, so do the order of the epoch and the place in it: nothing is sent but the factor of
 the learning rate. What changes from step to step is donated to the program, which writes the new values
 into the same memory. There is a program for each size of batch: the usual one and the short last one of an epoch.
+
+Gradient accumulation is a batch in micro-batches, one after the other, for the update of the whole batch.
+
+The loss of a micro-batch is a mean over its samples, or a sum and its count; sums and counts are added up, and so are
+the gradients of the sums. Ten samples with ``accumulate=3`` are micro-batches of 4, 4 and 2::
+
+    total       4 a + 4 b + 2 c        a, b, c: the mean losses
+    count       4 + 4 + 2
+    loss        total / count          the mean over all ten
+
+Micro-batches of equal size are one loop of the compiled program (``lax.scan``), so activations of only one of them are
+in memory; a shorter last one follows it. A micro-batch takes every k-th row of the batch, so that each device has a
+part of it. With uneven shares micro-batches differ in which rows count, and the loop is unrolled.
 """
 
 from __future__ import annotations
@@ -18,18 +31,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
+from numpy.typing import NDArray
 
-from manyhands.training.jax import batches, linen
+from manyhands.amounts import counted
+from manyhands.errors import BadSettings
+from manyhands.training.jax import batches, linen, running_sums
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.batches import Batch
+from manyhands.training.jax.feed import Division
 from manyhands.training.jax.objective import Objective, Rows, output_of, predicted
+from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
-from manyhands.training.jax.step import running_sums
-from manyhands.training.jax.step.accumulation import Sum, accumulated
-from manyhands.training.jax.step.division import Division
-from manyhands.training.jax.step.masking import counting_only
-from manyhands.training.jax.step.running_sums import Sums
 from manyhands.training.jax.world import World
 from manyhands.training.settings import Settings
 
@@ -248,3 +263,100 @@ def _as_parameters(batch: Batch, parameters: Any) -> Batch:
 
 def _chosen(good: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, old)
+
+
+# Gradient accumulation
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum:
+    """Of the micro-batches so far: the loss as a sum and a count, correct predictions, gradients of the sum."""
+
+    total: Any
+    count: Any
+    correct: Any
+    gradients: Any
+    numbers: Any  # the model's random numbers and statistics after them
+
+
+# From rows, the numbers of the model before them and which rows count, to their sum and the numbers after them.
+Work = Callable[[Any, Any, NDArray[np.bool_] | None], Sum]
+
+
+def accumulated(work: Work, rows: Any, numbers: Any, division: Division, parts: int) -> Sum:
+    """The sum over all micro-batches of a batch, whose rows are a tree of arrays."""
+    if division.weights is not None:
+        return _unrolled(work, rows, numbers, division.weights, parts)
+    size = -(-division.size // parts)
+    loops, rest = divmod(division.size, size)
+
+    def in_loops(array: jax.Array) -> jax.Array:
+        return jnp.swapaxes(array[: loops * size].reshape(size, loops, *array.shape[1:]), 0, 1)
+
+    def body(so_far: Sum, micro: Any) -> tuple[Sum, None]:
+        return _plus(so_far, work(micro, so_far.numbers, None)), None
+
+    micro_batches = jax.tree.map(in_loops, rows)
+    shapes = jax.eval_shape(lambda: work(jax.tree.map(lambda array: array[0], micro_batches), numbers, None))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    so_far = Sum(nothing.total, nothing.count, nothing.correct, nothing.gradients, numbers)
+    so_far, _ = jax.lax.scan(body, so_far, micro_batches)
+    if rest:
+        so_far, _ = body(so_far, jax.tree.map(lambda array: array[loops * size :], rows))
+    return so_far
+
+
+def _unrolled(work: Work, rows: Any, numbers: Any, weights: NDArray[np.bool_], parts: int) -> Sum:
+    so_far: Sum | None = None
+    for part in range(min(parts, len(weights))):
+        samples = weights[part::parts]
+        if not samples.any():
+            continue
+        micro = jax.tree.map(lambda array, part=part: array[part::parts], rows)
+        now = work(micro, numbers if so_far is None else so_far.numbers, samples)
+        so_far = now if so_far is None else _plus(so_far, now)
+    assert so_far is not None  # a batch has samples
+    return so_far
+
+
+def _plus(so_far: Sum, now: Sum) -> Sum:
+    gradients = jax.tree.map(jnp.add, so_far.gradients, now.gradients)
+    return Sum(so_far.total + now.total, so_far.count + now.count, so_far.correct + now.correct, gradients, now.numbers)
+
+
+# Padding rows, which only fill up a device's part of a batch. NNX's ``BatchNorm`` takes a mask, but a model's author
+# seldom passes one on: so the layers of a model that lives for one trace get a class that adds it.
+
+
+def counting_only(model: nnx.Module, samples: NDArray[np.bool_] | None) -> nnx.Module:
+    """Let every BatchNorm of the model take its statistics over the rows that are samples (None: all of them)."""
+    if samples is None:
+        return model
+    weights = jnp.asarray(samples)
+    for _, layer in nnx.iter_modules(model):
+        if linen.keeps_statistics(layer):
+            raise BadSettings(
+                "uneven shares pad every device's part of the batch, and the statistics of a Linen module would count "
+                "the padding: leave out shares, or write the model with nnx.BatchNorm"
+            )
+        if isinstance(layer, nnx.BatchNorm):
+            object.__setattr__(layer, "__class__", _masked(type(layer), weights))
+    return model
+
+
+def _masked(kind: Any, weights: jax.Array) -> Any:
+    def call(self: Any, x: jax.Array, *arguments: Any, mask: jax.Array | None = None, **others: Any) -> jax.Array:
+        if len(x) != len(weights):
+            raise BadSettings(
+                f"uneven shares pad every device's part of the batch, and a {kind.__name__} sees "
+                f"{counted(len(x), 'row')} of {counted(len(weights), 'sample')}: it cannot know which are padding. "
+                "Leave out shares"
+            )
+        rows = weights.reshape(-1, *[1] * (x.ndim - 1))
+        output: jax.Array = kind.__call__(
+            self, x, *arguments, mask=rows if mask is None else rows & mask.astype(bool), **others
+        )
+        return output
+
+    return type(kind.__name__, (kind,), {"__call__": call})

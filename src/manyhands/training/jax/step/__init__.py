@@ -1,1 +1,0 @@
-"""A training step: how the batch is divided over the devices, and what is computed."""
