@@ -19,7 +19,7 @@ from manyhands import jax as mh
 from manyhands.book import jax as datasets
 from manyhands.errors import BadBatch, BadLabels, BadSettings, DeviceMismatch, LossIsNotANumber
 from manyhands.training.data import fashion_mnist
-from manyhands.training.jax import running_sums, trainer
+from manyhands.training.jax import running_sums
 from manyhands.training.jax.world import World
 from manyhands.training.options import Checkpoints, Step
 from manyhands.training.running_sums import Figures
@@ -220,7 +220,7 @@ def test_nothing_is_sent_without_being_said() -> None:
 def test_the_books_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     whole = fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY)
     small = tuple(part.first(64) for part in datasets.BOOK.data(whole, 32))
-    monkeypatch.setattr(trainer, "load_data_fashion_mnist", lambda batch_size: small)
+    monkeypatch.setattr(datasets.BOOK, "load_data_fashion_mnist", lambda batch_size: small)
     result = mh.train(mh.lenet(), num_gpus=len(devices(2)), batch_size=32, lr=0.1, num_epochs=1)
     assert capsys.readouterr().out == f"{result}\n"
     assert str(result).endswith("sec/epoch on [virtual:0, virtual:1]")
