@@ -24,6 +24,8 @@ import parallel_limits
 import torch
 
 from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.call import call
+from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.machine import host_name
 from manyhands.parallel.candidates import better
 from manyhands.parallel.costs import costs
@@ -107,7 +109,7 @@ def main(rounds: int) -> int:
 def one_row(name: str, program: Program, inputs: list[torch.Tensor], threads: int, rounds: int) -> float:
     """Measure and print a row; how many times as fast as the better plain way what was chosen is."""
     inputs = [tensor.clone() for tensor in inputs]
-    chosen, lanes = Parallel(program, planning), on_lanes(program, inputs, threads)
+    chosen, lanes = Parallel(program, pure=True), on_lanes(program, inputs, threads)
     expected = program(*inputs)
     for results in (chosen(*inputs), lanes()):
         same, difference = planning.equal(results, expected)
@@ -123,9 +125,9 @@ def one_row(name: str, program: Program, inputs: list[torch.Tensor], threads: in
             if number:
                 times[way].append(time.perf_counter() - start)
     medians = [statistics.median(seconds) for seconds in times]
-    better = min(times[:2], key=statistics.median)
-    ratios = [statistics.median(map(operator.truediv, better, seconds)) for seconds in times[2:]]
-    quarters = statistics.quantiles(better, n=4)
+    faster = min(times[:2], key=statistics.median)
+    ratios = [statistics.median(map(operator.truediv, faster, seconds)) for seconds in times[2:]]
+    quarters = statistics.quantiles(faster, n=4)
     spread = quarters[2] / quarters[0]
     print(
         f"{name:<40}{medians[0] * 1e3:9.2f}{medians[1] * 1e3:10.2f}{medians[2] * 1e3:9.2f}{medians[3] * 1e3:9.2f}"
@@ -148,8 +150,7 @@ def plain(program: Program, inputs: list[torch.Tensor], threads: int) -> Callabl
 
 def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Callable[[], Any]:
     """As many lanes as threads, whether that is better or not."""
-    call = planning.call(tuple(inputs), {})
-    trace = planning.trace(program, call)
+    trace = trace_whole(program, call(tuple(inputs), {})).trace
     measured = graph(costs(trace, None).tasks)
     _, planned = better(measured, threads)
     check(planned)
