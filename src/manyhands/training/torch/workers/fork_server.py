@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from typing import Any
 
 from manyhands.errors import WorkerFailed
 
-_START_SECONDS = 120
-_MESSAGE_BYTES = 1 << 16
+_START_SECONDS, _MESSAGE_BYTES = 120, 1 << 16
 _LOST = 255  # the status of a worker whose server is gone; without its caller's connection it ends
 
 
@@ -52,7 +52,7 @@ class ForkServer:
     """The server, as its caller sees it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self.environment, self._asked = environment, 0
+        self.environment, self._asked, self._lock = environment, 0, threading.Lock()
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(_START_SECONDS)
         with other:
@@ -67,8 +67,8 @@ class ForkServer:
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> Any:
         """Send a request, and wait for its answer; that of a request that was interrupted is dropped."""
-        self._asked += 1
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+            self._asked += 1
             socket.send_fds(self.socket, [json.dumps([self._asked, request]).encode()], descriptors)
             while message := self.socket.recv(_MESSAGE_BYTES):
                 number, answer = json.loads(message)
