@@ -227,7 +227,6 @@ def test_no_memory_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         x, _ = arguments(number)
         if number == 3:
-            assert "graph" in fast.planned.how
             run = graph_run_of(fast)
 
             def none_left() -> Any:

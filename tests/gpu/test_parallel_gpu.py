@@ -159,8 +159,8 @@ UPDATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize(("lanes", "kind"), [(1, "graph"), (4, "graph"), (4, "stream")])
-def test_large_updates_are_cut_into_parts(name: str, lanes: int, kind: str) -> None:
-    """Four parts of 8 MB, each as soon as its gradients are there; after every step the same bits."""
+def test_updates_of_large_weights(name: str, lanes: int, kind: str) -> None:
+    """After every step the same bits."""
 
     def step_on_large(make: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
         torch.manual_seed(0)
@@ -184,9 +184,6 @@ def test_large_updates_are_cut_into_parts(name: str, lanes: int, kind: str) -> N
         assert_same(ours(x) if not number else fast(x), step(x))  # the first step makes the optimizer's state
         assert_same(list(net.parameters()), list(plain.parameters()))
         assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
-    names = [task.name for task in fast.made[0].trace.tasks]
-    assert names.count(name) >= 4
-    assert names.index(name) < len(names) - 1 - names[::-1].index("mm")
 
 
 @each_run

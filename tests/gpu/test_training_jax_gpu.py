@@ -23,12 +23,12 @@ def mh() -> Any:
 def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
     import numpy as np
 
+    from manyhands.book.jax import BOOK
     from manyhands.training.data import fashion_mnist
-    from manyhands.training.jax import command
     from manyhands.training.jax.skeleton import Skeleton, named
 
-    train, test = command.data(fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY), 64)
-    net = command.model("lenet", 0)
+    train, test = BOOK.data(fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY), 64)
+    net = BOOK.model("lenet", 0)
     trainer = mh.Trainer(1, devices=[device], lr=0.05, quiet=True, **options)
     with jax.default_matmul_precision("highest"):
         result = trainer.fit(net, (train.first(300), test.first(100)))

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
 from manyhands.training.torch.fast import python_state
@@ -220,10 +221,11 @@ class GraphStep:
     def _capture(self, sized: SizedStep) -> torch.cuda.CUDAGraph:
         self._step.optimizer.zero_grad(set_to_none=True)
         reserve_workspaces([self._stream], self._step.device)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             with capturing(graph, self._step.device, stream=self._stream):
                 self._work(sized)
+            instantiate(graph, self._step.device)
         except Exception as error:
             raise _FailedBeforeUpdate from error
         return graph
