@@ -33,7 +33,7 @@ def main(framework: str, folder: Path) -> None:
     extras = [framework]  # not "gpu": of it only what runs without one
     wanted = ["nvidia-ml-py", "pytest", "hypothesis", "safetensors", "filelock", "matplotlib"]
     if framework == "docs":
-        extras, wanted = [], ["pytest", "hypothesis"]
+        extras, wanted = [], ["pytest", "hypothesis", "filelock"]
     wanted += EXTRA.get(framework, [])
     if framework == "tensorflow" and not ON_ARM:
         extras.remove(framework)

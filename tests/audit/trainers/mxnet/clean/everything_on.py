@@ -1,4 +1,4 @@
-"""The trainer with everything on that looks at a training: callbacks, loggers, an average of the weights, metrics."""
+"""The trainer with everything on that looks at a training: callbacks, loggers, metrics."""
 
 import tempfile
 
@@ -27,7 +27,7 @@ def large(outputs, targets):
 
 
 remember = Remember()
-watching = [remember, mh.EMA(0.9), mh.EarlyStopping("val_loss", patience=5), mh.LearningRateMonitor(every=4)]
+watching = [remember, mh.EarlyStopping("val_loss", patience=5), mh.LearningRateMonitor(every=4)]
 with tempfile.TemporaryDirectory() as folder:
     loggers = [mh.CSVLogger(folder, every=4)]
     options = {"callbacks": watching, "loggers": loggers, "metrics": {"large": large}}
