@@ -65,6 +65,15 @@ def test_an_unknown_command_is_refused() -> None:
     assert "did you mean devices?" in result.stderr
 
 
+@pytest.mark.parametrize(("former", "now"), [("predict", "forecast"), ("run", "simulate")])
+def test_the_former_name_of_a_command_suggests_its_name(
+    capsys: pytest.CaptureFixture[str], former: str, now: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([former])
+    assert f"did you mean {now}?" in capsys.readouterr().err
+
+
 def test_a_choice_that_is_misspelt_is_told_what_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     for option, text, meant in (("--model", "resnet", "resnet18"), ("--framework", "tensorfow", "tensorflow")):
         with pytest.raises(SystemExit):

@@ -200,7 +200,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: Collection[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, known, 1)), None)
+    bare = {name.lstrip("-"): name for name in known}  # two dashes would make all options alike
+    return next((bare[name] for name in difflib.get_close_matches(word.lstrip("-"), bare, 1)), None)
 
 
 def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
