@@ -216,7 +216,7 @@ def other_step(model: object, name: str) -> BadSettings | None:
 def unlike_target(output: Sequence[int], target: Sequence[int], *, may_be_classes: bool = False) -> BadBatch:
     """The error for a loss that compares number with number, of a batch's outputs and targets of these shapes.
 
-    ``may_be_classes``: the loss is for yes and no, and the targets are whole numbers.
+    ``may_be_classes``: the targets are whole numbers.
     """
     output_shape, target_shape = tuple(output[1:]), tuple(target[1:])
     cure = "give targets of the output's shape"

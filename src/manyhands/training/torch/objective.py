@@ -297,23 +297,22 @@ def _loss_from(value: Any, who: str) -> torch.Tensor:
     raise refusals.not_a_loss(who, value)
 
 
-_OF_YES_AND_NO: tuple[Any, ...] = (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
-_OF_YES_AND_NO += (torch.nn.functional.binary_cross_entropy, torch.nn.functional.binary_cross_entropy_with_logits)
 _OF_PAIRS: tuple[Any, ...] = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss)
 _OF_PAIRS += tuple(
     getattr(torch.nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 )
+_OF_PAIRS += (torch.nn.BCELoss, torch.nn.BCEWithLogitsLoss)
+_OF_PAIRS += (torch.nn.functional.binary_cross_entropy, torch.nn.functional.binary_cross_entropy_with_logits)
 
 
 def _check_shapes(loss: Any, output: Any, target: Any) -> None:
     """Refuse shapes such as (n, 1) and (n,), which PyTorch would broadcast to n * n pairs."""
     kind = loss if inspect.isfunction(loss) else type(loss)
-    if kind not in (*_OF_PAIRS, *_OF_YES_AND_NO):
+    if kind not in _OF_PAIRS:
         return
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.shape == target.shape:
         return
-    classes = kind in _OF_YES_AND_NO and not target.is_floating_point()
-    raise refusals.unlike_target(output.shape, target.shape, may_be_classes=classes)
+    raise refusals.unlike_target(output.shape, target.shape, may_be_classes=not target.is_floating_point())
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
