@@ -84,6 +84,20 @@ def test_a_finished_scheduler_goes_on_with_its_optimizer() -> None:
         fit(mlp(), vectors(), 1, optimizer=sgd, schedule=mh.PerStep(other), lr=None)
 
 
+def test_a_job_that_is_refused_leaves_a_finished_scheduler_alone() -> None:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
+    no_blocks = mh.Step(activation_checkpointing=lambda module: False)
+    for scheduler, options in ((step, {"step": no_blocks}), (plateau, {})):
+        with pytest.raises(BadSettings):
+            fit(net, vectors(), 1, optimizer=optimizer, schedule=mh.PerStep(scheduler), lr=None, **options)
+        assert scheduler.optimizer is optimizer
+    fit(net, vectors(), 1, optimizer=optimizer, schedule=mh.PerStep(step), max_epochs=1, lr=None)
+    assert step.last_epoch == STEPS
+
+
 def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
     plateau = functools.partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=10.0, threshold_mode="abs")
     how: dict[str, Any] = {"optimizer": sgd, "lr": None, "callbacks": [mh.LearningRateMonitor()]}

@@ -75,11 +75,15 @@ class Rank:
         self.module_state = ModuleState(self.model)
         self.objective = placed(job.objective, world.device, self.number_format.dtype)
         self._choose_optimizer(job)
-        self.feed = self._feed(job, world)
-        self.data = self.feed.data
-        self.test = feed.resident(job.test, world.device) if job.test is not None else None
         self.averaging: Averaging | None = None
-        self.steps = Steps(self)
+        try:
+            self.feed = self._feed(job, world)
+            self.data = self.feed.data
+            self.test = feed.resident(job.test, world.device) if job.test is not None else None
+            self.steps = Steps(self)
+        except BaseException:
+            self.rates.close()  # a job that is refused leaves the caller's scheduler alone
+            raise
 
     def _choose_optimizer(self, job: Job) -> None:
         configured = job.make_optimizer(self.model)

@@ -50,18 +50,21 @@ class Scheduler:
         self.base_rates = [float(group["lr"]) for group in self.stand_in.param_groups]
         self.per_step = isinstance(schedule, PerStep)
         self.is_finished = isinstance(schedule.make, LRScheduler)  # the caller's own
-        self.scheduler = self._take_over(schedule.make) if self.is_finished else self._make(schedule)
+        self.scheduler: Any = schedule.make if self.is_finished else self._make(schedule)
         self._check_plateau()
+        if self.is_finished:
+            self._take_over()
 
-    def _take_over(self, scheduler: Any) -> Any:
-        for part in _parts(scheduler):
+    def _take_over(self) -> None:
+        """Let the caller's own scheduler set the options of the stand-in, until :meth:`close`."""
+        for part in _parts(self.scheduler):
             if part.optimizer is not self.optimizer:
                 raise BadSettings(
                     f"schedule: the {type(part).__name__} belongs to another optimizer than the trainer's: give that "
                     "one to the trainer too, Trainer(optimizer=optimizer, schedule=mh.PerStep(scheduler))"
                 )
+        for part in _parts(self.scheduler):
             part.optimizer = self.stand_in
-        return scheduler
 
     def _make(self, schedule: PerStep | PerEpoch) -> Any:
         scheduler = schedule.make(self.stand_in)
