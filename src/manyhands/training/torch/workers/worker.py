@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -44,13 +45,19 @@ def main(address: str, rank: int, key: str) -> None:
     caller = _Caller(connection)
     threading.Thread(target=caller.listen, daemon=True).start()
     while True:
-        try:
-            job, place = caller.jobs.get()
-            sys.path[:] = place["path"]  # modules beside the caller's script are found on the caller's path alone
-            connection.send(_run(job_bytes.loads(job), place, caller.say))
-        except BaseException as error:
-            trace = "".join(traceback.format_exception(error))
-            connection.send({"kind": "error", "type": type(error).__name__, "text": str(error), "traceback": trace})
+        _do(caller, connection)
+        gc.collect()  # the parts of a job hold each other, and its data with them
+
+
+def _do(caller: _Caller, connection: Connection) -> None:
+    """Do the next job. A function of its own, so that a worker that waits holds nothing of the job before."""
+    try:
+        job, place = caller.jobs.get()
+        sys.path[:] = place["path"]  # modules beside the caller's script are found on the caller's path alone
+        connection.send(_run(job_bytes.loads(job), place, caller.say))
+    except BaseException as error:
+        trace = "".join(traceback.format_exception(error))
+        connection.send({"kind": "error", "type": type(error).__name__, "text": str(error), "traceback": trace})
 
 
 class _StopRequested(BaseException):
@@ -66,22 +73,24 @@ class _Caller:
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen(self) -> None:
-        requests = stopping.current_requests()
         with contextlib.suppress(EOFError, OSError):
             while True:
-                kind, content = self._connection.recv()
-                if kind == "job":
-                    requests.clear()
-                    self.jobs.put(content)
-                elif kind == "answer":  # of callbacks, to an event that asks
-                    self._answers.put(content)
-                elif kind == "signal":  # that the caller got: stop after this step
-                    requests.ask(content)
-                elif kind == "wish":  # of callbacks that were not asked: stop the training
-                    requests.wish = content
-                elif kind == "interrupt":  # end the job between two steps, and send the weights
-                    self._interrupted.set()
+                self._take(*self._connection.recv())
         os._exit(0)
+
+    def _take(self, kind: str, content: Any) -> None:
+        requests = stopping.current_requests()
+        if kind == "job":
+            requests.clear()
+            self.jobs.put(content)
+        elif kind == "answer":  # of callbacks, to an event that asks
+            self._answers.put(content)
+        elif kind == "signal":  # that the caller got: stop after this step
+            requests.ask(content)
+        elif kind == "wish":  # of callbacks that were not asked: stop the training
+            requests.wish = content
+        elif kind == "interrupt":  # end the job between two steps, and send the weights
+            self._interrupted.set()
 
     def say(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """Send an event. They come between steps only: model and optimizer are those after a whole step."""
