@@ -1,4 +1,4 @@
-"""``Trainer``: any module, any loss, any optimizer, any data, on every device; and the book's ``train``.
+"""``Trainer``: any module, any loss, any optimizer, any data, on every device.
 
 One device is trained on in the calling process. Several are worker processes (:mod:`.workers.pool`). Under torchrun
 each process is a rank already, and the same script runs on several machines unchanged.

@@ -157,7 +157,7 @@ class Step:
 
 @contextmanager
 def enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Within it all of these contexts are enter_all, in their order."""
+    """Enter all of these contexts, in their order."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
