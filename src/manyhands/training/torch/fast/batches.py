@@ -1,8 +1,7 @@
 """Where a captured step gets its batches from, and the forward pass over one of them.
 
 A graph repeats the same kernels at the same addresses. So the data and the epoch's order of samples are on the device,
-and so is the position in that order, which the step itself advances. :class:`BatchSource` is all that the step asks
-for: another source may fill memory that stays where it is.
+and so is the position in that order, which the step itself advances.
 
 Only the metrics need the count of correct predictions. Counting takes four small kernels, and the backward pass does
 not have to wait for them: the caller may count in parallel with it. For that, the model's output must not change, and
@@ -16,7 +15,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,21 +28,6 @@ from manyhands.training.torch.step.plain import PlainStep
 CountCorrect = Callable[[], torch.Tensor | None]
 # Names of PyTorch's nodes, such as AddmmBackward0. Other nodes belong to extensions, or may run their functions.
 _OF_TORCH = re.compile(r"\w+Backward\d+|torch::autograd::AccumulateGrad")
-
-
-class BatchSource(Protocol):
-    """Gives the batch of each step inside of a captured graph."""
-
-    step: torch.Tensor  # the number of the step, on the device
-
-    def inputs(self, window: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors that the next batch is made of; ``window`` counts its samples from 0."""
-
-    def batch(self, *inputs: torch.Tensor) -> Batch:
-        """The batch made of them."""
-
-    def advance(self, samples: int) -> None:
-        """To the next batch."""
 
 
 class ResidentBatches:
@@ -62,6 +46,7 @@ class ResidentBatches:
         self.step.fill_(step)
 
     def inputs(self, window: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the next batch is made of; ``window`` counts its samples from 0."""
         return self.order, self.sample + window
 
     def batch(self, *inputs: torch.Tensor) -> Batch:
@@ -73,14 +58,16 @@ class ResidentBatches:
         self.step += 1
 
 
-def forward(step: PlainStep, batches: BatchSource, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward(
+    step: PlainStep, batches: ResidentBatches, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss and number of correct predictions of a batch."""
     loss, scored = _loss_and_scores(step, batches, inputs)
     return loss, count_correct(scored)
 
 
 def forward_counting_later(
-    step: PlainStep, batches: BatchSource, *inputs: torch.Tensor
+    step: PlainStep, batches: ResidentBatches, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, CountCorrect]:
     """The loss, and a function that counts the correct predictions."""
     loss, scored = _loss_and_scores(step, batches, inputs)
@@ -95,7 +82,7 @@ def already_counted(correct: torch.Tensor | None) -> CountCorrect:
 
 
 def _loss_and_scores(
-    step: PlainStep, batches: BatchSource, inputs: tuple[torch.Tensor, ...]
+    step: PlainStep, batches: ResidentBatches, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, Scored | None]:
     batch = step.number_format.cast(batches.batch(*inputs))
     with step.number_format.scope(step.device):

@@ -2,7 +2,7 @@
 
 The host limits the step of a small model, because it issues hundreds of kernels one by one. A CUDA graph holds them all
 and is launched at once. :class:`GraphStep` wraps a plain step: it calls the same parts at the same moments, on batches
-that come from a :class:`~.batches.BatchSource`.
+that come from a :class:`~.batches.ResidentBatches`.
 
 There is a graph for each batch size: the usual one, and the short last batch of an epoch. The first steps of a size
 are real training steps without a graph, on the capture stream; they warm up kernels, optimizer state and compiler.

@@ -15,24 +15,22 @@ the capture; replays repeat that order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from manyhands.amounts import counted
-from manyhands.training.torch.fast.lanes.eager import Lanes, SideLanes, StreamLanes
-
-if TYPE_CHECKING:
-    from manyhands.training.torch.fast.lanes.compiled import CompiledLanes, MoveToSideLanes
-from collections.abc import Callable, Sequence
-
 from manyhands.backends.torch.compat import memory_id
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
 from manyhands.schedule.task import Task
+from manyhands.training.torch.fast.lanes.eager import Lanes, SideLanes, StreamLanes
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.fast.lanes.compiled import CompiledLanes, MoveToSideLanes
 
 COUNT = 2  # side lanes of a backward pass
 # A lane that no pass uses: it never allocates memory that other lanes have freed, and waits for none of them.
