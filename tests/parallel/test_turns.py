@@ -41,6 +41,18 @@ def test_who_is_far_behind_runs_once(clock: Clock) -> None:
     assert clock.calls == {"plain": 1, "lanes": 1}
 
 
+def test_short_calls_far_behind_run_twice(clock: Clock) -> None:
+    assert in_turns(clock.worker("lanes", 0.05), clock.worker("plain", 0.02)) == ([0.05], [0.02])
+    assert clock.calls == {"plain": 2, "lanes": 2}
+
+
+def test_one_disturbed_turn_decides_nothing(clock: Clock) -> None:
+    disturbed, fast = clock.worker("lanes", 0.05), clock.worker("lanes", 0.01)
+    ours, theirs = in_turns(lambda: fast() if clock.calls["lanes"] else disturbed(), clock.worker("plain", 0.02))
+    assert len(ours) == len(theirs) >= 3
+    assert {*ours} == {0.01}
+
+
 def test_long_calls_that_gain_nothing_run_once(clock: Clock) -> None:
     assert in_turns(clock.worker("lanes", 0.31), clock.worker("plain", 0.3)) == ([0.31], [0.3])
 

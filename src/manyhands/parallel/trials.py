@@ -36,7 +36,7 @@ _TIMES = 4  # the graph's own spread that a plan's results may be off
 _FEWEST, _MOST = 3, 30  # turns
 _BUDGET = 0.15  # seconds: then there are no more turns than the fewest
 _LONG = 0.1  # seconds: for calls this long the first turn counts; there is a second one only if it gained
-_BEHIND = 1.3  # times as long in the first turn: there is no other
+_BEHIND = 1.3  # times as long in both of the first two turns: there is no other
 _CLEARLY = {True: 0.97, False: 0.99}  # of the time of plain execution; of another way
 Run = Callable[[Sequence[Tensor]], list[object]]
 
@@ -217,18 +217,19 @@ class Trials:
 
 
 def in_turns(first: Callable[[], float], second: Callable[[], float]) -> tuple[list[float], list[float]]:
-    """The seconds of both in every turn, after a turn to warm up; no more turns if the first is far behind."""
+    """The seconds of both in every turn, after a turn to warm up; no more turns if the first is always far behind."""
     ours, theirs = list[float](), list[float]()
+    is_behind = True  # in all turns so far: one turn may be disturbed
     start = time.perf_counter()
     for number in range(_MOST + 1):
         our, their = (first(), second()) if number % 2 else (second(), first())[::-1]
         is_long = min(our, their) > _LONG
-        is_behind = our > (1 if is_long else _BEHIND) * their
-        if number or is_behind or is_long:
+        is_behind &= our > (1 if is_long else _BEHIND) * their
+        if number or is_long:
             ours.append(our)
             theirs.append(their)
         enough = len(ours) >= (2 if is_long else _FEWEST) and time.perf_counter() - start > _BUDGET
-        if enough or (is_behind and not number):
+        if enough or (is_behind and ours):
             break
     return ours, theirs
 
