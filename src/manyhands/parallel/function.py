@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.call import is_grad_enabled, share_memory, why_plain
+from manyhands.backends.torch.capture.call import is_grad_enabled, shapes_of, share_memory, why_plain
 from manyhands.backends.torch.dynamo.captured import Captured
 from manyhands.errors import EngineError, first_line
 from manyhands.parallel import explain
@@ -171,9 +171,7 @@ class Parallel(ParallelFunction[P, R]):
 
 def _form(arguments: tuple[object, ...], keywords: dict[str, object]) -> tuple[object, ...]:
     """What similar calls probably share. It may be wrong: calls are right whichever way they go."""
-    shapes = [getattr(argument, "shape", None) for argument in arguments]
-    named = [(name, getattr(argument, "shape", None)) for name, argument in keywords.items()]
-    return (is_grad_enabled(), *shapes, *named)
+    return is_grad_enabled(), shapes_of(arguments), *keywords, shapes_of(keywords.values())
 
 
 def _how(calls: Calls, plans: Sequence[tuple[str, Plan]]) -> str:

@@ -143,6 +143,18 @@ def test_another_shape_type_or_layout_is_planned_anew() -> None:
         fast(torch.ones(3, 2), torch.ones(3, 3))
 
 
+def test_an_objects_own_shape_is_its_own_affair() -> None:
+    class Box:
+        shape = [1, 2]  # noqa: RUF012 - not hashable
+
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    for value in (Box(), Refusing()):
+        assert mh.parallel(lambda x, y: x + 1)(torch.ones(2), value).tolist() == [2, 2]
+
+
 def test_arguments_that_share_memory() -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)

@@ -8,7 +8,7 @@ the same object, and if PyTorch's modes are the same.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,11 @@ def share_memory(values: Sequence[Any]) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
     return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
+
+
+def shapes_of(values: Iterable[Any]) -> tuple[torch.Size | None, ...]:
+    """The shape of each value; None if it is not a tensor, or a nested one, which has none."""
+    return tuple(value.shape if isinstance(value, torch.Tensor) and not value.is_nested else None for value in values)
 
 
 def modes() -> tuple[Any, ...]:
