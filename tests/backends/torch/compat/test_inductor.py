@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from whole_cases import needs_compiler
 
@@ -128,3 +129,32 @@ def test_processes_are_started_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -
     with FakeTensorMode(allow_non_fake_inputs=True):
         prepare_inductor([torch.rand(2), torch.empty(2, device="cuda")])
     assert started == ["pool", "woken"]
+
+
+def test_two_threads_compile_without_leaving_a_mark_that_something_is_traced() -> None:
+    """The mark belongs to the process, and each trace restores what it found: the second one would find the first's."""
+    first, second, over = (threading.Event() for _ in range(3))
+
+    def compile_failing(begins: threading.Event, awaited: threading.Event) -> None:
+        def forward(x: torch.Tensor) -> None:
+            begins.set()
+            awaited.wait(0.5)
+            raise KeyError
+
+        module = make_fx(lambda x: (x.sin(),))(torch.ones(2))
+        module.forward = forward  # type: ignore[method-assign,assignment]
+        with FakeTensorMode():
+            inputs = [torch.empty(2)]
+        with pytest.raises(KeyError):
+            inductor_compile(module, inputs, {})
+
+    def follow() -> None:
+        first.wait()
+        compile_failing(second, over)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    compile_failing(first, second)
+    over.set()
+    follower.join()
+    assert not _symbolic_trace._is_fx_tracing_flag

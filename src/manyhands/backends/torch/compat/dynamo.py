@@ -361,12 +361,13 @@ def compiled(
     has captured too often.
     """
     import torch._dynamo
+    from torch._dynamo.convert_frame import compile_lock
 
     context: Any = torch._dynamo.optimize(backend, dynamic=dynamic)
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
         context.callback = _Frames(context.callback, report, left)
     # PyTorch marks in the process that something is traced, and refuses to call compiled functions in all its threads.
-    with replaced((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
+    with compile_lock, replaced((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
         return cast(Callable[..., Any], context(function))
 
 

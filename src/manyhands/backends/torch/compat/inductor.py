@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from manyhands.backends.torch.compat import dynamo
+
 _starting = threading.Lock()  # two threads at the same time would each start processes
 
 
@@ -53,7 +55,7 @@ def inductor_compile(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(settings):
+    with dynamo.tracing, config.patch(settings):
         graph = _decomposed(module, inputs) if inputs and _is_pure(module.graph) else None
         if graph is not None and _is_pure(graph.graph):
             return _compile_pure(graph, inputs)
