@@ -80,9 +80,14 @@ def _planned(trials: Trials, options: Options, progress: Progress, instead_of: P
         best = trials.choose(_compiled(trials, progress), best)
         if later and best.way.compiled:
             return _built(trials, best, progress, _left_after(trials, time.perf_counter() - start, best))
-        trials = replace(trials, measure=True)  # costs may have only been estimated so far
+        if later:
+            trials = replace(trials, measure=True)  # costs were only estimated so far
     progress.enters("trials")
-    return _built(trials, trials.choose(candidates.candidates(trials), best), progress)
+    fastest = trials.choose(candidates.candidates(trials), best)
+    if instead_of is not None and fastest is best:  # its schedule may be that of compiled code
+        known = replace(instead_of, seconds=trials.seconds, predicted=trials.predicted, notes=tuple(trials.notes))
+        return replace(known, left_after=None)
+    return _built(trials, fastest, progress)
 
 
 def _compiled(trials: Trials, progress: Progress) -> list[Candidate]:

@@ -17,8 +17,12 @@ from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.planning import written_memories
 from manyhands.errors import CannotFuse
+from manyhands.parallel import planner
+from manyhands.parallel.plan import Executor, Plan, Way
+from manyhands.parallel.progress import Progress
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import one_lane
+from manyhands.schedule.memory import Peaks
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
@@ -186,3 +190,17 @@ def test_the_callers_autocast_does_not_count() -> None:
         plain = function(*arguments)
     assert [value.dtype for value in compiled] == [value.dtype for value in plain] == [torch.float32, torch.bfloat16]
     torch.testing.assert_close(tuple(compiled), plain)
+
+
+def test_compiled_code_that_stays_the_fastest_keeps_its_schedule() -> None:
+    """After everything else was tried: its schedule has one task, and the graph that it was compiled from several."""
+    x = torch.rand(500, 500, generator=torch.Generator().manual_seed(0))
+    found = traced(lambda x: (x @ x).sin().sum(), x)
+    whole, result = compile_whole(found, uncompiled), found.module(x)
+    scheduled = one_lane(graph(backend.tasks(whole, None)))
+    way = Way(Executor.THREADS, "whole graph", compiled=True)
+    fast = Plan(lambda tensors: list(result), way, None, scheduled, peaks=Peaks(1, 1), left_after=9, timed=lambda: [])
+    with Progress("f", shown=False) as progress:
+        plan = planner.plan(found, [x], planner.Options(compile=True), progress, instead_of=fast)
+    assert (plan.run, plan.schedule, plan.timed, plan.left_after) == (fast.run, scheduled, fast.timed, None)
+    assert plan.seconds.keys() > {way}

@@ -375,6 +375,22 @@ def test_a_better_plan_is_looked_for_once_when_it_is_due() -> None:
     assert asked == ["first", "first", "looked for", "better", "better", "better"]
 
 
+def test_what_a_plan_reads_in_place_stays_when_a_better_one_is_looked_for() -> None:
+    """The better plan may be the same run, which has the addresses of these arguments."""
+    x, asked = torch.rand(4), list[type]()
+
+    def better(graph: Any, arguments: tuple[Any, ...]) -> GraphPlan:
+        asked.extend(map(type, arguments))
+        return PLAN
+
+    graph = _graph_with(PLAN)
+    first = dynamo._Bound(GraphPlan(lambda tensors: [], in_graph=True, later=(2, better)), (x,), [0])
+    second = graph._bind((x,), instead_of=first)
+    assert asked == [nn.Parameter]  # a run reads parameters in place
+    assert second.fits((x,))
+    assert not second.fits((x.clone(),))
+
+
 def test_the_graph_runs_as_it_is_where_the_better_plan_is_none() -> None:
     x = torch.rand(4)
     other = torch.zeros(4)

@@ -291,6 +291,8 @@ class _PlannedGraph:
                 _place(tensors[number]) for number in self._fixed & tensors.keys() if tensors[number].is_cuda
             }
         fixed = {number for number, value in tensors.items() if value.is_cuda and _place(value) in self._places}
+        if instead_of is not None:  # the better plan may be the same run, which reads the same arguments in place
+            fixed = {*instead_of.in_place}
         planner = (None if instead_of is None else instead_of.planner) or self._plan
         self._plans_made += instead_of is None
         plan = planner(
@@ -311,7 +313,7 @@ class _Bound:
     """
 
     def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
-        self.plan = plan
+        self.plan, self.in_place = plan, in_place
         # Another thread may call at the same time: ``count`` returns each number once.
         self._calls = itertools.count(1)
         later = None if plan is None else plan.later
