@@ -139,3 +139,14 @@ def test_steps_leave_what_plain_execution_leaves(make: Callable[..., Step]) -> N
             torch.testing.assert_close(value, expected)
         else:  # whether a result requires a gradient, None, the words of an error
             assert value == expected
+
+
+def test_the_options_of_an_optimizer_stay_as_they_are() -> None:
+    """Dynamo would make Adam ``capturable``, for a capture of its update."""
+    optimizer = torch.optim.Adam([torch.ones(2, requires_grad=True)])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + float(optimizer.param_groups[0]["capturable"])
+
+    assert mh.parallel(function, synchronous=True)(torch.zeros(2)).tolist() == [0, 0]
+    assert optimizer.param_groups[0]["capturable"] is False

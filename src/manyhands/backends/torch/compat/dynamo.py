@@ -75,6 +75,8 @@ class ForwardGraph:
     fixed: frozenset[int]  # arguments that are parameters and buffers: their addresses stay
     written_back: int  # the first results, which PyTorch copies into arguments (others the graph writes itself)
     results: int  # these and the caller's; results after them are saved for the backward pass
+    arguments: int  # PyTorch makes one of several that share memory, if one of these is written to
+    writes: bool  # to an argument, be it itself or by PyTorch
 
 
 def forward_graph() -> ForwardGraph | None:
@@ -92,7 +94,9 @@ def forward_graph() -> ForwardGraph | None:
         for argument in changed
     )
     written_back = len(changed) if copied else 0
-    return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward)
+    writes = any(argument.mutates_data for argument in known.input_info)
+    fixed = frozenset(known.static_input_indices)
+    return ForwardGraph(fixed, written_back, known.num_forward, len(known.input_info), writes)
 
 
 @contextmanager
@@ -121,7 +125,7 @@ def without_known_faults() -> AbstractContextManager[None]:
     The number that a ``random.Random`` of the user draws becomes a constant of the graph: every call would get the
     same one (PyTorch 2.11 to 2.13). So Dynamo must not know that class, and leaves it to Python.
 
-    Weights of an optimizer whose step was captured become attributes of later graphs, and a ``backward()`` in such a
+    Weights of an optimizer that was captured become attributes of later graphs, and a ``backward()`` in such a
     graph does not find them: they silently get no gradient. So they stay inputs, at fixed addresses.
     """
     from torch._dynamo.variables import TensorVariable, builder, constant, misc
@@ -159,7 +163,8 @@ def with_whole_steps() -> AbstractContextManager[None]:
     """Let Dynamo capture a training step up to its optimizer's in one graph, where it would break it.
 
     A loss that outlives its backward pass ends a graph, because it can be differentiated only once: it is marked, and
-    leaves the graph without a gradient function (:func:`facts_of_step`). ``optimizer.zero_grad()`` is traced.
+    leaves the graph without a gradient function (:func:`facts_of_step`). ``optimizer.zero_grad()`` is traced. For the
+    update, which is not, Dynamo would set an optimizer's option ``capturable``.
     """
     from torch._dynamo import output_graph
     from torch._dynamo.variables import functions, optimizer
@@ -200,7 +205,9 @@ def with_whole_steps() -> AbstractContextManager[None]:
         return getting(variable, translator, name)
 
     return replaced(
-        (owner, "_validate_outputs_safe_for_autograd_nodes", mark), (optimizers, "var_getattr", var_getattr)
+        (owner, "_validate_outputs_safe_for_autograd_nodes", mark),
+        (optimizers, "var_getattr", var_getattr),
+        (optimizers, "_set_capturable", lambda *_: None),
     )
 
 
