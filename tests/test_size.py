@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
     "audit": (3_725, 3_500),
-    "backends": (10_530, 9_500),
+    "backends": (10_560, 9_500),
     "book": (2_250, 1_200),
     "cli": (2_180, 1_400),
     "forecast": (1_730, 1_500),
@@ -28,9 +28,9 @@ FOLDERS = {
 FILES = (365, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
-ENGINE = (6_000, 5_000)
+ENGINE = (6_025, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (45_200, 37_000)  # without the auditor's corpus
+TEST_LINES = (45_240, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

@@ -42,6 +42,7 @@ class Graphs:
     def make(self, piece: object, role: GraphRole) -> Planner:
         """The planner of a graph of a piece."""
         planned = Planned(role)
+        self.write |= role.writes
         self.of_piece.setdefault(piece, []).append(planned)
         return lambda graph, arguments: self._plan(planned, graph, arguments)
 
@@ -57,7 +58,6 @@ class Graphs:
             except Exception as error:  # also one of ours: the graph runs as it was captured
                 why = str(error) if isinstance(error, CannotTrace) else first_line(error)
                 planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {why}",), writes=True)
-        self.write |= planned.plan.writes
         if _log.isEnabledFor(logging.DEBUG):  # a user of torch.compile has no object to call explain() on
             _log.debug("%s", explain.explain(planned.role.place, planned.plan))
         return self._graph_plan(planned, planned.plan)

@@ -80,13 +80,11 @@ def _planned(trials: Trials, options: Options, progress: Progress, instead_of: P
         best = trials.choose(_compiled(trials, progress), best)
         if later and best.way.compiled:
             return _built(trials, best, progress, _left_after(trials, time.perf_counter() - start, best))
-        if later:
-            trials = replace(trials, measure=True)  # costs were only estimated so far
+        trials = replace(trials, measure=True) if later else trials  # costs were only estimated so far
     progress.enters("trials")
     fastest = trials.choose(candidates.candidates(trials), best)
     if instead_of is not None and fastest is best:  # its schedule may be that of compiled code
-        known = replace(instead_of, seconds=trials.seconds, predicted=trials.predicted, notes=tuple(trials.notes))
-        return replace(known, left_after=None)
+        return replace(instead_of, seconds=trials.seconds, notes=tuple(trials.notes), left_after=None)
     return _built(trials, fastest, progress)
 
 

@@ -219,8 +219,7 @@ class Trials:
 def in_turns(first: Callable[[], float], second: Callable[[], float]) -> tuple[list[float], list[float]]:
     """The seconds of both in every turn, after a turn to warm up; no more turns if the first is always far behind."""
     ours, theirs = list[float](), list[float]()
-    is_behind = True  # in all turns so far: one turn may be disturbed
-    start = time.perf_counter()
+    start, is_behind = time.perf_counter(), True  # in all turns so far: one turn may be disturbed
     for number in range(_MOST + 1):
         our, their = (first(), second()) if number % 2 else (second(), first())[::-1]
         is_long = min(our, their) > _LONG

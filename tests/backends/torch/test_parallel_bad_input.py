@@ -171,6 +171,25 @@ def test_arguments_that_share_memory() -> None:
     assert apart[0].tolist() == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("order", ["ssds", "sdsd", "dssd"])
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_arguments_that_share_memory_at_some_calls(order: str, *, synchronous: bool) -> None:
+    """Dynamo guards nothing of that: the first call's graph would be used for all."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a.add_(1)
+        return a[:3], (b * 2).sin() + a
+
+    fast = mh.parallel(function, synchronous=synchronous)
+    for kind in order:
+        results = []
+        for called in (fast, function):
+            memory = torch.arange(12.0)
+            a, b = memory[:6], memory[2:8] if kind == "s" else memory[6:]
+            results.append([*called(a, b), memory])
+        assert all(map(torch.equal, *results)), kind
+
+
 def test_results_that_are_arguments_are_the_same_objects() -> None:
     x, w = torch.ones(2), nn.Parameter(torch.ones(2))
 

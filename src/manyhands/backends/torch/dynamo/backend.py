@@ -70,6 +70,7 @@ class GraphRole:
     place: str  # the user's lines that it stands for: "train.py:10-13"
     is_backward: bool
     reuse: bool  # the next call may overwrite its results
+    writes: bool  # to arguments
 
 
 Make = Callable[[GraphRole], Planner]
@@ -208,7 +209,8 @@ class _PlannedGraph:
         self._saved = [at for at, number in enumerate(self._computed) if number >= saved_from]
         written_back = 0 if forward is None else forward.written_back
         self._callers = [at for at, number in enumerate(self._computed) if written_back <= number < saved_from]
-        self._plan = make(GraphRole(name, is_backward, bool(self._saved)))
+        writes = not is_backward and (forward is None or forward.writes)
+        self._plan = make(GraphRole(name, is_backward, bool(self._saved), writes))
         self._plans_made = 0
         self._takes_any_size = any(not _is_tensor_of_known_size(node.meta.get("val")) for node in arguments)
         self._calls: Counter[Any] = Counter()  # by sizes, of a graph that takes any

@@ -27,7 +27,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import Break, break_of, lines_of
 from manyhands.backends.torch.dynamo.backend import GraphRole, Planner, compile_with
 from manyhands.backends.torch.run.codegen import function as generated
-from manyhands.errors import first_line
+from manyhands.errors import CannotTrace, first_line
 
 _CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
 
@@ -100,6 +100,9 @@ class Captured:
             return self._make(piece, role)
 
         run = compile_with(module, inputs, make, to_compile=self._to_compile)  # if it fails, the code runs as written
+        graph = compat.forward_graph()
+        if graph is not None and graph.arguments < len(inputs):  # Dynamo would use it for any others
+            raise CannotTrace("two of its arguments share memory, and it writes to one")
 
         def call(*arguments: Any) -> Any:
             ran = getattr(self._local, "ran", None)
