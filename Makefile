@@ -30,6 +30,9 @@ endif
 %-mxnet: export OPENBLAS_NUM_THREADS := 1
 %-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
+# A test compiles a small program and runs it a few times: optimising its machine code takes longer than it saves.
+%-jax: export XLA_FLAGS := --xla_backend_optimization_level=0
+
 # Two suites run at a time: a thread that waits for others leaves its core to the other suite.
 test-%: export OMP_WAIT_POLICY := passive
 test-training-%: export OMP_NUM_THREADS := 1
