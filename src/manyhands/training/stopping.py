@@ -11,8 +11,8 @@ A single process stops after the step in which the signal came. A callback that 
 ``on_steps`` is heard in the same way: no step waits for its answer.
 
 ``SIGTERM`` (a scheduler, ``docker stop``), ``SIGUSR1`` (SLURM's ``--signal=USR1@120``) and ``SIGINT`` (Ctrl-C) are
-recorded while ``fit`` runs in the main thread, and looked at between two steps. A second Ctrl-C stops at once. Handlers
-of the caller's own are left alone, and ours are gone when ``fit`` is over.
+recorded while ``fit`` runs in the main thread, and looked at between two steps. A second Ctrl-C stops at once. The
+caller's handlers stay, and ours are removed when ``fit`` ends.
 """
 
 from __future__ import annotations
