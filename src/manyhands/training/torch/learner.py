@@ -53,6 +53,8 @@ def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
         callbacks=job.callbacks,
         metrics=job.metrics,
     )
+    if rank.world.first:
+        rank.announce = loop.report.note
     return loop, rank
 
 
@@ -66,6 +68,7 @@ class Rank:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.notes: list[str] = [*job.notes]
+        self.announce: Callable[[str], None] = lambda text: None  # shows a line to the user while the job runs
         self.metrics = RunningSums(world.device)
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
         self.number_format = number_format_for(job, world.device)
@@ -76,6 +79,7 @@ class Rank:
         self.objective = placed(job.objective, world.device, self.number_format.dtype)
         self._choose_optimizer(job)
         self.averaging: Averaging | None = None
+        self._evaluation: Evaluation | None = None
         try:
             self.feed = self._feed(job, world)
             self.data = self.feed.data
@@ -159,10 +163,14 @@ class Rank:
         self.share_buffers()
         if self.test is None:
             return None
-        size = self.settings.batch_size
-        evaluation = Evaluation(self.model, self.world, self.number_format, size, self.test, self.objective)
+        if self._evaluation is None:
+            recorder = None if self.sharded else self.steps.recorder
+            size = self.settings.batch_size
+            self._evaluation = Evaluation(
+                self.model, self.world, self.number_format, size, self.test, self.objective, recorder
+            )
         with self.replicas.gathered():
-            return evaluation.evaluate(alive, take)
+            return self._evaluation.evaluate(alive, take)
 
     def why_no_numbers(self) -> str | None:
         """Why steps make no progress, where a part of the step knows."""
@@ -205,6 +213,7 @@ class Rank:
         self.number_format.dtype = torch.float64
         self.model.double()
         self.objective = placed(self.job.objective, self.world.device, self.number_format.dtype)
+        self._evaluation = None
         job_state.settle(self.optimizer)
         self.steps.build_again()
 

@@ -96,10 +96,6 @@ class Objective(abc.ABC):
         """
         return False
 
-    def why_not_captured(self, model: torch.nn.Module) -> str | None:
-        """Why a step cannot be captured in a CUDA graph because of this objective; None if it may be."""
-        return None
-
     def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[LossSum, torch.Tensor | None]:
         """The loss of a part of a batch as a sum and its count; for an objective with ``sums``."""
         loss_sum, _, correct = self.as_sum(model, part)
@@ -247,10 +243,6 @@ class OwnStep(Objective):
 
     def _called(self, step: Callable[..., Any], batch: Batch) -> Any:
         return step(batch, self.batch_idx) if takes_number(step) else step(batch)
-
-    def why_not_captured(self, model: torch.nn.Module) -> str | None:
-        step: Any = getattr(model, "training_step", None)
-        return "training_step takes batch_idx, another number in every step" if takes_number(step) else None
 
 
 def takes_number(step: Callable[..., Any]) -> bool:

@@ -34,9 +34,9 @@ from manyhands.errors import ManyhandsError
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.state import job_state, randomness
+from manyhands.training.torch.state import job_state
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.part import Step
+from manyhands.training.torch.step.snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
@@ -125,30 +125,6 @@ def _refusal(model: torch.nn.Module, error: Exception) -> Choice:
     return Choice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
 
 
-class _BeforeStep:
-    """Copies of what a step changes before its update: statistics, metrics and random numbers."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._versions = step.versions()
-        self._copies = [tensor.clone() for tensor in self._tensors()]
-        self._random = randomness.as_tensors(step.device)
-
-    def put_back(self) -> bool:
-        """Undo a failed step; False where its update has begun."""
-        if self._step.versions() != self._versions:
-            return False
-        with torch.no_grad():
-            for tensor, before in zip(self._tensors(), self._copies, strict=True):
-                job_state.write(tensor, before)
-        randomness.restore(self._random, self._step.device)
-        self._step.optimizer.zero_grad(set_to_none=True)
-        return True
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*self._step.model.buffers(), self._step.metrics.sums]
-
-
 class AutoPrecision:
     """The precision of a rank's steps, where the user leaves it to the trainer."""
 
@@ -190,14 +166,15 @@ class AutoPrecision:
             return
         self._unproven = False
         rank = self._rank
-        before, notes = _BeforeStep(rank.steps.plain), list(rank.notes)
+        before, notes = StepSnapshot(rank.steps.plain), list(rank.notes)
         try:
             make()
         except (ManyhandsError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if not before.put_back():
+            if before.has_updated:
                 raise
+            before.put_back()
             choice = _refusal(rank.model, error)
         else:
             return

@@ -22,7 +22,7 @@ from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data import feed
-from manyhands.training.torch.data.batches import Shard, tensors_in
+from manyhands.training.torch.data.batches import Shard, micro_batches, tensors_in
 from manyhands.training.torch.data.sources import Samples, Source, Stream
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm
@@ -83,11 +83,25 @@ class RankFeed:
         if isinstance(self.data, Stream):
             yield from self._of_stream(self.data, cursor)
             return
-        left, order = self.windows(cursor), self.order(cursor.epoch)
-        how: dict[str, Any] = {"seed": self._settings.seed, **self._cutting}
+        left = self.measured_windows(cursor)
+        yield from zip(left, self._shards(left), strict=True)
+
+    def measured_windows(self, cursor: Cursor) -> list[Window]:
+        """The same as :meth:`windows`; before the first step shares are measured, if they are to be."""
+        left = self.windows(cursor)
         if self._is_to_measure and left:
-            self.shares = self._measure(next(feed.shards(self.data, order, left[:1], self._world, **how)))
-        yield from zip(left, feed.shards(self.data, order, left, self._world, self.shares, **how), strict=True)
+            self.shares = self._measure(next(self._shards(left[:1])))
+        return left
+
+    def _shards(self, these: list[Window]) -> Iterator[Shard | None]:
+        order = self.order(these[0].epoch) if these else np.zeros(0, np.int64)
+        return feed.shards(self.data, order, these, self._world, self.shares, seed=self._settings.seed, **self._cutting)
+
+    def spans(self, window: Window) -> list[tuple[int, int]]:
+        """Where each micro-batch of this rank begins and ends in the epoch's order."""
+        cutting = self._cutting
+        span = window.part(self._world.rank, self._world.size, self.shares, least=cutting["least"])
+        return micro_batches(*span, cutting["accumulate"], empty=cutting["empty"])
 
     def _of_stream(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
         seed = randomness.mixed_seed(self._settings.seed, cursor.epoch)
@@ -99,8 +113,8 @@ class RankFeed:
         yield from feed.stream_shards(batches, self._world, self.shares, **self._cutting)
 
     def shard(self, window: Window) -> Shard | None:
-        """The samples of one batch, for a rank alone."""
-        return next(feed.shards(self.data, self.order(window.epoch), [window], self._world))
+        """This rank's samples of one batch."""
+        return next(self._shards([window]))
 
     def bad_samples(self, numbers: _Numbers) -> str | None:
         """Which of these samples of a dataset have NaN or infinity, in words."""

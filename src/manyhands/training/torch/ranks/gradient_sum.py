@@ -3,7 +3,7 @@
 Parameters are laid into buckets in the reverse of their order in the model, which is about the order in which
 a backward pass reaches them. Each parameter's ``grad`` is a view into its bucket's one flat buffer, so no gradient
 exists twice. When the last gradient of a bucket is there, its sum over the ranks starts, without waiting, provided
-that all buckets before it have started: every rank must issue the same sums in the same order. :meth:`finish`
+that all buckets before it have started: every rank must issue the same sums in the same order. :meth:`sum_up`
 starts what is left (a rank without samples, parameters that a step did not use) and makes the results safe to read.
 
 Behind its gradients a bucket carries one number per parameter, how many ranks used it: what none used has no gradient
@@ -17,9 +17,10 @@ torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,16 @@ _TWICE = (
 )
 
 
+class Signal(Protocol):
+    """A point in the work of the device."""
+
+    def record(self) -> None:
+        """The work issued so far."""
+
+    def after(self) -> AbstractContextManager[None]:
+        """Work issued within it waits for that point, and for nothing else."""
+
+
 @dataclass
 class _Bucket:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
@@ -44,6 +55,8 @@ class _Bucket:
     arrived: set[int] = field(default_factory=set)  # those of them whose gradient is whole: the last backward gave it
     work: Any = None
     elements: int = 0
+    signal: Signal | None = None  # recorded where the gradients are whole, if sums start later than that
+    is_signalled: bool = False
 
     @property
     def complete(self) -> bool:
@@ -72,19 +85,24 @@ class Gradients:
         """Remember whether this loss is finite; call before its backward pass."""
         raise NotImplementedError
 
+    def set_zero(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Give parameters that the next backward pass leaves out a gradient of zeros."""
+        raise NotImplementedError
+
     def marks(self) -> list[torch.Tensor]:
         """Numbers that are finite if all losses of the step are."""
         raise NotImplementedError
 
-    def sum_weight(self, weight: torch.Tensor) -> None:
-        """Sum the weight of the labels over all shards; call once, before the (last) backward pass of the step."""
-        self._weight = weight
+    def sum_up(self, weight: torch.Tensor | None = None) -> None:
+        """After the last backward pass: the gradients become those of the whole batch.
 
-    def finish(self) -> None:
-        """After the last backward pass: the gradients are those of the whole batch."""
+        ``weight``: of the labels of this shard, to be summed, too.
+        """
+        if weight is not None:
+            self._weight = weight
 
     def divide(self) -> torch.Tensor:
-        """Divide the gradients by the weight of all labels, and return it. Call after :meth:`finish`."""
+        """Divide the gradients by the weight of all labels, and return it. Call after :meth:`sum_up`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -97,6 +115,7 @@ class LocalGradients(Gradients):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._losses: list[torch.Tensor] = []
+        self._zeros: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def begin(self) -> None:
         self._losses = []
@@ -104,6 +123,15 @@ class LocalGradients(Gradients):
 
     def note_loss(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.detach())
+
+    def set_zero(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """In every step: gradient clipping by a norm of NaN turns zeros into NaN."""
+        for parameter in parameters:
+            if parameter not in self._zeros:
+                self._zeros[parameter] = torch.empty_like(parameter, requires_grad=False)
+            parameter.grad = self._zeros[parameter]
+        if parameters:
+            compat.foreach_zero_([self._zeros[parameter] for parameter in parameters])
 
     def marks(self) -> list[torch.Tensor]:
         return self._losses
@@ -119,7 +147,6 @@ class SummedGradients(Gradients):
     """Those that are summed over the ranks, and with them whether each loss is finite and the weight of the labels."""
 
     loss_mark: torch.Tensor
-    _weight_work: Any
 
     def note_loss(self, loss: torch.Tensor) -> None:
         loss = loss.detach()
@@ -128,39 +155,65 @@ class SummedGradients(Gradients):
     def marks(self) -> list[torch.Tensor]:
         return [self.loss_mark]
 
-    def sum_weight(self, weight: torch.Tensor) -> None:
-        super().sum_weight(weight)
-        self._weight_work = dist.all_reduce(weight, async_op=True)
+
+# Which parameters of each bucket a pass used, and whether it signalled that the bucket was complete.
+Arrivals = list[tuple[frozenset[int], bool]]
 
 
 class GradientSum(SummedGradients):
-    """The gradients of a model's parameters, summed over all ranks."""
+    """The gradients of a model's parameters in buckets, summed over all ranks.
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    A step that is replayed from CUDA graphs keeps its gradients here, too, also on one rank (``alone``). There nothing
+    can start within the backward pass. With :meth:`start_later` a signal is recorded for each bucket instead, and
+    :meth:`sum_up` starts the sums, each behind its signal: on the device they run at the same moment.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], *, alone: bool = False) -> None:
+        self.alone = alone
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0
         self._armed = False
-        self._handles = [
-            (parameter, parameter.register_post_accumulate_grad_hook(self._arrival_hook(bucket, number)))
+        self._places = {
+            parameter: (bucket, number)
             for bucket in self._buckets
             for number, parameter in enumerate(bucket.parameters)
+        }
+        self._handles = [
+            (parameter, parameter.register_post_accumulate_grad_hook(self._arrive)) for parameter in self._places
         ]
+        last = self._buckets[-1]
         # In the bucket that is sent last: by then the loss is known.
-        self.loss_mark = self._buckets[-1].flat[-1]
+        self.loss_mark = last.flat[-1]
+        self._weight = torch.zeros((), dtype=torch.float64, device=last.flat.device)
 
     def contents(self) -> list[tuple[int, list[torch.nn.Parameter]]]:
         """The bytes of each bucket, in the order in which they are summed, and the parameters in it."""
         return [(bucket.flat.numel() * bucket.flat.element_size(), [*bucket.parameters]) for bucket in self._buckets]
 
+    def start_later(self, signal: Callable[[], Signal] | None) -> None:
+        """From now on sums start in :meth:`sum_up`, each behind the signal that its gradients are complete.
+
+        Without a signal they start within the backward pass again.
+        """
+        for bucket in self._buckets:
+            bucket.signal = signal() if signal is not None and not self.alone else None
+
     def begin(self) -> None:
         """Set all gradients to zero, in the buckets."""
+        for bucket in self._buckets:
+            _lay_views(bucket)
+            bucket.flat.zero_()
+        self.reset()
+
+    def reset(self) -> None:
+        """The part of :meth:`begin` that is the host's, also where a graph does the rest: nothing has arrived yet."""
         self._next = 0
         for bucket in self._buckets:
-            bucket.flat.zero_()
-            bucket.used.clear()
-            bucket.arrived.clear()
-            bucket.work = None
-            _lay_views(bucket)
+            bucket.used, bucket.arrived = set(), set()
+            bucket.work, bucket.is_signalled = None, False
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not view:
+                    parameter.grad = view
 
     def arm(self, armed: bool) -> None:
         self._armed = armed
@@ -170,53 +223,120 @@ class GradientSum(SummedGradients):
         for parameter, handle in self._handles:  # a hook that the forward pass has registered may change what is sent
             compat.run_last(parameter, handle.id)
 
+    def set_zero(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for parameter in parameters:  # they are zero since the step began
+            self._arrive(parameter)
+
+    def arrivals(self, work: Callable[[], object]) -> Arrivals:
+        """What arrives in this work, a pass that is recorded; :meth:`repeat` has to follow, as after each replay."""
+        before = [bucket.used for bucket in self._buckets]
+        for bucket in self._buckets:
+            bucket.used = set()
+        try:
+            work()
+            return [(frozenset(bucket.used), bucket.is_signalled) for bucket in self._buckets]
+        finally:
+            for bucket, used in zip(self._buckets, before, strict=True):
+                bucket.used = used
+
+    def repeat(self, arrivals: Arrivals) -> None:
+        """A replayed pass brings the same gradients as when it was recorded."""
+        for bucket, (used, is_signalled) in zip(self._buckets, arrivals, strict=True):
+            bucket.used |= used
+            bucket.is_signalled = is_signalled
+
+    def unused(self) -> frozenset[int]:
+        """The parameters that have no gradient in this step, by number. Call after :meth:`sum_up`."""
+        return frozenset(number for number, parameter in enumerate(self._places) if parameter.grad is None)
+
+    def sum_up(self, weight: torch.Tensor | None = None) -> None:
+        """Start what has not started; afterwards gradients hold the sums.
+
+        All ranks start the same sums in the same order. On a GPU the host does not wait here: the current stream does.
+        """
+        self._armed = False
+        for bucket in self._buckets:
+            if bucket.work is None:
+                with bucket.signal.after() if bucket.signal and bucket.is_signalled else nullcontext():
+                    self._start(bucket)
+        works = [bucket.work for bucket in self._buckets]
+        if weight is not None:
+            self._weight.copy_(weight)
+            works.append(self._sum(self._weight))
+        for work in works:
+            if work is not None:
+                work.wait()
+        self._drop_unused()
+
     def divide(self) -> torch.Tensor:
-        self._weight_work.wait()
         for bucket in self._buckets:
             bucket.flat[: bucket.elements] /= self._weight
         return self._weight
-
-    def finish(self) -> None:
-        """Start what has not started; afterwards gradients hold the sums.
-
-        On a GPU the host does not wait here: the current stream does.
-        """
-        self._armed = False
-        for bucket in self._buckets[self._next :]:
-            self._start(bucket)
-        self._next = len(self._buckets)
-        for bucket in self._buckets:
-            bucket.work.wait()
-        _drop_unused([bucket for bucket in self._buckets if len(bucket.used) < len(bucket.parameters)])
 
     def close(self) -> None:
         for _, handle in self._handles:
             handle.remove()
 
     def _start(self, bucket: _Bucket) -> None:
+        if not bucket.is_signalled:
+            self._count_users(bucket)
+        bucket.work = self._sum(bucket.flat)
+
+    def _sum(self, tensor: torch.Tensor) -> Any:
+        return None if self.alone else dist.all_reduce(tensor, async_op=True)
+
+    def _count_users(self, bucket: _Bucket) -> None:
+        if self.alone:
+            return
         if len(bucket.used) == len(bucket.parameters):
             bucket.users.fill_(1)
         elif bucket.used:
             bucket.users.copy_(torch.tensor([float(n in bucket.used) for n in range(len(bucket.parameters))]))
-        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
-    def _arrival_hook(self, bucket: _Bucket, number: int) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
-            bucket.used.add(number)
-            view = bucket.views[number]
-            if parameter.grad is not view and parameter.grad is not None:  # a hook of the user's has replaced it
-                view.copy_(parameter.grad)
-                parameter.grad = view
-            if not self._armed:
-                return
-            if bucket.work is not None:
-                raise RuntimeError(_TWICE)
-            bucket.arrived.add(number)
-            while self._next < len(self._buckets) and self._buckets[self._next].complete:
-                self._start(self._buckets[self._next])
-                self._next += 1
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        """The gradient of this parameter has been computed."""
+        bucket, number = self._places[parameter]  # type: ignore[index]
+        bucket.used.add(number)
+        view = bucket.views[number]
+        if parameter.grad is not view and parameter.grad is not None:  # a hook of the user's has replaced it
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        if not self._armed:
+            return
+        if bucket.work is not None or bucket.is_signalled:
+            raise RuntimeError(_TWICE)
+        bucket.arrived.add(number)
+        while self._next < len(self._buckets) and self._buckets[self._next].complete:
+            self._complete(self._buckets[self._next])
+            self._next += 1
 
-        return hook
+    def _complete(self, bucket: _Bucket) -> None:
+        """All gradients of the bucket are there: its sum starts, or may start from here on."""
+        if bucket.signal is None:
+            self._start(bucket)
+            return
+        self._count_users(bucket)
+        bucket.signal.record()
+        bucket.is_signalled = True
+
+    def _drop_unused(self) -> None:
+        """Take the gradient from parameters that no rank used.
+
+        The optimizer must neither decay them nor count a step for them, and it decides on the host. So a rank that left
+        parameters out waits here, once a step, for the sums that say whether another rank used them (with Gloo they are
+        on the host already). A rank that used all of its parameters never waits.
+        """
+        buckets = [bucket for bucket in self._buckets if len(bucket.used) < len(bucket.parameters)]
+        if not buckets:
+            return
+        if self.alone:
+            users = [float(n in bucket.used) for bucket in buckets for n in range(len(bucket.parameters))]
+        else:
+            users = torch.cat([bucket.users.double() for bucket in buckets]).tolist()
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        for parameter, count in zip(parameters, users, strict=True):
+            if not count:
+                parameter.grad = None
 
 
 def _buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
@@ -240,29 +360,15 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
 
 
 def _lay_views(bucket: _Bucket) -> None:
-    """Give each parameter its part of the buffer, in its own memory format, as ``grad``."""
-    offset, bucket.views = 0, []
+    """Give each parameter its part of the buffer, in its own memory format."""
+    if bucket.views and all(v.stride() == p.stride() for v, p in zip(bucket.views, bucket.parameters, strict=True)):
+        return
+    bucket.views, offset = [], 0
     for parameter in bucket.parameters:
         part = bucket.flat[offset : offset + parameter.numel()]
         offset += parameter.numel()
         # A view with the parameter's strides: autograd then adds in place instead of replacing it.
         dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-        view = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
-        parameter.grad = view
-        bucket.views.append(view)
-
-
-def _drop_unused(buckets: list[_Bucket]) -> None:
-    """Take the gradient from parameters that no rank used; to be given the buckets of which this rank used a part.
-
-    The optimizer must neither decay them nor count a step for them, and it decides on the host. So a rank that left
-    parameters out waits here, once a step, for the sums that say whether another rank used them (with Gloo they are on
-    the host already). A rank that used all of its parameters never waits.
-    """
-    if not buckets:
-        return
-    users = torch.cat([bucket.users.double() for bucket in buckets]).tolist()
-    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-    for parameter, count in zip(parameters, users, strict=True):
-        if not count:
-            parameter.grad = None
+        bucket.views.append(
+            part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
+        )

@@ -162,12 +162,14 @@ class ShardedGradients(SummedGradients):
         self._model.set_requires_gradient_sync(armed)
         self._model.set_is_last_backward(armed)
 
+    def sum_up(self, weight: torch.Tensor | None = None) -> None:
+        super().sum_up(weight)
+        dist.all_reduce(self.loss_mark)
+        if weight is not None:
+            dist.all_reduce(weight)
+
     def divide(self) -> torch.Tensor:
-        self._weight_work.wait()
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self._weight)
         return self._weight
-
-    def finish(self) -> None:
-        dist.all_reduce(self.loss_mark)

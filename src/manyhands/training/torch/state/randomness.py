@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 import torch
 
 from manyhands.training.data.loader_batches import OwnStream as HostStream
+
+# Held by whoever replaces the process's random numbers for a time, and by whoever watches who draws from them.
+untouched = threading.RLock()
 
 
 class OwnStream:
@@ -28,6 +32,7 @@ class OwnStream:
             generator.manual_seed(seed)
 
     def __enter__(self) -> None:
+        untouched.acquire()
         self._others.__enter__()
         self._without = torch.get_rng_state()
         torch.set_rng_state(self._within)
@@ -36,6 +41,7 @@ class OwnStream:
         self._within = torch.get_rng_state()
         torch.set_rng_state(self._without)
         self._others.__exit__()
+        untouched.release()
 
 
 def mixed_seed(*parts: int) -> int:

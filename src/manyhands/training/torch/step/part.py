@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:  # ``mh.whole_batch`` is a part, and loads little
-    from manyhands.training.torch.data.batches import Shard
+    from manyhands.training.torch.data.batches import Batch, Shard
+    from manyhands.training.torch.objective import Objective
+    from manyhands.training.torch.ranks.gradient_sum import Gradients
     from manyhands.training.torch.step.number_format import NumberFormat
     from manyhands.training.torch.step.running_sums import RunningSums
 
@@ -92,8 +94,19 @@ class Part:
 OnePart = TypeVar("OnePart", bound=Part)
 
 
+# Gives the mean loss of a micro-batch, or its sum and count (else None); and the correct predictions, where known.
+LossOf = Callable[["Batch", int], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+
+
 class Step:
-    """The parts of a step, called at its moments; subclasses make the passes between them."""
+    """The parts of a step, called at its moments; subclasses make the passes between them.
+
+    A step is ``begin``, ``passes`` of each micro-batch, ``sum_up`` and ``update``. A captured step calls the same.
+    """
+
+    objective: Objective
+    gradients: Gradients
+    updates_in_passes = False  # whether weights change before ``update``
 
     def __init__(
         self,
@@ -119,6 +132,33 @@ class Step:
 
     def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
         """Process this rank's shard of a batch of ``whole`` samples; ``batch_idx`` is its number in the epoch."""
+        raise NotImplementedError
+
+    def loss_of(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The forward pass of a micro-batch: a :data:`LossOf`."""
+        raise NotImplementedError
+
+    def passes(
+        self,
+        turn: Turn,
+        batch: Batch,
+        size: int,
+        *,
+        last: bool,
+        loss_of: LossOf | None = None,
+        around_backward: AbstractContextManager[Any] | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of a micro-batch of ``size`` samples, and its loss; ``last``: no other comes after it.
+
+        A captured step has a function of its own for the loss, and acts around the backward pass.
+        """
+        raise NotImplementedError
+
+    def sum_up(self, turn: Turn) -> None:
+        """The passes are over: the gradients of all ranks become one."""
+
+    def update(self, turn: Turn) -> None:
+        """The update of the weights, when the gradients are those of the whole batch."""
         raise NotImplementedError
 
     def part(self, kind: type[OnePart]) -> OnePart | None:

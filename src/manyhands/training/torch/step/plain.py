@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import Gradients, LocalGradients
 from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.part import Part, Step, Turn
+from manyhands.training.torch.step.part import LossOf, Part, Step, Turn
 from manyhands.training.torch.step.running_sums import RunningSums
 
 
@@ -53,6 +54,8 @@ class PlainStep(Step):
         _check_optimizer(optimizer, several=self._several_ranks)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._in_parts, self._counts = self._several_ranks or accumulates, counts
+        self._in_sums = self._in_parts and objective.sums is True
+        self._total, self._count = self._no_count(), self._no_count()  # of the batch so far, where losses are sums
         # For a step of the model's own, with which a rank without samples takes part; it counts nothing.
         self._sample: Batch | None = None
 
@@ -61,33 +64,77 @@ class PlainStep(Step):
         self.objective.batch_idx = batch_idx
         turn = Turn(step, whole, shard)
         self.begin(turn)
-        if self._in_parts and self.objective.sums is True:
-            self._passes_in_sums(turn)
-        else:
-            self._passes(turn)
-            self.finish(turn)
-        self.after_backward(turn)
-        with self.updating(turn):
-            self.update(turn)
+        for batch, size, last in self._shard_parts(turn):
+            self.passes(turn, batch, size, last=last)
+        self.sum_up(turn)
+        self.update(turn)
 
     def begin(self, turn: Turn) -> None:
         super().begin(turn)
         self.gradients.begin()
+        if self._in_sums:
+            self._total.zero_()
+            self._count.zero_()
 
-    def finish(self, turn: Turn) -> None:
-        """The passes are over: the gradients of all ranks become one."""
-        self.gradients.finish()
+    def passes(
+        self,
+        turn: Turn,
+        batch: Batch,
+        size: int,
+        *,
+        last: bool,
+        loss_of: LossOf | None = None,
+        around_backward: AbstractContextManager[Any] | None = None,
+    ) -> torch.Tensor:
+        self.gradients.arm(last)
+        loss, count, correct = (loss_of or self.loss_of)(batch, size)
+        self.gradients.note_loss(loss)
+        # A sum is taken as a part of the batch's samples, too: gradients of a whole sum would be too large for float16.
+        share = loss * (size / turn.whole) if count is None else loss / turn.whole
+        with around_backward or contextlib.nullcontext():
+            self.scaled(share).backward()
+        if count is None:
+            if size:
+                self.metrics.add(loss, correct, size, turn.step, counted=self._counts)
+        else:
+            self._total += loss.detach()
+            self._count += count
+            self.metrics.count(correct, size, counted=self._counts)
+        return loss
+
+    def loss_of(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        batch = self.number_format.cast(batch)
+        with self.forward():
+            if not size:
+                loss, correct = self._loss_of_none(batch)
+                return loss, self._no_count() if self._in_sums else None, correct
+            if self._in_sums:
+                both, correct = self.objective.in_parts(self.model, batch)
+                return both.total, both.count, correct
+            loss, correct = self.objective(self.model, batch, part=self._in_parts)
+            return loss, None, correct
+
+    def sum_up(self, turn: Turn) -> None:
+        self.gradients.sum_up(self._count / turn.whole if self._in_sums else None)
+
+    def update(self, turn: Turn) -> None:
         turn.marks += self.gradients.marks()
         if self.gradients.loss_mark is not None:
             self.metrics.mark(self.gradients.loss_mark, turn.step)
+        if self._in_sums:  # divided only now: the count is that of the whole batch
+            count = self.gradients.divide() * turn.whole
+            turn.marks.append(1 / count)
+            self.metrics.mark(1 / count, turn.step)  # of a batch in which nothing counts there is no mean
+            self.metrics.add_loss(self._total / count * turn.whole, turn.step)
+        self.apply(turn)
 
-    def after_backward(self, turn: Turn) -> None:
+    def apply(self, turn: Turn) -> None:
+        """Clip the gradients, and update the weights."""
         for after_backward in self._after_backward:
             after_backward(turn, self.parameters)
-
-    def update(self, turn: Turn) -> None:
-        self.optimizer.step()
-        self.after_update(turn)
+        with self.updating(turn):
+            self.optimizer.step()
+            self.after_update(turn)
 
     def close(self) -> list[str]:
         self.gradients.close()
@@ -100,47 +147,6 @@ class PlainStep(Step):
 
     # Passes
 
-    def _passes(self, turn: Turn) -> None:
-        """Forward and backward of each part of the shard, whose loss is a mean over samples."""
-        for part, size, last in self._shard_parts(turn):
-            self.gradients.arm(last)
-            with self.forward():
-                loss, correct = self._loss(part, size)
-            self.gradients.note_loss(loss)
-            self.scaled(loss * (size / turn.whole)).backward()
-            if size:
-                self.metrics.add(loss, correct, size, turn.step, counted=self._counts)
-
-    def _passes_in_sums(self, turn: Turn) -> None:
-        """The same where the loss is a sum and a count: sums now, the division when all counts are known.
-
-        Both are taken as parts of the batch's samples: gradients of a whole sum would be too large for float16.
-        """
-        sums: list[tuple[LossSum, torch.Tensor | None, int]] = []  # of each part, and its correct predictions and size
-        for part, size, last in self._shard_parts(turn):
-            self.gradients.arm(last)
-            with self.forward():
-                if size:
-                    both, correct = self.objective.in_parts(self.model, part)
-                else:
-                    total, correct = self._loss(part, 0)
-                    both = LossSum(total, self._no_count())
-            sums.append((LossSum(both.total.detach(), both.count), correct, size))
-            self.gradients.note_loss(both.total)
-            if last:
-                self.gradients.sum_weight(torch.stack([both.count for both, _, _ in sums]).sum() / turn.whole)
-            self.scaled(both.total / turn.whole).backward()
-        if not sums:
-            self.gradients.sum_weight(self._no_count())
-        self.finish(turn)
-        count = self.gradients.divide() * turn.whole
-        turn.marks.append(1 / count)
-        self.metrics.mark(1 / count, turn.step)  # of a batch in which nothing counts there is no mean
-        for both, correct, size in sums:
-            if size:
-                weight = turn.whole / size
-                self.metrics.add(both.total / count, correct, size, turn.step, weight=weight, counted=self._counts)
-
     def _shard_parts(self, turn: Turn) -> Iterator[tuple[Batch, int, bool]]:
         """Each micro-batch of the shard in the model's format, its size, and whether it is the last."""
         shard = turn.shard
@@ -149,7 +155,7 @@ class PlainStep(Step):
         if self._needs_sample and shard.sizes[0] and self._sample is None:
             self._sample = map_tensors(torch.clone, cut(shard.parts[0], 0, 1))
         for number, (batch, size) in enumerate(zip(shard.parts, shard.sizes, strict=True)):
-            yield self.number_format.cast(batch), size, number == len(shard.parts) - 1
+            yield batch, size, number == len(shard.parts) - 1
 
     @property
     def _needs_sample(self) -> bool:
@@ -159,9 +165,8 @@ class PlainStep(Step):
     def _no_count(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
-    def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if size:
-            return self.objective(self.model, part, part=self._in_parts)
+    def _loss_of_none(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Zero, for a micro-batch without samples: the rank takes part in what all ranks do."""
         # BatchNorm refuses an empty batch, unless its statistics are global. All else does as on the other ranks.
         gathers = self.objective.rows is not None
         alone = self.gradients.every_rank or gathers

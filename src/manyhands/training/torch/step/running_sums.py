@@ -47,17 +47,22 @@ class RunningSums:
         *,
         counted: bool = True,
     ) -> None:
-        """Add a batch: the mean loss over its samples, and the correct predictions among them.
+        """Add a batch: the mean loss over its samples, and the correct predictions among them."""
+        self.add_loss(loss.detach().double() * (count * weight), step)
+        self.count(correct, count, counted=counted)
 
-        ``counted``: its samples are to be counted; they are not for a second loss of the same samples.
-        """
-        loss = loss.detach().double()
-        self.sums[_LOSS] += loss * (count * weight)
+    def add_loss(self, total: torch.Tensor, step: torch.Tensor | int) -> None:
+        """Add a sum of losses over samples."""
+        self.sums[_LOSS] += total
+        self.mark(total, step)
+
+    def count(self, correct: torch.Tensor | None, count: int, *, counted: bool = True) -> None:
+        """Count samples; ``counted``: they are new, and not those of a second loss of the same samples."""
         if correct is not None:
             self.counts_correct = True
             self.sums[_CORRECT] += correct
-        self.sums[_COUNT] += count if counted else 0
-        self.mark(loss, step)
+        if counted:
+            self.sums[_COUNT] += count
 
     def mark(self, loss: torch.Tensor, step: torch.Tensor | int) -> None:
         """Remember the step if it is the first whose loss is NaN."""

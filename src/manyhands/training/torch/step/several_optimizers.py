@@ -67,15 +67,11 @@ class Updates:
         step.begin(turn)
         gradients.arm(True)
         gradients.note_loss(total if self.size else torch.zeros_like(total))
-        if count is not None:
-            gradients.sum_weight(count.clone() if self.size else torch.zeros_like(count))
         start = total * (self.size / turn.whole) if count is None else total * bool(self.size)
         torch.autograd.backward(start, inputs=self._trained, retain_graph=retain_graph)
-        step.finish(turn)
+        gradients.sum_up(None if count is None else count * bool(self.size))
         count = None if count is None else gradients.divide()
-        step.after_backward(turn)
-        with step.updating(turn):
-            step.update(turn)
+        step.apply(turn)
         if self.size:  # the samples of a batch count once
             mean, weight = (total, 1.0) if count is None else (total / count, turn.whole / self.size)
             step.metrics.add(mean, None, self.size, turn.step, weight=weight, counted=not turn.counted)
@@ -93,6 +89,8 @@ class Updates:
 class OwnUpdates(Step):
     """The step of a batch: a call of the model's ``training_step(batch, optimizers)``."""
 
+    updates_in_passes = True
+
     def __init__(
         self,
         steps: Mapping[Key, PlainStep],
@@ -104,6 +102,7 @@ class OwnUpdates(Step):
         self._steps = list(steps.values())
         first = self._steps[0]
         super().__init__(first.model, optimizer, first.metrics, first.device, first.number_format, parts)
+        self.objective, self.gradients = first.objective, first.gradients
         self._several_ranks = first.gradients.loss_mark is not None
         self._first_sample = first_sample
         self._updates = {key: Updates(key, step) for key, step in steps.items()}
@@ -111,16 +110,23 @@ class OwnUpdates(Step):
 
     def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
         size, turn = 0 if shard is None else shard.size, Turn(step, whole, shard)
+        self.begin(turn)
+        self.passes(turn, self._batch(shard if size else None, whole), size, last=True)
+        self.update(turn)
+
+    def passes(self, turn: Turn, batch: Batch, size: int, **_: Any) -> torch.Tensor:
         for each in self._updates.values():
             each.turn, each.size = turn, size
-        self.begin(turn)
-        batch = self._batch(shard if size else None, whole)
         # Without samples the statistics of layers must not change.
         with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
             user: Any = self.model
             user.training_step(self.number_format.cast(batch), self._updates)
+        none = self.metrics.sums.new_zeros(())
         if size and not turn.counted:
-            self.metrics.add(self.metrics.sums.new_zeros(()), None, size, step)
+            self.metrics.add(none, None, size, turn.step)
+        return none
+
+    def update(self, turn: Turn) -> None:
         self.after_update(turn)
 
     def _batch(self, shard: Shard | None, whole: int) -> Batch:

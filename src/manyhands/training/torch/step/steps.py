@@ -1,4 +1,4 @@
-"""Makes the steps of a job: in a CUDA graph where they can be captured, else as written, and the notes say why."""
+"""Makes the steps of a job: by replaying CUDA graphs where they can be captured, else as written, and says which."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from manyhands.amounts import counted
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.torch.data.batches import Shard
+from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.preflight.precision import AutoPrecision
 from manyhands.training.torch.step.build import build_step
 
 if TYPE_CHECKING:
-    from manyhands.training.torch.fast.captured_step import GraphStep
+    from manyhands.training.torch.fast.captured_step import CapturedStep
+    from manyhands.training.torch.fast.recorder import Recorder
     from manyhands.training.torch.learner import Rank
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records the steps of a device; None: nothing does."""
+    if device.type != "cuda":
+        return None
+    from manyhands.training.torch.fast.recorder import CudaRecorder  # jobs on a CPU need nothing of it
+
+    return CudaRecorder(device)
 
 
 class Steps:
@@ -25,9 +37,11 @@ class Steps:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self.plain = build_step(rank)
-        self.captured: GraphStep | None = None
+        self.captured: CapturedStep | None = None
         self.precision = AutoPrecision(rank)
+        self.recorder: Recorder | None = None
         self._begun = False
+        self._said: str | None = None  # how the steps run, as the user has read it
         self._first_step = 0  # of the epoch
 
     def build_again(self) -> None:
@@ -36,59 +50,54 @@ class Steps:
         self.plain = build_step(self._rank)
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
-        """The remaining batches of the epoch, with this rank's shard of each; a captured step reads its own."""
+        """The remaining batches of the epoch, with this rank's shard of each; a captured step gathers resident data."""
         self._first_step = cursor.step - cursor.batch
         if not self._begun:
             self._begun = True
             self._begin()
-        if self.captured is None:
-            yield from self._rank.feed.batches(cursor)
+        feed = self._rank.feed
+        if self.captured is None or not self._has_resident_data:
+            yield from feed.batches(cursor)
             return
-        self._begin_captured_epoch(cursor.epoch, cursor.sample, cursor.step)
-        for window in self._rank.feed.windows(cursor):
+        windows = feed.measured_windows(cursor)
+        self.captured.inputs.begin_epoch(feed.order(cursor.epoch))
+        for window in windows:
             yield window, None
+
+    @property
+    def _has_resident_data(self) -> bool:
+        data = self._rank.data
+        return isinstance(data, Arrays) and data.tensors[0].device == self._rank.world.device
 
     def _begin(self) -> None:
         """Prepare the first step; called when the optimizer has the state of its checkpoint."""
-        rank, reason = self._rank, self._why_not_captured()
-        # Trials run on the stream of the capture: cuBLAS keeps memory for every stream that it has seen.
-        with contextlib.nullcontext() if reason is not None else _on_capture_stream(rank.world.device):
+        rank = self._rank
+        if rank.settings.step.optimize != "off":
+            self.recorder = recorder_for(rank.world.device)
+        # Trials run where the step is recorded: cuBLAS keeps memory for every stream that it has seen.
+        with contextlib.nullcontext() if self.recorder is None else self.recorder.running():
             self.precision.choose()
         self._prepare_parts()
-        if reason is None:
-            self.captured = self._new_capture()
-            compiled = "compiled" if self.captured.compiled else "not compiled"
-            rank.notes.append(f"the whole step in one CUDA graph, kernels {compiled}")
-        else:
-            rank.notes.append(f"plain steps: {reason}")
+        if self.recorder is not None:
+            from manyhands.training.torch.fast import build
+
+            if (reason := build.why_not(rank)) is not None:
+                self._say(f"plain, because {reason}")
+            else:
+                self.captured = build.step_of_rank(rank, self.recorder)
 
     def _prepare_parts(self) -> None:
         for part in self.plain.parts:
             part.prepare()
 
-    def _why_not_captured(self) -> str | None:
-        """Why no step of this job can be captured in a CUDA graph."""
-        rank, step = self._rank, self._rank.settings.step
-        if step.optimize == "off":
-            return "optimize='off'"
-        if rank.world.device.type != "cuda":
-            return "no CUDA graph on a CPU"
-        from manyhands.training.torch.fast import build  # only here: jobs on a CPU need nothing of it
-
-        reason = build.why_not(rank.data, rank.optimizer, rank.world, step.accumulate)
-        reason = reason or rank.objective.why_not_captured(rank.model)
-        return reason or (rank.scheduler.why_not_captured if rank.scheduler is not None else None)
-
-    def _new_capture(self) -> GraphStep:
+    def _capture_anew(self, epoch: int) -> None:
         from manyhands.training.torch.fast import build
 
-        rank = self._rank
-        changing = rank.job.schedule is not None or rank.scheduler is not None
-        return build.fast_step(self.plain, rank.data, rank.settings, changing_rate=changing)
-
-    def _begin_captured_epoch(self, epoch: int, sample: int, step: int) -> None:
-        if self.captured is not None:
-            self.captured.begin_epoch(torch.from_numpy(self._rank.feed.order(epoch)), sample, step)
+        assert self.recorder is not None
+        self._said = None
+        self.captured = build.step_of_rank(self._rank, self.recorder)
+        if self._has_resident_data:
+            self.captured.inputs.begin_epoch(self._rank.feed.order(epoch))
 
     def make(self, window: Window, batch: Shard | None, factor: float | None) -> None:
         """Make the step of a batch; ``factor`` is that of the learning rates."""
@@ -96,28 +105,49 @@ class Steps:
 
         def begin_again() -> None:
             if is_captured:
-                self.captured = self._new_capture()
-                self._begin_captured_epoch(window.epoch, window.start, window.step)
+                self._capture_anew(window.epoch)
 
         self.precision.step(lambda: self._make(window, batch, factor), begin_again)
 
     def _make(self, window: Window, shard: Shard | None, factor: float | None) -> None:
-        rank = self._rank
+        rank, number = self._rank, window.step - self._first_step
         rank.rates.set(factor)
         if self.captured is not None:
-            if self.captured(window.size):
+            if self.captured(window, shard, number):
+                if self._said is None and self.captured.is_recorded:
+                    self._say(self._description(self.captured))
                 return
-            self._end_capture(self.captured.ended)
-            rank.rates.set(factor)
-        if shard is None and rank.size == 1:
+            if self.captured.ended is not None:
+                self._end_capture(self.captured.ended)
+                rank.rates.set(factor)
+        if shard is None and self._has_resident_data:
             shard = rank.feed.shard(window)
-        self.plain(shard, window.size, window.step, window.step - self._first_step)
+        self.plain(shard, window.size, window.step, number)
 
-    def _end_capture(self, reason: str | None) -> None:
+    def _say(self, how: str) -> None:
+        """Tell the user how the steps run, now and in the job's result."""
+        self._said = f"the step: {how}"
+        self._rank.notes.append(self._said)
+        self._rank.announce(self._said)
+
+    def _description(self, captured: CapturedStep) -> str:
+        rank, accumulate = self._rank, self._rank.settings.step.accumulate
+        kernels = ", kernels compiled" if captured.compiled else ""
+        source = "" if self._has_resident_data else ", batches from the loader"
+        if not captured.in_segments:
+            return f"one CUDA graph{kernels}{source}"
+        parts = f" for each of {counted(accumulate, 'micro-batch', 'micro-batches')}" if accumulate > 1 else ""
+        sums = f", gradients summed over {counted(rank.size, 'device')} in between" if rank.size > 1 else ""
+        return f"CUDA graphs of its passes{parts} and of its update{sums}{kernels}{source}"
+
+    def _end_capture(self, reason: str) -> None:
         """From now on steps are plain."""
-        self._rank.notes.append(f"plain steps: {reason}")
+        self._say(f"plain, because {reason}")
+        if self.captured is not None:
+            self.captured.close()
         self.captured = None
-        torch.cuda.synchronize(self._rank.world.device)
+        if self._rank.world.device.type == "cuda":
+            torch.cuda.synchronize(self._rank.world.device)
         self._rank.rates.restore_options()
         self._prepare_parts()
 
@@ -130,9 +160,3 @@ class Steps:
                 with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
                     RunFolder(rank.job.run.path).write_step(self.captured.explain())
         rank.notes += self.plain.close()
-
-
-def _on_capture_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    from manyhands.training.torch.fast import capture_stream
-
-    return capture_stream.on(capture_stream.stream_of(device), device)
