@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,25 +43,50 @@ from manyhands.training.torch.objective import Objective, mixes_samples, placed,
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.state.module_state import evaluating
-from manyhands.training.torch.step import running_sums
+from manyhands.training.torch.step import running_sums, steps
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.fast.captured_forward import Forward
+    from manyhands.training.torch.fast.recorder import Recorder
 
 _HOST = torch.device("cpu")
 _ALIVE_EVERY = 0.2  # seconds
 
 
-@dataclass
 class Evaluation:
     """A model and data on this rank's device; an :class:`~manyhands.training.evaluation.metrics.Evaluates`."""
 
-    model: torch.nn.Module
-    world: World
-    number_format: NumberFormat
-    batch_size: int
-    data: Source
-    objective: Objective
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        world: World,
+        number_format: NumberFormat,
+        batch_size: int,
+        data: Source,
+        objective: Objective,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``recorder``: what records passes of this device, where they may be replayed."""
+        self.model, self.world, self.number_format = model, world, number_format
+        self.batch_size, self.data, self.objective = batch_size, data, objective
+        self._sums = RunningSums(world.device)
+        self._counts = self._sums.sums.new_zeros(())
+        self._recorded_outputs = _RecordedOutputs(model)
+        self._forward: dict[str, Forward] = {
+            "measure": self._measure,
+            "measure with outputs": functools.partial(self._measure, with_outputs=True),
+            "predict": self._predict,
+        }
+        self._inputs: Inputs | None = None
+        if recorder is not None:
+            from manyhands.training.torch.fast.captured_forward import CapturedForward
+
+            self._forward = {
+                name: CapturedForward(function, recorder, model) for name, function in self._forward.items()
+            }
 
     @property
     def rank(self) -> int:
@@ -73,48 +98,57 @@ class Evaluation:
     @torch.no_grad()
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
         """Loss and accuracy over all ranks; every sample counts once, and ``take`` gets the outputs and targets."""
-        objective, device = self.objective, self.world.device
-        sums = RunningSums(device)
-        counts = sums.sums.new_zeros(())
-        recorded = None if take is None else _RecordedOutputs(self.model)
+        objective = self.objective
+        self._sums.reset()
+        self._counts.zero_()
         outputs = _Outputs(self.world, take)
         whole = not objective.is_mean(self.model) or mixes_samples(self.model)
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
             whole = _are_dicts(self.data)
-        with evaluating(self.model), recorded or contextlib.nullcontext():
+        measure = self._forward["measure" if take is None else "measure with outputs"]
+        with evaluating(self.model), contextlib.nullcontext() if take is None else self._recorded_outputs:
             for number, shard in enumerate(self._shards(whole=whole, by_name=True)):
-                objective.batch_idx = number
                 if shard is None:
                     outputs.add(None)
                     continue
-                cast_batch, size = self.number_format.cast(shard.whole), shard.size
-                with self.number_format.scope(device):
-                    both, loss, correct = objective.as_sum(self.model, cast_batch)
-                    if recorded is not None:
-                        outputs.add((self._rounded(recorded.take(cast_batch)), target_of(self.model, cast_batch)), size)
-                both = both or LossSum(loss.double() * size, size)
-                counts += both.count
-                sums.add(both.total, correct, size, 0, weight=1 / size)
+                outputs.add(measure((shard.whole, number), shard.size), shard.size)
                 alive()
         outputs.finish()
-        parts = self.world.gather(running_sums.as_tensor(sums.read()))
+        parts = self.world.gather(running_sums.as_tensor(self._sums.read()))
         of_all = add([running_sums.from_tensor(part) for part in parts])
-        return of_all.weighed(sum(float(part) for part in self.world.gather(counts)))
+        return of_all.weighed(sum(float(part) for part in self.world.gather(self._counts)))
+
+    def _measure(self, numbered: tuple[Batch, int], size: int, *, with_outputs: bool = False) -> Any:
+        """Add the loss of a batch; returns outputs and targets, where they are wanted."""
+        batch, self.objective.batch_idx = numbered
+        batch, pair = self.number_format.cast(batch), None
+        with self.number_format.scope(self.world.device):
+            both, loss, correct = self.objective.as_sum(self.model, batch)
+            if with_outputs:
+                pair = self._rounded(self._recorded_outputs.take(batch)), target_of(self.model, batch)
+        both = both or LossSum(loss.double() * size, size)
+        self._counts += both.count
+        self._sums.add(both.total, correct, size, 0, weight=1 / size)
+        return pair
 
     @torch.no_grad()
     def predict(self, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples; targets in the data are not used."""
+        self._inputs = inputs
         outputs = _Outputs(self.world, take)
         with evaluating(self.model):
             for shard in self._shards():
                 if shard is None:
                     outputs.add(None)
                     continue
-                cast_batch = self.number_format.cast(shard.whole)
-                with self.number_format.scope(self.world.device):
-                    outputs.add((self._rounded(predicted(self.model, cast_batch, inputs)), None), shard.size)
+                outputs.add((self._forward["predict"](shard.whole, shard.size), None), shard.size)
                 alive()
         outputs.finish()
+
+    def _predict(self, batch: Batch, size: int) -> Any:
+        batch = self.number_format.cast(batch)
+        with self.number_format.scope(self.world.device):
+            return self._rounded(predicted(self.model, batch, self._inputs))
 
     def _shards(self, *, whole: bool = False, by_name: bool = False) -> Iterator[Shard | None]:
         """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches.
@@ -283,12 +317,13 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
     here.broadcast_([*model.parameters(), *model.buffers()])
     randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))
     data = feed.resident(job.train, here.device)
-    evaluation = Evaluation(model, here, number_format, job.settings.batch_size, data, job.objective)
+    objective = placed(job.objective, here.device, number_format.dtype)
+    recorder = steps.recorder_for(here.device) if job.settings.step.optimize != "off" else None
+    evaluation = Evaluation(model, here, number_format, job.settings.batch_size, data, objective, recorder)
     if job.purpose == "predict":
         assert take is not None
         evaluation.predict(job.inputs, alive, take)
         return None
-    evaluation.objective = placed(job.objective, here.device, number_format.dtype)
     figures, values = evaluate_with_metrics(evaluation, job.metrics, alive)
     assert figures is not None
     return named_results(figures, values)

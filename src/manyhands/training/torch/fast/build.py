@@ -1,4 +1,4 @@
-"""Puts the captured step of a job together: which steps can be captured, and what acts on their passes.
+"""Puts the captured step of a rank together: which steps can be captured, and what acts on their passes.
 
 Each extension is one line in :func:`_extensions`.
 """
@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from manyhands.errors import CannotCompile
-from manyhands.training.settings import Settings
-from manyhands.training.torch.data.sources import Arrays, Source
-from manyhands.training.torch.fast.batched_casts import Casts
-from manyhands.training.torch.fast.batches import ResidentBatches
-from manyhands.training.torch.fast.capture_stream import stream_of
-from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.captured_step import CapturedStep
 from manyhands.training.torch.fast.extension import Extension
+from manyhands.training.torch.fast.inputs import Inputs, LoaderInputs, ResidentInputs
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
 from manyhands.training.torch.fast.norms.extension import FusedNorms, has_own_kernels
 from manyhands.training.torch.fast.python_state import is_compiled
+from manyhands.training.torch.fast.recorder import Recorder, stream_of
 from manyhands.training.torch.fast.redundant_biases import Biases, may_have_redundant_biases
+from manyhands.training.torch.fast.small_kernels import SmallKernels
 from manyhands.training.torch.optimizers import Several
-from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.step.part import Step
 from manyhands.training.torch.step.plain import PlainStep
 
-_USED = frozenset({"side lanes", "fused norms"})
+if TYPE_CHECKING:
+    from manyhands.training.torch.learner import Rank
+
+_USED = frozenset({"side lanes", "fused norms", "redundant biases", "small kernels"})
 
 
 @contextlib.contextmanager
@@ -42,69 +45,65 @@ def without(*extensions: str) -> Iterator[None]:
         _USED = before
 
 
-def why_not(data: Source, optimizer: torch.optim.Optimizer, world: World, accumulate: int) -> str | None:
-    """The reason why a step cannot be captured in one graph; None if it can."""
-    if world.size > 1:
-        return "several ranks: gradients cross processes during the step"
-    if accumulate > 1:
-        return "gradient accumulation"
-    if not isinstance(data, Arrays) or data.tensors[0].device != world.device:
-        return "the data are not on the GPU: they come from a loader or do not fit"
-    if isinstance(optimizer, Several):
-        return "several optimizers, each with its own step"
-    if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):
-        return f"{type(optimizer).__name__} reads its state on the host in every step (it is not capturable)"
-    return None
+def why_not(rank: Rank) -> str | None:
+    """The reason why no step of this job can be captured; None if it may be."""
+    several, optimizer = rank.size > 1, rank.optimizer
+    if several and (rank.sharded or rank.objective.rows is not None or rank.settings.step.batch_stats == "global"):
+        return "the forward pass waits for other ranks (shard, batch_stats='global', a loss of the whole batch)"
+    if several and isinstance(optimizer, Several):
+        return "each of several optimizers sums its gradients over the devices within training_step"
+    for each in optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]:
+        if not ("capturable" in each.defaults or _is_sgd(each)):
+            return f"{type(each).__name__} reads its state on the host in every step (it is not capturable)"
+    return rank.scheduler.why_not_captured if rank.scheduler is not None else None
 
 
-def fast_step(step: Step, data: Source, settings: Settings, *, changing_rate: bool) -> GraphStep:
+def step_of_rank(rank: Rank, recorder: Recorder) -> CapturedStep:
     """The captured step of a job; compiled if the user asks for it."""
-    assert isinstance(step, PlainStep)
-    assert isinstance(data, Arrays)
-    _make_capturable(step.optimizer, step.device, changing_rate=changing_rate)
-    return captured_step(
-        step,
-        data,
-        settings.batch_size,
-        compiled=settings.step.optimize == "max",
-        side_lanes="side lanes" in _USED,
-        # With a loss scale gradients may be infinite, and the check for NaN would blame our kernels.
-        fused_norms="fused norms" in _USED and not any(part.scales_loss for part in step.parts),
-    )
+    step, settings = rank.steps.plain, rank.settings
+    for optimizer in step.optimizer.optimizers if isinstance(step.optimizer, Several) else [step.optimizer]:
+        _make_capturable(optimizer, step.device, changing_rate=bool(rank.job.schedule or rank.scheduler))
+    if rank.size == 1 and settings.step.accumulate > 1:  # its segments share the gradients
+        step.gradients = GradientSum(rank.model.parameters(), alone=True)
+    inputs: Inputs = LoaderInputs()
+    if isinstance(rank.data, Arrays) and rank.data.tensors[0].device == step.device:
+        inputs = ResidentInputs(rank.data, step.device, rank.feed.spans)
+    usual_size = -(-settings.batch_size // (rank.size * settings.step.accumulate))
+    return captured_step(step, inputs, recorder, usual_size, compiled=settings.step.optimize == "max")
 
 
 def captured_step(
-    step: PlainStep,
-    data: Arrays,
-    size: int,
-    *,
-    compiled: bool = False,
-    side_lanes: StepLanes | bool = False,
-    fused_norms: bool = False,
-) -> GraphStep:
-    """A captured step over data on the device, in batches of ``size``."""
-    batches = ResidentBatches(data, step.device)
-    if any(part.recomputes for part in step.parts):  # which none of these supports
-        return GraphStep(step, batches, size, [])
-    if side_lanes is True:
-        # They may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
-        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
-        held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        side_lanes = StepLanes.on_streams(step.device, stream_of(step.device), max_held=held)
-    extensions, reasons = _extensions(step, fused_norms=fused_norms)
-    return GraphStep(step, batches, size, extensions, lanes=side_lanes or None, compiled=compiled, reasons=reasons)
+    step: Step, inputs: Inputs, recorder: Recorder, usual_size: int, *, compiled: bool = False
+) -> CapturedStep:
+    """A captured step with all extensions that it supports."""
+    if not isinstance(step, PlainStep) or any(part.recomputes for part in step.parts):
+        return CapturedStep(step, inputs, recorder, usual_size)
+    extensions, reasons = _extensions(step)
+    lanes = _side_lanes(step)
+    return CapturedStep(step, inputs, recorder, usual_size, extensions, lanes=lanes, compiled=compiled, reasons=reasons)
 
 
-def _extensions(step: PlainStep, *, fused_norms: bool) -> tuple[list[Extension], dict[str, str]]:
+def _side_lanes(step: PlainStep) -> StepLanes | None:
+    if "side lanes" not in _USED or step.device.type != "cuda":
+        return None
+    # They may hold as much memory as two copies of the gradients; DistributedDataParallel's buckets take one.
+    trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+    held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    return StepLanes.on_streams(step.device, stream_of(step.device), max_held=held)
+
+
+def _extensions(step: PlainStep) -> tuple[list[Extension], dict[str, str]]:
     """What acts on the passes, in order; and why something does not."""
     extensions: list[Extension] = []
     reasons: dict[str, str] = {}
-    if may_have_redundant_biases(step.model, step.optimizer):
-        extensions.append(Biases(step.model))
+    if "redundant biases" in _USED and may_have_redundant_biases(step.model, step.optimizer):
+        extensions.append(Biases(step.model, step.gradients))
     # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
-    if not is_compiled(step.model):
-        extensions.append(Casts())
-    if fused_norms and has_own_kernels(step):
+    if "small kernels" in _USED and not is_compiled(step.model):
+        extensions.append(SmallKernels(step.model))
+    # With a loss scale gradients may be infinite, and the check for NaN would blame our kernels.
+    scaled = any(part.scales_loss for part in step.parts)
+    if "fused norms" in _USED and has_own_kernels(step) and not scaled:
         try:
             extensions.append(FusedNorms(step))
         except CannotCompile as error:

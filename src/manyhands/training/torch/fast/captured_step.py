@@ -1,146 +1,366 @@
-"""The whole step in one CUDA graph: gather, forward, backward, update and metrics, with nothing left for the host.
+"""A step that is replayed from CUDA graphs, with little left for the host to do.
 
 The host limits the step of a small model, because it issues hundreds of kernels one by one. A CUDA graph holds them all
-and is launched at once. :class:`GraphStep` wraps a plain step: it calls the same parts at the same moments, on batches
-that come from a :class:`~.batches.ResidentBatches`.
+and is launched at once. :class:`CapturedStep` wraps a plain step: it calls the same methods at the same moments, on
+batches from :mod:`.inputs`, and records what they issue. On one rank, with one micro-batch, all is one graph. With
+several ranks, or with gradient accumulation, a step consists of segments::
 
-There is a graph for each batch size: the usual one, and the short last batch of an epoch. The first steps of a size
-are real training steps without a graph, on the capture stream; they warm up kernels, optimizer state and compiler.
-All of them are checked for Python state that a graph would freeze (:mod:`.python_state`), and the last of them for
-host waits, which cannot be captured. It is better to find these before the capture: one that fails midway leaks in
-PyTorch (2.11 loses memory and can draw no more random numbers). If a warm-up step fails before its update, or if the
-capture fails, nothing has changed yet and a plain step runs instead.
+    begin              gradients to zero, ...                     a graph
+    passes             forward and backward of a micro-batch      a graph, replayed for each micro-batch
+    sums of gradients  ordinary calls, beside the backward pass   the graph of the passes signals when each may start
+    update             clip, update, average, ...                 a graph
+
+There is a graph of the passes for each kind of micro-batch that comes back: the usual one, the short last one of an
+epoch, those of other lengths. The first steps of a kind are real training steps without a graph; they warm up kernels,
+optimizer state and compiler. All of them are checked for Python state that a graph would freeze (:mod:`.python_state`),
+and the passes of the last one for host waits, which cannot be recorded. It is better to find these before: a capture
+that fails midway leaks in PyTorch (2.11 loses memory and can draw no more random numbers). If a step fails before its
+update, or if it cannot be recorded, everything is as before, and a plain step runs instead.
 
 Extensions (:mod:`.extension`) act on the passes. One that searches wants two steps as written first, neither compiled
-nor on lanes, and looks at the second. With side lanes, three kinds of work run in parallel with the main chain of
-kernels: casts of weights during the gather of the batch (:mod:`.batched_casts`), weight gradients during the backward
-pass (:mod:`.lanes`), and metrics during everything after the forward pass (:mod:`.batches`).
+nor on lanes, and looks at the second. With side lanes, weight gradients run in parallel with the backward pass.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from manyhands.backends.torch.run.graph_nodes import instantiate
-from manyhands.backends.torch.run.own_streams import reserve_workspaces
-from manyhands.backends.torch.run.streams import capturing
+from manyhands.errors import CannotCompile
+from manyhands.training.data.order import Window
+from manyhands.training.torch.data.batches import Batch, Shard
 from manyhands.training.torch.fast import python_state
-from manyhands.training.torch.fast.batches import (
-    CountCorrect,
-    ResidentBatches,
-    already_counted,
-    forward,
-    forward_counting_later,
-)
-from manyhands.training.torch.fast.capture_stream import on, rehearsal, stream_of
-from manyhands.training.torch.fast.extension import Extension, SizedStep
+from manyhands.training.torch.fast.extension import Extension, Passes
+from manyhands.training.torch.fast.inputs import Inputs, MicroBatch, Place
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
-from manyhands.training.torch.step.part import Turn, enter_all
-from manyhands.training.torch.step.plain import PlainStep
+from manyhands.training.torch.fast.recorder import NotRecorded, Recorder, Replay, error_in_words
+from manyhands.training.torch.fast.unread import unread
+from manyhands.training.torch.ranks.gradient_sum import GradientSum
+from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.part import LossOf, Step, Turn, enter_all
+from manyhands.training.torch.step.snapshot import StepSnapshot
 
-_WARM_UP = 3
+WARM_UP = 3
 _AS_WRITTEN = 2  # steps before the warm-up, if something is searched for (in the last of these steps)
+MOST_GRAPHS = 16  # of passes
+_MOST_KINDS = 1024  # of micro-batches that are remembered, to see whether they come back
+_MANY = 0.1  # of all steps: so many plain ones are worth a note
+_MULTIPLES = (8, 16, 32, 64, 128)  # to which lengths may be padded
 _LONGEST_REASON = 300  # characters
 _FEATURES = ("norms", "lanes", "compiler")  # what a failure may turn off, in this order
 
 
-@dataclass
-class _PassResults:
-    """The results of a step's passes that its metrics need."""
-
-    loss: torch.Tensor
-    count_correct: CountCorrect
-    after_forward: Any = None  # a mark on the main lane, if metrics may run in parallel with the backward pass
+_Part = tuple[MicroBatch, Passes]
 
 
-class _FailedBeforeUpdate(Exception):
-    """A step failed before it changed anything."""
+class _Segment:
+    """Work that runs as such in the first steps, and is then recorded and replayed."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.replay: Replay | None = None
 
 
-class GraphStep:
-    """Makes a plain step's updates on data that are on the device, batch by batch in the epoch's order."""
+class CapturedStep:
+    """Makes a plain step's updates by replaying graphs."""
 
     def __init__(
         self,
-        step: PlainStep,
-        batches: ResidentBatches,
-        batch_size: int,
-        extensions: Sequence[Extension],
+        step: Step,
+        inputs: Inputs,
+        recorder: Recorder,
+        usual_size: int,
+        extensions: Sequence[Extension] = (),
         *,
         lanes: StepLanes | None = None,
         compiled: bool = False,
         reasons: Mapping[str, str] | None = None,
     ) -> None:
-        """``reasons``: why one of the ``_FEATURES`` is not used although it was wanted."""
-        self._step, self._batches, self._batch_size = step, batches, batch_size
+        """``usual_size``: of a micro-batch; only such are worth the time that compiling takes.
+
+        ``reasons``: why one of the ``_FEATURES`` is not used although it was wanted.
+        """
+        self._step, self.inputs, self._recorder, self._usual_size = step, inputs, recorder, usual_size
         self._extensions, self._lanes, self.compiled = list(extensions), lanes, compiled
-        self._stream = stream_of(step.device)
         self.reasons = {feature: reason[:_LONGEST_REASON] for feature, reason in (reasons or {}).items()}
-        self._sized: dict[int, SizedStep] = {}
+        self._passes: dict[Hashable, Passes] = {}
+        self._kinds: dict[Hashable, tuple[torch.Size, ...]] = {}  # in the order in which they came; with their shapes
+        self._refused: set[Hashable] = set()  # kinds that cannot be recorded, while others can
+        self._begin = _Segment()
+        self._updates: dict[frozenset[int], _Segment] = {}
+        # Without sums, all is one graph.
+        self._sums = step.gradients if isinstance(step.gradients, GradientSum) else None
+        self._several_ranks = self._sums is not None and not self._sums.alone
+        if self._sums is not None:
+            self._sums.start_later(recorder.signal)
+        self._number = Place(step.device)  # of the step
+        self._read_at: str | None = None  # the line that has read the number of the batch
+        self._tried: Passes | None = None  # the newest that were made without their graph
+        self._is_summing = False  # whether sums over the ranks have begun: then the step cannot be made again
+        self.steps = Counter[str]()
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = python_state.hooks(step.model, step.optimizer)
         self._watch = python_state.Watch([step.model, getattr(step.objective, "loss", None)], step.optimizer)
 
-    def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
-        """Take the order of an epoch, and where in it to begin."""
-        self._batches.begin(order, sample, step)
-
-    def __call__(self, size: int) -> bool:
-        """Make the step of the epoch's next batch; False where it and all later steps have to be plain.
-
-        ``ended`` then says why.
-        """
+    def __call__(self, window: Window, shard: Shard | None, batch_idx: int = 0) -> bool:
+        """Make the step of a batch; False where it has to be made plainly (``ended``: all later ones, too)."""
         if self.ended is not None:
             return False
-        if size not in self._sized:
-            self._sized[size] = self._new(size)
-        sized = self._sized[size]
-        if sized.replay is None:
-            try:
-                with on(self._stream, self._step.device):
-                    if sized.warm < _WARM_UP:
-                        self._warm_up(sized)
-                    else:  # the capture computes nothing yet
-                        sized.replay = self._capture(sized).replay
-                why = None
-            except _FailedBeforeUpdate as failure:
-                why = f"{type(failure.__cause__).__name__}: {failure.__cause__}"
-            if why is not None:  # outside of the except block, where the error no longer holds the memory of its step
-                if self._turn_feature_off(sized, why):
-                    return self(size)
-                self.ended = f"the graph could not be made ({why})"[:_LONGEST_REASON]
+        try:
+            parts = self.inputs.parts(window, shard)
+        except CannotCompile as error:
+            self.ended = str(error)
+            return False
+        each_with_passes: list[_Part] = []
+        for part in parts:
+            kind = (part.kind, part.size, window.size, self._several_ranks and part is parts[-1])
+            passes = self._passes_of(kind, part)
+            if passes is None:
+                self.steps["plain"] += 1
                 return False
-        if sized.replay is not None:
-            sized.replay()
-        return True
+            each_with_passes.append((part, passes))
+        if self._make(window, each_with_passes, batch_idx):
+            return True
+        return self.ended is None and self(window, shard, batch_idx)
 
-    def _turn_feature_off(self, sized: SizedStep, why: str) -> bool:
+    def _passes_of(self, kind: Hashable, part: MicroBatch) -> Passes | None:
+        """The passes over micro-batches of this kind.
+
+        None if there are graphs of too many kinds already, or if this kind comes for the first time: many do not come
+        back. The first of all is worth a graph at once.
+        """
+        if kind not in self._passes:
+            is_new = bool(self._kinds) and kind not in self._kinds
+            self._kinds[kind] = part.shapes
+            graphs = sum(each.replay is not None for each in self._passes.values())
+            if is_new or kind in self._refused or graphs >= MOST_GRAPHS:
+                while len(self._kinds) > _MOST_KINDS:
+                    del self._kinds[next(iter(self._kinds))]
+                return None
+            self._passes[kind] = self._new_passes(kind, part.size)
+        return self._passes[kind]
+
+    def _new_passes(self, kind: Hashable, size: int) -> Passes:
+        loss_of: LossOf = self._step.loss_of
+        if is_compiled := self.compiled and size == self._usual_size:
+            try:
+                loss_of = self._compiled()
+            except Exception as error:  # there may be no compiler for this version of Python
+                is_compiled = False
+                self._compile_nothing(f"{type(error).__name__}: {error}")
+        warm = -_AS_WRITTEN if any(each.searches for each in self._extensions) else 0
+        return Passes(kind, size, loss_of, is_compiled, self._lanes, warm)
+
+    def _compiled(self) -> LossOf:
+        """The forward pass; it is compiled when it is called for the first time."""
+        options: dict[str, Any] = (
+            {} if self._lanes is None else {"post_grad_custom_post_pass": self._lanes.inductor_pass()}
+        )
+        compiled: LossOf = torch.compile(self._step.loss_of, dynamic=False, options=options)
+        return compiled
+
+    # Steps
+
+    def _make(self, window: Window, parts: Sequence[_Part], batch_idx: int) -> bool:
+        """Make the step of these micro-batches; False if it failed before its update, and everything is as before."""
+        turn = Turn(self._number.tensor, window.size)
+        self._number.go_to(window.step, 1)
+        if self._is_recorded(parts):
+            self._run(turn, parts)
+            self.steps["replayed"] += 1
+            return True
+        self.steps["warm-up"] += 1
+        why = self._make_carefully(turn, parts, batch_idx)
+        if why is None:
+            return True
+        self._number.forget()
+        self.inputs.forget_place()
+        if self._read_at is not None or not self._turn_feature_off(why):
+            self.ended = self._why_frozen() or f"the graph could not be made ({why})"[:_LONGEST_REASON]
+        return False
+
+    def _is_recorded(self, parts: Sequence[_Part]) -> bool:
+        segments = () if self._sums is None else (self._begin, *(self._updates.values() or (_Segment(),)))
+        return all(passes.replay for _, passes in parts) and all(segment.replay for segment in segments)
+
+    def _make_carefully(self, turn: Turn, parts: Sequence[_Part], batch_idx: int) -> str | None:
+        """Make a step of which something is not recorded yet; returns why it failed before its update, if it did."""
+        self._step.objective.batch_idx = unread(batch_idx, self._note_read)
+        with randomness.untouched:  # by a loader's thread
+            before, kinds = StepSnapshot(self._step), tuple(passes.kind for _, passes in parts)
+            self._watch.before()
+            try:
+                with self._recorder.running():
+                    self._run(turn, parts)
+            except Exception as error:
+                if self._is_summing or (not isinstance(error, NotRecorded) and before.has_updated):
+                    raise  # the update has begun, and cannot be repeated
+                before.put_back()
+                return error_in_words(error)
+            changed = self._watch.after(kinds)
+        parts_say = (part.why_not_captured() for part in self._step.parts)
+        reasons = (self.ended, self._why_frozen(), changed, *parts_say)
+        self.ended = next((reason for reason in reasons if reason is not None), None)
+        return None
+
+    def _note_read(self, line: str) -> None:
+        self._read_at = self._read_at or line
+
+    def _why_frozen(self) -> str | None:
+        if self._read_at is None:
+            return None
+        return f"training_step reads batch_idx ({self._read_at}), another number in every step"
+
+    def _run(self, turn: Turn, parts: Sequence[_Part]) -> None:
+        """Make the step: by replays where there are graphs, else by the work itself."""
+        step, sums = self._step, self._sums
+        self._is_summing = False
+        if sums is None:
+            ((part, passes),) = parts
+            self._run_passes(part, passes, functools.partial(self._whole_step, turn, part, passes))
+            return
+        if self._begin.replay is not None:
+            sums.reset()
+        self._run_segment(self._begin, functools.partial(step.begin, turn))
+        for part, passes in parts:
+            last = part is parts[-1][0]
+            self._run_passes(part, passes, functools.partial(self._pass, turn, part, passes, last=last))
+        self._is_summing = True  # and with it the other ranks
+        step.sum_up(turn)
+        update = self._updates.setdefault(sums.unused(), _Segment())
+        self._run_segment(update, functools.partial(self._update, turn))
+
+    def _run_segment(self, segment: _Segment, work: Callable[[], object]) -> None:
+        if segment.runs < WARM_UP:
+            segment.runs += 1
+            work()
+            return
+        if segment.replay is None:
+            try:
+                segment.replay = self._recorder.record(work)
+            except NotRecorded as error:  # passes have been made already: only this segment is made as such
+                self.ended = f"the graph could not be made ({error_in_words(error)})"[:_LONGEST_REASON]
+                work()
+                return
+        segment.replay()
+
+    def _run_passes(self, part: MicroBatch, passes: Passes, work: Callable[[], object]) -> None:
+        if passes.warm < WARM_UP:
+            self._tried = passes
+            part.load(recorded=False)
+            with nullcontext() if self._lanes is None else self._lanes.on_one_stream():
+                work()
+            passes.warm += 1
+            return
+        part.load(recorded=True)
+        if passes.replay is None:
+            self._tried = passes
+            self._record(passes, work)
+        if self._sums is not None and passes.arrivals is not None:
+            self._sums.repeat(passes.arrivals)
+        if passes.replay is not None:
+            passes.replay()
+
+    def _record(self, passes: Passes, work: Callable[[], object]) -> None:
+        def record() -> None:
+            passes.replay = self._recorder.record(work)
+
+        if self._sums is None:
+            self._step.optimizer.zero_grad(set_to_none=True)
+            record()
+        else:
+            passes.arrivals = self._sums.arrivals(record)
+
+    # Work that is recorded
+
+    def _whole_step(self, turn: Turn, part: MicroBatch, passes: Passes) -> None:
+        self._step.begin(turn)
+        self._pass(turn, part, passes, last=True)
+        self._step.sum_up(turn)
+        self._update(turn)
+
+    def _update(self, turn: Turn) -> None:
+        self._step.update(turn)
+        self._number.tensor += 1
+
+    def _pass(self, turn: Turn, part: MicroBatch, passes: Passes, *, last: bool) -> None:
+        """Forward and backward of a micro-batch."""
+        # Only here: an update that fails cannot be repeated.
+        with self._recorder.rehearsal() if passes.warm == WARM_UP - 1 else nullcontext():
+            batch = part.batch(recorded=passes.warm == WARM_UP)
+            (self._pass_as_written if passes.warm < 0 else self._extended_pass)(turn, batch, passes, last=last)
+        part.finish()
+
+    def _extended_pass(self, turn: Turn, batch: Batch, passes: Passes, *, last: bool) -> None:
+        acting = [each for each in self._extensions if not (passes.compiled and each.is_mode)]
+        for each in acting:
+            each.begin(passes)
+
+        def loss_of(batch: Batch, size: int) -> Any:
+            with enter_all([each.forward(passes) for each in acting]):
+                return passes.loss_of(batch, size)
+
+        lanes = [] if self._lanes is None else [self._lanes.during_backward(passes.kind, compiled=passes.compiled)]
+        around = enter_all([*lanes, *(each.backward(passes) for each in acting)])
+        loss = self._step.passes(turn, batch, passes.size, last=last, loss_of=loss_of, around_backward=around)
+        for each in acting:
+            each.after_backward(passes, loss)
+        passes.notes = [note for each in acting if (note := each.explain(passes)) is not None]
+
+    def _pass_as_written(self, turn: Turn, batch: Batch, passes: Passes, *, last: bool) -> None:
+        """Without dispatch modes, but for the one that searches in the last such pass."""
+        searching = [each for each in self._extensions if each.searches and passes.warm == -1]
+
+        def loss_of(batch: Batch, size: int) -> Any:
+            loss, *others = self._step.loss_of(batch, size)
+            for each in searching:
+                each.after_forward(loss)
+            return loss, *others
+
+        with enter_all([each.search(passes) for each in searching]):
+            self._step.passes(turn, batch, passes.size, last=last, loss_of=loss_of)
+        passes.notes = [note for each in searching if (note := each.explain(passes)) is not None]
+
+    # What may be turned off
+
+    def _turn_feature_off(self, why: str) -> bool:
         """Turn off a feature that may have caused the failure; returns False if none is left.
 
-        In a step as written: the search. Later: our own kernels with all modes, the lanes, the compiler.
+        First plain values in a batch are no longer watched. Where other kinds of micro-batches have their graphs, this
+        kind is plain. In a step as written it is the search. Later: our own kernels with all modes, the lanes, the
+        compiler.
         """
-        if sized.warm < 0:
-            self._extensions = [each for each in self._extensions if not each.searches]
-            del self._sized[sized.size]  # only this size: others may have their graphs
+        if self.inputs.read_values():
             return True
-        blamed = [] if sized.compiled else [each.without for each in self._extensions if each.without]
-        if blamed:
+        tried = self._tried
+        if tried is None:
+            return False
+        if self.is_recorded:
+            self._refused.add(tried.kind)
+            del self._passes[tried.kind]
+            return True
+        if tried.warm < 0:
+            self._extensions = [each for each in self._extensions if not each.searches]
+            del self._passes[tried.kind]  # only this kind: others may have their graphs
+            return True
+        modes = [] if tried.compiled else [each for each in self._extensions if each.is_mode]
+        if modes:
             self._extensions = [each for each in self._extensions if not each.is_mode]
-            self._note_reason("norms", f"{blamed[0]} ({why})")
+            for without in (each.without for each in modes if each.without):
+                self._note_reason("norms", f"{without} ({why})")
         elif self._lanes is not None:
             self._lanes = None
             self._note_reason("lanes", f"no side lanes ({why})")
-        elif sized.compiled:
+        elif tried.compiled:
             self._compile_nothing(why)
         else:
             return False
-        self._sized.clear()
+        self._passes.clear()
         return True
 
     def _compile_nothing(self, why: str) -> None:
@@ -150,131 +370,53 @@ class GraphStep:
     def _note_reason(self, feature: str, reason: str) -> None:
         self.reasons[feature] = reason[:_LONGEST_REASON]
 
-    def _new(self, size: int) -> SizedStep:
-        """Only the usual size is worth the half minute that compiling takes."""
-        run: Callable[..., Any] = functools.partial(forward_counting_later, self._step, self._batches)
-        is_compiled = self.compiled and size == self._batch_size
-        if is_compiled:
-            try:
-                run = self._compiled_forward()
-            except Exception as error:  # there may be no compiler for this version of Python
-                is_compiled = False
-                self._compile_nothing(f"{type(error).__name__}: {error}")
-        warm = -_AS_WRITTEN if any(each.searches for each in self._extensions) else 0
-        return SizedStep(torch.arange(size, device=self._step.device), run, is_compiled, self._lanes, warm)
+    def close(self) -> None:
+        """From now on steps are plain."""
+        if self._sums is not None:
+            self._sums.start_later(None)
 
-    def _compiled_forward(self) -> Callable[..., tuple[torch.Tensor, CountCorrect]]:
-        """The forward pass; it is compiled when it is called for the first time."""
-        options: dict[str, Any] = {}
-        if self._lanes is not None:
-            options["post_grad_custom_post_pass"] = self._lanes.inductor_pass()
-        compiled = torch.compile(self._forward, dynamic=False, options=options)
+    # For people
 
-        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, CountCorrect]:
-            loss, correct = compiled(*inputs)  # the compiled function also counts correct predictions
-            return loss, already_counted(correct)
+    @property
+    def in_segments(self) -> bool:
+        """Whether a step is made of several graphs."""
+        return self._sums is not None
 
-        return run
-
-    def _forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return forward(self._step, self._batches, *inputs)
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a graph of some passes."""
+        return any(passes.replay is not None for passes in self._passes.values())
 
     def notes(self) -> list[str]:
-        """For the job's result: which features are not used and why."""
-        return [self.reasons[feature] for feature in _FEATURES if feature in self.reasons]
+        """For the job's result: which features are not used and why, and which steps were plain."""
+        notes = [self.reasons[feature] for feature in _FEATURES if feature in self.reasons]
+        plain, every = self.steps["plain"], sum(self.steps.values())
+        if plain > every * _MANY and len(self._kinds) > MOST_GRAPHS:
+            padded = {multiple: _padded(self._kinds, multiple) for multiple in _MULTIPLES}
+            best = next((multiple for multiple, count in padded.items() if count <= MOST_GRAPHS), None)
+            cure = "" if best is None else f": padded to multiples of {best} they would be of {padded[best]}"
+            kinds = f"their batches are of {len(self._kinds)} kinds of shapes, and {MOST_GRAPHS} at most get a graph"
+            notes.append(f"{plain} of {every} steps were plain, because {kinds}{cure}")
+        return notes
 
     def explain(self) -> str:
-        """The step of each batch size: its graph, its kernels, its lanes."""
-        lines = []
-        for size, sized in self._sized.items():
-            graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
-            lines.append(f"a batch of {size}: {graph}, kernels {'compiled' if sized.compiled else 'not compiled'}")
-            features = ["compiler", "norms"] if size == self._batch_size else ["norms"]
+        """The passes over each kind of micro-batch: their graph, their kernels, their lanes."""
+        lines = [", ".join(f"{count} steps: {kind}" for kind, count in self.steps.items())]
+        for passes in self._passes.values():
+            graph = "in a CUDA graph" if passes.replay is not None else "not captured yet"
+            lines.append(f"{passes.size} samples: {graph}, kernels {'compiled' if passes.compiled else 'not compiled'}")
+            features = ["compiler", "norms"] if passes.size == self._usual_size else ["norms"]
             reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
-            lines += [f"  {note}" for note in (*sized.notes, *reasons)]
+            lines += [f"  {line}" for line in (*reasons, *passes.notes)]
             if self._lanes is not None:
-                lines += self._lanes.explain(size)
+                lines += self._lanes.explain(passes.kind)
             else:
                 lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
         return "\n".join(lines)
 
-    def _warm_up(self, sized: SizedStep) -> None:
-        step = self._step
-        statistics = [buffer.clone() for buffer in step.model.buffers()]
-        before = step.versions()
-        self._watch.before()
-        reserve_workspaces([self._stream], step.device)
-        try:
-            with nullcontext() if self._lanes is None else self._lanes.on_one_stream():
-                self._work(sized)
-        except Exception as error:
-            if step.versions() != before:
-                raise  # the update has begun, and cannot be repeated
-            with torch.no_grad():
-                for buffer, before_step in zip(step.model.buffers(), statistics, strict=True):
-                    buffer.copy_(before_step)
-            raise _FailedBeforeUpdate from error
-        sized.warm += 1
-        reasons = (self._watch.after(), *(part.why_not_captured() for part in step.parts))
-        self.ended = next((reason for reason in reasons if reason is not None), None)
 
-    def _capture(self, sized: SizedStep) -> torch.cuda.CUDAGraph:
-        self._step.optimizer.zero_grad(set_to_none=True)
-        reserve_workspaces([self._stream], self._step.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        try:
-            with capturing(graph, self._step.device, stream=self._stream):
-                self._work(sized)
-            instantiate(graph, self._step.device)
-        except Exception as error:
-            raise _FailedBeforeUpdate from error
-        return graph
-
-    def _work(self, sized: SizedStep) -> None:
-        """Run the whole step."""
-        step, batches = self._step, self._batches
-        turn = Turn(batches.step, sized.size)
-        step.begin(turn)
-        # Only up to the update: a step that fails after it cannot be repeated.
-        with rehearsal() if sized.warm == _WARM_UP - 1 else nullcontext():
-            results = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
-            turn.marks.append(results.loss.detach())
-            step.after_backward(turn)
-        step.update(turn)
-        # Metrics are some 15 small kernels that only need the forward pass, so they run in parallel with the rest.
-        # They are issued last, so that a step that fails before its update has changed nothing.
-        lanes = None if results.after_forward is None else self._lanes
-        with nullcontext() if lanes is None else lanes.on_metrics_lane(results.after_forward):
-            step.metrics.add(results.loss, results.count_correct(), sized.size, turn.step)
-        batches.advance(sized.size)
-
-    def _passes(self, sized: SizedStep) -> _PassResults:
-        """Forward and backward."""
-        step, lanes = self._step, self._lanes
-        acting = [each for each in self._extensions if not (sized.compiled and each.is_mode)]
-        for each in acting:
-            each.begin(sized)
-        with enter_all([each.forward(sized) for each in acting]):
-            loss, count_correct = sized.forward(*self._batches.inputs(sized.window))
-        # No mark with a loss scale: then the update writes to the metrics, too.
-        mark = None if lanes is None or any(part.scales_loss for part in step.parts) else lanes.mark()
-        side_lanes = nullcontext() if lanes is None else lanes.during_backward(sized.size, compiled=sized.compiled)
-        with side_lanes, enter_all([each.backward(sized) for each in acting]):
-            step.scaled(loss).backward()
-        for each in acting:
-            each.after_backward(sized, loss)
-        sized.notes = [note for each in acting if (note := each.explain(sized)) is not None]
-        if mark is not None:
-            sized.notes.append("metrics: on a lane of their own, in parallel with the backward pass and the update")
-        return _PassResults(loss, count_correct, mark)
-
-    def _as_written(self, sized: SizedStep) -> _PassResults:
-        """Forward and backward without dispatch modes, but for the one that searches in the last such step."""
-        searching = [each for each in self._extensions if each.searches and sized.warm == -1]
-        with enter_all([each.search(sized) for each in searching]):
-            loss, correct = self._forward(*self._batches.inputs(sized.window))
-            for each in searching:
-                each.after_forward(loss)
-            self._step.scaled(loss).backward()
-        sized.notes = [note for each in searching if (note := each.explain(sized)) is not None]
-        return _PassResults(loss, already_counted(correct))
+def _padded(kinds: Mapping[Hashable, Sequence[torch.Size]], multiple: int) -> int:
+    """How many kinds of shapes there would be, if all lengths but those of the batch were multiples of this number."""
+    return len(
+        {tuple(tuple(-(-length // multiple) for length in shape[1:]) for shape in shapes) for shapes in kinds.values()}
+    )

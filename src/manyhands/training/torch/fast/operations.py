@@ -15,6 +15,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import memory_id, tree_leaves
+from manyhands.training.torch.fast.python_state import has_hook
 
 
 def memories_of(values: Any) -> set[int]:
@@ -132,7 +133,7 @@ def _is_straight(node: Any, number: int) -> bool:
     way = _way(node.next_functions[number][0])
     if way is None:
         return False
-    return not compat.has_gradient_hooks(way[-1].variable)
+    return not has_hook(way[-1].variable, compat.HOOKS_OF_PARAMETERS)
 
 
 def leads_to(node: Any, parameter: torch.Tensor) -> list[Any] | None:

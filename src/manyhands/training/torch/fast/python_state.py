@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from manyhands.backends.torch import compat
+from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.state.module_state import OF_EVERY_MODULE
 
 _PLAIN = (bool, int, float, str, type(None))
+_MOST_KINDS = 32  # of steps that are remembered
 
 
 class Watch:
@@ -41,7 +43,7 @@ class Watch:
             if isinstance(root, torch.nn.Module)
             for name, module in root.named_modules()
         ]
-        self._seen: dict[str, Any] | None = None
+        self._seen: dict[Hashable, dict[str, Any]] = {}  # after the newest step of each kind
         self._drawn = _random_numbers()
         self._tossed = 0  # steps in a row that drew from PyTorch's CPU generator
 
@@ -49,8 +51,8 @@ class Watch:
         """Call this before a step: random numbers drawn between steps do not count."""
         self._drawn = _random_numbers()
 
-    def after(self) -> str | None:
-        """Call this after a step. Returns the reason why a graph would compute something else, or None."""
+    def after(self, kind: Hashable = None) -> str | None:
+        """Call this after a step of some kind. Returns why a graph would compute something else, or None."""
         drawn = [before != now for before, now in zip(self._drawn, _random_numbers(), strict=True)]
         self._tossed = self._tossed + 1 if drawn[2] else 0
         # Draws from PyTorch's CPU generator count from the second in a row: a compiler may draw in one step.
@@ -60,9 +62,9 @@ class Watch:
                     f"the model draws random numbers from {name}, and a graph would repeat one draw: let torch draw "
                     "them on the model's device"
                 )
-        seen = self._attributes()
-        changed = [name for name in seen if self._seen is not None and seen[name] != self._seen.get(name)]
-        self._seen = seen
+        seen, before = self._attributes(), self._seen.get(kind)
+        changed = [name for name in seen if before is not None and seen[name] != before.get(name)]
+        self._seen = {**dict(list(self._seen.items())[-_MOST_KINDS:]), kind: seen}
         if not changed:
             return None
         return (
@@ -89,23 +91,25 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """The reason why hooks prevent a graph, in which they would not run; PyTorch's own hooks are fine."""
+    """The reason why hooks prevent a graph, in which they would not run; PyTorch's and our own are fine."""
     for name, module in model.named_modules():
-        if _has_hook(module, compat.HOOKS_OF_MODULES):
+        if has_hook(module, compat.HOOKS_OF_MODULES):
             return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
     for name, parameter in model.named_parameters():
-        if _has_hook(parameter, compat.HOOKS_OF_PARAMETERS):
+        if has_hook(parameter, compat.HOOKS_OF_PARAMETERS):
             return f"the parameter {name!r} has a hook, which would not run in a graph"
-    of_every_optimizer = _has_hook(compat.hooks_of_every_optimizer(), ("before", "after"))
-    if of_every_optimizer or _has_hook(optimizer, compat.HOOKS_OF_OPTIMIZERS):
+    of_every_optimizer = has_hook(compat.hooks_of_every_optimizer(), ("before", "after"))
+    optimizers = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
+    if of_every_optimizer or any(has_hook(each, compat.HOOKS_OF_OPTIMIZERS) for each in optimizers):
         return "the optimizer has a hook, which would not run in a graph"
     return None
 
 
-def _has_hook(value: object, kinds: Sequence[str]) -> bool:
+def has_hook(value: object, kinds: Sequence[str]) -> bool:
+    """Whether there is a hook of these kinds that neither PyTorch nor the trainer has registered."""
     hooks = [hook for kind in kinds for hook in (getattr(value, kind, None) or {}).values()]
     modules = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
-    return not all(str(module).startswith("torch.") for module in modules)
+    return not all(str(module).startswith(("torch.", "manyhands.")) for module in modules)
 
 
 def _look(value: object) -> Any:

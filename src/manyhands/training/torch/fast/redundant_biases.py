@@ -30,7 +30,7 @@ import copy
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +41,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id, tree_leaves
-from manyhands.training.torch.fast.extension import Extension, SizedStep
+from manyhands.training.torch.fast.extension import Extension, Passes
 from manyhands.training.torch.fast.operations import leads_to
 from manyhands.training.torch.fast.python_state import is_compiled
+from manyhands.training.torch.ranks.gradient_sum import Gradients
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -62,36 +63,40 @@ class Biases(Extension):
 
     searches = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, gradients: Gradients) -> None:
+        self._model, self._gradients = model, gradients
         self._search: Search | None = None
-        self._of_size: dict[int, RedundantBiases] = {}
+        self._of: dict[Hashable, RedundantBiases] = {}  # by the kind of micro-batch
 
     @contextmanager
-    def search(self, sized: SizedStep) -> Iterator[None]:
-        self._of_size.pop(sized.size, None)
+    def search(self, passes: Passes) -> Iterator[None]:
+        self._of.pop(passes.kind, None)
         with Search(self._model) as self._search:
             yield
         if (redundant := self._search.redundant_biases()) is not None:
-            self._of_size[sized.size] = redundant
+            self._of[passes.kind] = redundant
         self._search = None
 
     def after_forward(self, loss: torch.Tensor) -> None:
         if self._search is not None:
             self._search.trace(loss)
 
-    def forward(self, sized: SizedStep) -> AbstractContextManager[None]:
-        redundant = self._of_size.get(sized.size)
+    def forward(self, passes: Passes) -> AbstractContextManager[None]:
+        redundant = self._of.get(passes.kind)
         return nullcontext() if redundant is None else redundant.left_out()
 
-    backward = forward
+    @contextmanager
+    def backward(self, passes: Passes) -> Iterator[None]:
+        if (redundant := self._of.get(passes.kind)) is None:
+            yield
+            return
+        self._gradients.set_zero(redundant.learned)
+        with redundant.left_out():
+            yield
+        redundant.shift_means()
 
-    def after_backward(self, sized: SizedStep, loss: torch.Tensor) -> None:
-        if sized.size in self._of_size:
-            self._of_size[sized.size].settle()
-
-    def explain(self, sized: SizedStep) -> str | None:
-        return self._of_size[sized.size].explain() if sized.size in self._of_size else None
+    def explain(self, passes: Passes) -> str | None:
+        return self._of[passes.kind].explain() if passes.kind in self._of else None
 
 
 class RedundantBiases:
@@ -101,8 +106,8 @@ class RedundantBiases:
 
         with redundant.left_out():
             loss = loss_of(model)
-        loss.backward()
-        redundant.settle()              before gradients are clipped and used
+        loss.backward()                 the gradients of ``redundant.learned`` are zero
+        redundant.shift_means()
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
@@ -114,8 +119,7 @@ class RedundantBiases:
                 means, biases = self._shifts.setdefault(norm.momentum, ([], []))  # type: ignore[arg-type]
                 means.append(norm.running_mean)  # type: ignore[arg-type]
                 biases.append(layer.bias)  # type: ignore[arg-type]
-        learned: list[Any] = [layer.bias for layer, _ in pairs if layer.bias.requires_grad]
-        self._zeros = [(bias, torch.zeros_like(bias, requires_grad=False)) for bias in learned]
+        self.learned: list[Any] = [layer.bias for layer, _ in pairs if layer.bias.requires_grad]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -129,18 +133,13 @@ class RedundantBiases:
                 vars(layer).pop("forward", None)
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Apply the biases' effect on running means and gradients; call it between backward pass and update.
+    def shift_means(self) -> None:
+        """Add the biases' share to the running means; call it after the backward pass.
 
-        It cannot be applied right after each BatchNorm, which saves its running mean for the backward pass.
+        It cannot be added right after each BatchNorm, which saves its running mean for the backward pass.
         """
         for momentum, (means, biases) in self._shifts.items():
             compat.foreach_add_(means, biases, alpha=momentum)
-        if self._zeros:
-            # In every step: gradient clipping by a norm of NaN turns the zeros into NaN.
-            compat.foreach_zero_([zeros for _, zeros in self._zeros])
-        for bias, zeros in self._zeros:
-            bias.grad = zeros
 
     def explain(self) -> str:
         """How many biases are left out, in words."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from manyhands.backends.torch.kernels import batch_norm, group_norm
-from manyhands.training.torch.fast.extension import Extension, SizedStep
+from manyhands.training.torch.fast.extension import Extension, Passes
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
 from manyhands.training.torch.fast.python_state import is_compiled
@@ -26,23 +26,23 @@ class FusedNorms(Extension):
         (batch_norm if of_batches else group_norm).ready(step.device)
         self._mode = FusedBatchNorms() if of_batches else FusedGroupNorms()
 
-    def begin(self, sized: SizedStep) -> None:
-        self._mode.begin(poison=sized.warm == 0)
+    def begin(self, passes: Passes) -> None:
+        self._mode.begin(poison=passes.warm == 0)
 
-    def forward(self, sized: SizedStep) -> FusedBatchNorms | FusedGroupNorms:
+    def forward(self, passes: Passes) -> FusedBatchNorms | FusedGroupNorms:
         return self._mode
 
     backward = forward
 
-    def after_backward(self, sized: SizedStep, loss: torch.Tensor) -> None:
-        if sized.warm != 0:
+    def after_backward(self, passes: Passes, loss: torch.Tensor) -> None:
+        if passes.warm != 0:
             return
         gradients = [parameter.grad for parameter in self._step.parameters if parameter.grad is not None]
         if not is_clean([loss.detach(), *gradients, *self._step.model.buffers()]):
             why = "the model's own, or something reads memory past PyTorch"
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
-    def explain(self, sized: SizedStep) -> str | None:
+    def explain(self, passes: Passes) -> str | None:
         return self._mode.explain() if self._mode.counts else None
 
 

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.capture_stream import current_stream
 from manyhands.training.torch.fast.operations import has_memory, is_view, memories_of, written_by
+from manyhands.training.torch.fast.recorder import current_stream
 
 _aten = torch.ops.aten
 
