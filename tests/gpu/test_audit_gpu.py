@@ -136,7 +136,7 @@ def test_after_a_guard_a_step_is_captured_as_before(tmp_path: Path) -> None:
     data = (torch.randn(512, 1, 28, 28), torch.randint(10, (512,)))
     trainer = mh.Trainer(max_epochs=1, devices=["gpu:0"], batch_size=64, quiet=True, run=tmp_path / "run")
     result = trainer.fit(mh.lenet(), data)
-    assert not [note for note in result.notes if note.startswith("plain steps")]
+    assert not [note for note in result.notes if note.startswith("the step: plain")]
 
 
 @pytest.mark.parametrize("optimize", ["auto", "off"])

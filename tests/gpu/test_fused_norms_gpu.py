@@ -113,7 +113,7 @@ def test_training_with_and_without(tmp_path: Path) -> None:
     assert int(ours["1.num_batches_tracked"]) == int(theirs["1.num_batches_tracked"]) == 30
     words = (tmp_path / "run" / "step.txt").read_text()
     assert "fused: 7 batch normalisations" in words
-    assert re.search(r"batched: \d+ casts of weights, 7 counts of batches", words)
+    assert re.search(r"in one kernel each: \d+ casts of weights, 7 counts of batches", words)
     assert "fused: " not in (tmp_path / "other" / "step.txt").read_text()
 
 

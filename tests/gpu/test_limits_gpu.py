@@ -42,7 +42,7 @@ def test_a_scheduler_reaches_the_captured_step() -> None:
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=100)
     _, result = trained(schedule=mh.PerStep(cycle), limits=limits, optimizer=momentum, lr=None)
-    assert any("plain steps" in note and "momentum" in note for note in result.notes)
+    assert any("the step: plain" in note and "momentum" in note for note in result.notes)
 
 
 def test_a_signal_and_limits_are_resumed_to_the_bit(tmp_path: Path) -> None:

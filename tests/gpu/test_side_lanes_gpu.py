@@ -18,11 +18,9 @@ torch = pytest.importorskip("torch")
 from exact import float64  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends.torch import compat  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.fast import build  # noqa: E402
-from manyhands.training.torch.fast.capture_stream import stream_of  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
 from manyhands.training.torch.fast.lanes.lanes import StepLanes  # noqa: E402
 
@@ -117,63 +115,6 @@ def test_other_settings_too(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_casts_begin_on_a_side_lane(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In the capture on a stream of their own; losses and weights are the same to the bit, epoch after epoch."""
-    streams: list[tuple[bool, int]] = []
-    copies = compat.foreach_copy_
-
-    def noted(casts: Any, weights: Any) -> None:
-        if weights[0].is_cuda:
-            streams.append((compat.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream))
-        copies(casts, weights)
-
-    monkeypatch.setattr(compat, "foreach_copy_", noted)
-    main, results = stream_of(torch.device(DEVICE)).cuda_stream, []
-    for side_lanes in (False, True):
-        del streams[:]
-        run = tmp_path / str(side_lanes)
-        results.append(trained(name, epochs=4, precision="bf16", lanes=side_lanes, run=run))
-        assert any(captured for captured, _ in streams)
-        assert all((stream != main) == (side_lanes and captured) for captured, stream in streams)
-        assert ("casts on a side lane" in (run / "step.txt").read_text()) == side_lanes
-    (plain, plain_result), (lanes, lanes_result) = results
-    assert not unequal(plain, lanes)
-    for figure in ("train_loss", "train_acc"):
-        assert [row[figure] for row in plain_result.rows] == [row[figure] for row in lanes_result.rows]
-
-
-class _Reusing(torch.autograd.Function):  # type: ignore[misc]
-    """Cross entropy that writes its gradient over the scores, as in-place kernels do."""
-
-    @staticmethod
-    def forward(context: Any, scores: Any, y: Any) -> Any:
-        context.scores, context.y = scores.detach(), y
-        return torch.nn.functional.cross_entropy(scores, y)
-
-    @staticmethod
-    def backward(context: Any, gradient: Any) -> Any:
-        scores = context.scores
-        scores.copy_((scores.softmax(1) - torch.nn.functional.one_hot(context.y, 10)) * (gradient / len(scores)))
-        return scores.clone(), None
-
-
-def _reusing(scores: Any, y: Any) -> Any:
-    return _Reusing.apply(scores, y)
-
-
-@pytest.mark.parametrize("loss", [torch.nn.functional.cross_entropy, _reusing])
-def test_figures_are_the_same_beside_the_backward_pass(loss: Any) -> None:
-    """Also those of a short last batch, and of a loss that writes to the answers in the backward pass."""
-    options: dict[str, Any] = {"epochs": 5, "batch_size": 48, "precision": "fp32", "loss": loss}
-    plain, told = trained("lenet", lanes=False, **options)
-    lanes, told_too = trained("lenet", **options)
-    assert any("one CUDA graph" in note for note in told_too.notes), told_too.notes
-    assert not unequal(plain, lanes)
-    for name in ("train_loss", "train_acc"):
-        assert [row[name] for row in told.rows] == [row[name] for row in told_too.rows]
-
-
 @pytest.mark.parametrize("max_held", [None, 1 << 20])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", NETS)
@@ -222,7 +163,7 @@ def test_every_gradient_is_the_same(name: str, captured: bool, max_held: int | N
 def test_the_run_folder_tells_the_step(tmp_path: Path, side_lanes: bool) -> None:
     trained("lenet", lanes=side_lanes, run=tmp_path / "run")
     words = (tmp_path / "run" / "step.txt").read_text()
-    assert "a batch of 32: in one CUDA graph, kernels not compiled" in words
+    assert "32 samples: in a CUDA graph, kernels not compiled" in words
     assert ("x convolution, weight" in words) == side_lanes
     assert "x product, weight" not in words  # so small ones are not worth the memory that cuBLAS takes for a lane
     assert ("all on one lane" in words) != side_lanes

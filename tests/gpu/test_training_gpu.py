@@ -188,10 +188,9 @@ def test_a_loader_is_prefetched_without_waits() -> None:
     loop, rank = _loop(train=samples, step=Step(optimize="off"))
     loop._make_steps()
     assert rank.metrics.read().count == 330
-    assert any("plain steps" in note for note in rank.notes)
     loop, rank = _loop(train=samples)
     loop._make_steps()
-    assert any("loader" in note for note in rank.notes)
+    assert any("batches from the loader" in note for note in rank.notes)
 
 
 def test_samples_that_are_on_the_gpu_already() -> None:
@@ -350,7 +349,6 @@ def test_python_that_a_graph_would_freeze() -> None:
         )
         result = trainer.fit(model, (IMAGES, LABELS))
         weights.append(model.state_dict())
-    assert any("optimize='off'" in note for note in result.notes)
     assert difference(*weights) < 1e-10
     model = Counting().double()
     result = mh.Trainer(1, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64").fit(model, (IMAGES, LABELS))

@@ -91,7 +91,7 @@ def test_a_shared_layer_in_checkpoints(reentrant: bool, alone: None) -> None:
             backward()
         return
     backward()
-    gradients.finish()
+    gradients.sum_up()
     expected = torch.autograd.grad(layer(layer(x)).sum(), list(layer.parameters()))
     assert all(torch.allclose(p.grad, g) for p, g in zip(layer.parameters(), expected, strict=True))  # type: ignore[arg-type]
 

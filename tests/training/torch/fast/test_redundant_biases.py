@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from captured_step_cases import COUNT, Failing, assert_as_plain_steps, eager_step, graph_step, sixteen, without_gpu
+from captured_cases import assert_as_plain
 from lanes_cases import NoLanes
 from redundant_biases_cases import X, Y, loss_of, names, redundant_names, searched
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from training_cases import difference, mlp, vectors
 
 from manyhands.book import torch as models
-from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.build import captured_step
+from manyhands.training.options import Step
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
-from manyhands.training.torch.fast.redundant_biases import RedundantBiases, may_have_redundant_biases
-from manyhands.training.torch.step.plain import PlainStep
-from manyhands.training.torch.step.undo import StepUndo
-from manyhands.training.torch.step.update import Clip
+from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
+from manyhands.training.torch.ranks.gradient_sum import LocalGradients
 
 
 class Net(nn.Module):
@@ -52,14 +51,16 @@ def trained(
     net: nn.Module, redundant: RedundantBiases | None, forward: Any = loss_of, steps: int = 4, **options: Any
 ) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01, **options)
+    gradients = LocalGradients(optimizer)
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
         if redundant is None:
             forward(net).backward()
         else:
+            gradients.set_zero(redundant.learned)
             with redundant.left_out():
                 forward(net).backward()
-            redundant.settle()
+            redundant.shift_means()
             for layer, _ in redundant._bare:
                 gradient: Any = layer.bias.grad if isinstance(layer.bias, nn.Parameter) else None
                 assert gradient is None or not gradient.any()
@@ -148,9 +149,9 @@ def test_beside_side_lanes() -> None:
             loss = loss_of(net)
             with around:
                 loss.backward()
-        redundant.settle()
+        redundant.shift_means()
         gradients.append([parameter.grad for parameter in net.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(one is other or torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert "    3 x convolution, weight" in step_lanes.explain(6)
 
 
@@ -209,59 +210,44 @@ def test_zeros_stay_zeros() -> None:
     net = Net()
     redundant = searched(net)
     assert redundant is not None
+    gradients = LocalGradients(torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in range(2):
-        net.zero_grad(set_to_none=True)
-        redundant.settle()
+        gradients.begin()
+        gradients.set_zero(redundant.learned)
         assert net.first.bias.grad is not None
         assert not net.first.bias.grad.any()
         net.first.bias.grad.fill_(torch.nan)
 
 
-# In the fast step
+# In a captured step
 
 
-@pytest.fixture
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
+def test_redundant_biases_are_left_out_of_captured_steps(tmp_path: Path) -> None:
+    captured, _ = assert_as_plain(mlp(norm=True), vectors(), run=tmp_path / "run")
+    assert captured.replays > 5
+    assert "biases left out because a BatchNorm cancels them: 1" in (tmp_path / "run" / "step.txt").read_text()
 
 
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_search_for_redundant_biases_that_fails_costs_nothing(at: int) -> None:
-    net = mlp(norm=True)
-    graph, eager = graph_step(net, 3, Failing(at))
-    assert graph.ended is None
-    assert "biases" not in graph.explain()
-    assert_as_plain_steps(net, eager, 3)
+@pytest.mark.parametrize("options", [{}, {"step": Step(accumulate=2)}], ids=["one graph", "segments"])
+def test_a_search_that_fails_costs_nothing(options: dict[str, Any]) -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(norm=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if any(isinstance(mode, Search) for mode in _get_current_dispatch_mode_stack()):
+                raise ValueError("not here")
+            return self.net(x)  # type: ignore[no-any-return]
+
+    captured, result = assert_as_plain(Failing(), vectors(), **options)
+    assert captured.replays > 5
+    assert not any("plain" in note for note in result.notes)
 
 
-@pytest.mark.usefixtures("_no_gpu")
-def test_redundant_biases_are_left_out_from_the_third_step_on() -> None:
-    for steps in range(1, 6):
-        net = mlp(norm=True)
-        graph, eager = graph_step(net, steps)
-        assert ("biases left out because a BatchNorm cancels them: 1" in graph.explain()) == (steps > 1)
-        gradient: Any = net[0].bias.grad
-        assert bool(gradient.any()) == (steps <= 2)
-        assert_as_plain_steps(net, eager, steps)
-
-
-@pytest.mark.usefixtures("_no_gpu")
 def test_zeros_of_redundant_biases_are_not_spoilt_by_a_batch_that_is_left_out() -> None:
     """Clipping multiplies all gradients by a norm that is no number."""
-    X, y = vectors(COUNT)
+    X, y = vectors()
     X[40] = torch.nan  # in the third step, the first without that bias
-    states = []
-    for fast in (True, False):
-        net = mlp(norm=True)
-        made, data = eager_step(net), Arrays((X, y))
-        parts = [StepUndo(net, made.optimizer, made.device, []), Clip(0.1)]
-        eager = PlainStep(net, made.optimizer, made.objective, made.metrics, made.device, made.number_format, parts)
-        graph = captured_step(eager, data, 16)
-        graph.begin_epoch(torch.arange(COUNT), 0, 0)
-        for step in range(5):
-            if not (fast and graph(16)):
-                eager(sixteen(data, step), 16, step)
-        states.append(net.state_dict())
-    assert all(bool(torch.isfinite(value).all()) for value in states[0].values())
-    assert difference(*states) < 1e-14
+    with pytest.warns(UserWarning, match="continuing"):
+        assert_as_plain(mlp(norm=True), (X, y), step=Step(on_nan="continue"), gradient_clip_val=0.1)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from lanes_cases import NoLanes
 from random_norm_cases import PROGRAMS, Net, run
 
-from manyhands.training.torch.fast.batched_casts import BatchedCasts
 from manyhands.training.torch.fast.lanes.eager import SideLanes
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms
+from manyhands.training.torch.fast.small_kernels import SmallKernels
 
 
 def left_behind(
@@ -56,7 +56,7 @@ def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
     plain = left_behind(copy.deepcopy(net), program, [], [])
     norms = FusedBatchNorms()
     beside = [SideLanes(NoLanes(), 2, max_held=2000)] if lanes else []
-    result = left_behind(net, program, [BatchedCasts(), norms], [*beside, norms])
+    result = left_behind(net, program, [SmallKernels(net), norms], [*beside, norms])
     if isinstance(plain, type) or isinstance(result, type):
         assert plain is result
         return

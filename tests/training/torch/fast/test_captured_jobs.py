@@ -1,0 +1,165 @@
+"""Jobs of every kind, captured: they compute what plain steps compute, and most of their steps are replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from captured_cases import assert_as_plain, capturing, trained
+from torch import nn
+from torch.utils.data import DataLoader
+from training_cases import CLASSES, Chunks, Rows, convnet, difference, images, mlp, vectors
+
+from manyhands import torch as mh
+from manyhands.training.options import Limits, Step
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Batches:
+    """Nothing but batches to iterate over."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+
+class Named(nn.Module):
+    """Takes a dict with a name, and computes its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(norm=True)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.net(x * mask)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def dicts() -> Batches:
+    X, y = vectors()
+    pairs = enumerate(zip(X.split(16), y.split(16), strict=True))
+    return Batches([{"x": x, "mask": torch.ones_like(x), "labels": y, "name": f"{n}.png"} for n, (x, y) in pairs])
+
+
+class Lengths(nn.Module):
+    """Reads sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+def sequences(lengths: list[int]) -> Batches:
+    generator = torch.Generator().manual_seed(0)
+    return Batches(
+        [(torch.randn(8, length, 4, generator=generator).double(), torch.arange(8) % CLASSES) for length in lengths]
+    )
+
+
+class Sums(nn.Module):
+    """A step whose loss is a sum and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        weight = (y + 1).double()
+        losses = nn.functional.cross_entropy(self.net(x), y, reduction="none")
+        return mh.LossSum((losses * weight).sum(), weight.sum())
+
+
+class Adversaries(nn.Module):
+    """Two optimizers, of which one makes two updates in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = mlp(), nn.Linear(CLASSES, 1).double()
+
+    def configure_optimizers(self) -> Any:
+        return {"maker": SGD(self.maker.parameters()), "critic": SGD(self.critic.parameters())}
+
+    def training_step(self, batch: Any, optimizers: Any) -> None:
+        x, _ = batch
+        for _ in range(2):
+            optimizers["critic"].minimize(self.critic(self.maker(x).detach()).square().mean())
+        optimizers["maker"].minimize(-self.critic(self.maker(x)).mean())
+
+
+JOBS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "arrays": (partial(mlp, norm=True), vectors(), {}),
+    "a data set": (partial(mlp, norm=True), Rows, {}),
+    "a loader": (mlp, lambda: DataLoader(Rows(), 16, shuffle=True), {}),
+    "a loader of its own": (mlp, lambda: Chunks(*vectors(), 16), {}),
+    "dicts with a name": (Named, dicts, {}),
+    "several lengths": (Lengths, lambda: sequences([5, 7, 5, 7, 9] * 6), {"optimizer": SGD, "batch_size": 8}),
+    "images": (convnet, images(120), {}),
+    "clip": (mlp, vectors(), {"gradient_clip_val": 0.1}),
+    "momentum and a schedule": (mlp, vectors(), {"optimizer": SGD, "schedule": mh.one_cycle}),
+    "accumulation": (partial(mlp, norm=True), vectors(), {"step": Step(accumulate=3), "optimizer": SGD}),
+    "accumulation from a loader": (mlp, Rows, {"step": Step(accumulate=4)}),
+    "accumulation of images": (convnet, images(), {"step": Step(accumulate=2)}),
+    "a sum and a count": (Sums, vectors(), {}),
+    "accumulation of sums": (Sums, Rows, {"step": Step(accumulate=3)}),
+    "an average": (mlp, vectors(), {"callbacks": [mh.EMA(0.9)]}),
+    "several optimizers": (Adversaries, Rows, {}),
+    "a limit of steps": (mlp, Rows, {"limits": Limits(max_steps=11), "max_epochs": 9}),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_captured_job_is_the_plain_one(job: str) -> None:
+    make, data, options = JOBS[job]
+    captured, result = assert_as_plain(make(), data, **options)
+    assert captured.replays > 5, result.notes
+    assert not any("plain" in note for note in result.notes), result.notes
+
+
+def test_a_batch_that_is_left_out() -> None:
+    X, y = vectors()
+    X[20] = torch.nan
+    for data in ((X, y), Chunks(X, y, 16)):
+        with pytest.warns(UserWarning, match="continuing"):
+            captured, _ = assert_as_plain(mlp(), data, step=Step(on_nan="continue"), optimizer=SGD)
+        assert captured.replays > 5
+
+
+def test_the_longest_lengths_are_plain_and_a_note_says_what_would_help() -> None:
+    lengths = [*range(3, 40)] * 2
+    captured, result = assert_as_plain(Lengths(), lambda: sequences(lengths), max_epochs=4, batch_size=8)
+    assert captured.replays
+    (note,) = [note for note in result.notes if "padded" in note]
+    assert "multiples of 8" in note
+
+
+def test_a_captured_job_is_resumed_within_an_epoch(tmp_path: Any) -> None:
+    """From a data set, where it was stopped; the graphs are recorded anew."""
+    whole, _ = trained(mlp(norm=True), Rows(), optimizer=SGD, max_epochs=4)
+    with capturing() as captured:
+        trained(mlp(norm=True), Rows(), optimizer=SGD, max_epochs=4, limits=Limits(max_steps=9), run=tmp_path / "run")
+        resumed, _ = trained(mlp(norm=True), Rows(), optimizer=SGD, max_epochs=4, run=tmp_path / "run", resume="auto")
+    assert captured.replays > 5
+    assert difference(resumed, whole) < 1e-12
+
+
+def test_one_micro_step_is_recorded_for_all() -> None:
+    with capturing() as captured:
+        trained(mlp(), vectors(96), step=Step(accumulate=4))
+    assert captured.recorded == 3  # begin, passes, update
+
+
+def test_the_user_reads_how_steps_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with capturing():
+        trained(mlp(), Rows(), quiet=False)
+    assert "the step: one CUDA graph, batches from the loader" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""What a graph would freeze, and what cannot be recorded: such steps are plain, and a note says why."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from captured_cases import assert_as_plain, capturing, trained
+from cpu_recorder import Rehearsal, Tape
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from training_cases import Rows, mlp, vectors
+
+from manyhands.training.options import Step
+from manyhands.training.torch.fast.small_kernels import SmallKernels
+
+
+class Stepping(nn.Module):
+    """A step of its own, which ``act`` is part of."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.net, self.act, self.calls = mlp(norm=True), act, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        factor = self.act(self, batch_idx, loss)
+        return loss if factor is None else loss * factor
+
+
+def counts(model: Any, *_: Any) -> float:
+    model.calls += 1
+    return 1 / (1 + model.calls % 2)
+
+
+ACTS = {
+    "the number is read": (lambda _, number, __: 1 + number % 2, "test_not_captured.py:"),
+    "the number as an index": (lambda _, number, __: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0][number], "batch_idx"),
+    "a value is read": (lambda _, __, loss: 1.0 if loss.item() > 0 else 2.0, "waits for the device"),
+    "a counter": (counts, "Stepping.calls"),
+    "a toss of Python's": (lambda *_: 1.0 if random.random() < 2 else 2.0, "Python's random"),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_step_that_cannot_be_captured_is_plain(act: str) -> None:
+    function, said = ACTS[act]
+    captured, result = assert_as_plain(Stepping(function), Rows())
+    assert captured.replays == 0
+    assert said in next(note for note in result.notes if "the step: plain" in note)
+
+
+def test_a_number_that_is_not_read_is_no_obstacle() -> None:
+    captured, _ = assert_as_plain(Stepping(lambda *_: None), Rows())
+    assert captured.replays > 5
+
+
+class Reader(nn.Module):
+    """Takes a dict with a plain number, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch["x"]), batch["labels"]) * batch["factor"]
+
+
+class Given:
+    """Batches with a plain number each."""
+
+    def __init__(self, factors: list[float]) -> None:
+        self.factors = factors
+
+    def __iter__(self) -> Any:
+        X, y = vectors(16 * len(self.factors))
+        for number, factor in enumerate(self.factors):
+            part = slice(16 * number, 16 * number + 16)
+            yield {"x": X[part], "labels": y[part], "factor": factor}
+
+
+@pytest.mark.parametrize(("factors", "replays"), [([1.0, 2.0] * 6, True), ([float(n) for n in range(12)], False)])
+def test_plain_values_that_are_read_tell_graphs_apart(factors: list[float], replays: bool) -> None:
+    captured, _ = assert_as_plain(Reader(), Given(factors))
+    assert bool(captured.replays) is replays
+
+
+class Refusing(nn.Module):
+    """Does not bear a mode around its forward pass."""
+
+    def __init__(self, mode: type) -> None:
+        super().__init__()
+        self.net, self.mode = mlp(norm=True), mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.net(x)
+        if any(isinstance(mode, self.mode) for mode in _get_current_dispatch_mode_stack()):
+            raise ValueError("not here")
+        return scores
+
+
+@pytest.mark.parametrize("mode", [Rehearsal, Tape])
+@pytest.mark.parametrize("options", [{}, {"step": Step(accumulate=2)}], ids=["one graph", "segments"])
+def test_a_step_that_fails_before_its_update_is_made_again(mode: type, options: dict[str, Any]) -> None:
+    captured, result = assert_as_plain(Refusing(mode), Rows(), **options)
+    assert captured.replays <= 1  # the gradients' zeros
+    assert any("not here" in note for note in result.notes)
+
+
+def test_a_mode_that_a_model_does_not_bear_is_left_out() -> None:
+    captured, _ = assert_as_plain(Refusing(SmallKernels), vectors())
+    assert captured.replays > 5
+
+
+def test_a_kind_of_batch_that_cannot_be_recorded_is_plain_while_others_are_not() -> None:
+    class ReadsShort(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.net(x)
+            return scores if len(x) == 16 else scores * (1.0 if scores.sum().item() > 0 else 2.0)
+
+    captured, result = assert_as_plain(ReadsShort(), Rows(), max_epochs=7)
+    assert captured.recorded == 1
+    assert captured.replays == 7 * 5 - 3
+    assert not any("plain" in note for note in result.notes)
+
+
+def test_an_update_is_not_made_twice() -> None:
+    def broken(self: Any, *_: Any) -> None:
+        real(self)
+        raise ValueError("after the update")
+
+    real = torch.optim.SGD.step
+    with capturing(), mock.patch.object(torch.optim.SGD, "step", broken), pytest.raises(ValueError, match="after the"):
+        trained(mlp(), Rows())
+
+
+def test_a_compiler_that_fails_is_left_out() -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        def call(*_: Any) -> None:
+            raise RuntimeError("there is no C compiler")
+
+        return call
+
+    with mock.patch.object(torch, "compile", broken):
+        captured, result = assert_as_plain(mlp(), Rows(), step=Step(optimize="max"))
+    assert captured.replays > 5
+    assert any("no C compiler" in note for note in result.notes)
+
+
+def test_a_model_that_the_caller_has_compiled_runs_compiled() -> None:
+    calls = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        return lambda *values: calls.append(1) or graph(*values)
+
+    captured, _ = assert_as_plain(torch.compile(mlp(), backend=counting), Rows())
+    assert calls
+    assert captured.replays > 5
