@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from exact import float64
+from exact.exactness import CannotBeExact
 from torch.utils._pytree import tree_leaves
 
 from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
 from manyhands.backends.torch.run.streams import reset_generator
-from manyhands.errors import CannotBeExact
 from manyhands.parallel.function import Parallel
 
 Work = Callable[..., Any]

@@ -135,9 +135,8 @@ def comparison(program: Any, device: Any, dtype: Any) -> Callable[[list[Any]], s
     """What says of results how they stand to eager's, and raises where they are wrong."""
     import torch
     from exact import float64
+    from exact.exactness import CannotBeExact
     from suite_programs import Running, copied
-
-    from manyhands.errors import CannotBeExact
 
     def of(running: Any) -> list[Any]:
         return observed(lambda: running.call(*running.arguments), running, program.trains)

@@ -35,10 +35,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.errors import CannotBeExact
-
 _TWICE = 2.0
 _SMALL = 1e-2  # of the largest result: what is noise is no more
+
+
+class CannotBeExact(RuntimeError):
+    """A function that cannot be run in higher precision, to check its results, or whose check says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

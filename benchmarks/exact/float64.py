@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch.fx import Interpreter, Node
 
-from exact.exactness import Distance, Verdict, judge
+from exact.exactness import CannotBeExact, Distance, Verdict, judge
 from exact.float64_attention import attention, is_attention
 from manyhands.addresses import joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import reach, span_of
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
 from manyhands.backends.torch.compat import tree_leaves, tree_map
-from manyhands.errors import CannotBeExact
 
 _aten = torch.ops.aten
 _WIDE = {True: torch.complex128, False: torch.float64}  # by whether the dtype is complex

@@ -44,13 +44,11 @@
      |   |   +- NotYet           a function that the next call may trace
      |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
      |   +- CannotCompile        kernels that cannot be compiled on this device    (RuntimeError)
-     |   +- CannotBeExact        a function that cannot be computed more exactly   (RuntimeError)
      |   +- UnsafeSchedule       a schedule that does not order a conflict         (RuntimeError)
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      |   +- UndeclaredWrite      a task wrote to what it did not declare           (RuntimeError)
      |   +- WaitsForItself       tasks that wait for each other: a deadlock        (RuntimeError)
      +- ResultsDiffer            ways that should compute the same did not         (ArithmeticError)
-     +- NotHere                  an experiment that cannot run on this machine     (RuntimeError)
      +- FrameworkMissing         the framework of this import is not installed     (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -239,10 +237,6 @@ class CannotCompile(EngineError, RuntimeError):
     """manyhands' own kernels cannot be compiled or launched on this device."""
 
 
-class CannotBeExact(EngineError, RuntimeError):
-    """A function that cannot be run in higher precision, to check its results, or whose check says nothing."""
-
-
 class UnsafeSchedule(EngineError, RuntimeError):
     """Two tasks that conflict are not ordered by the schedule."""
 
@@ -261,10 +255,6 @@ class WaitsForItself(EngineError, RuntimeError):
 
 class ResultsDiffer(ManyhandsError, ArithmeticError):
     """Two variants of an experiment gave different results, so their times cannot be compared."""
-
-
-class NotHere(ManyhandsError, RuntimeError):
-    """An experiment that cannot run on this machine or in this framework."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

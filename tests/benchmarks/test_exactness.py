@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.errors import CannotBeExact
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from exact.exactness import Distance, judge
+from exact.exactness import CannotBeExact, Distance, judge
 
 
 def test_noise_is_measured_against_noise() -> None:
