@@ -8,7 +8,6 @@ those of the PyTorch models, so that weights move between the two (:mod:`.models
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
 import math
@@ -21,16 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from numpy.typing import NDArray
 
 from manyhands import tree
 from manyhands.backends.jax import devices as _backend
 from manyhands.book import recipes
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Recipes, Way
-from manyhands.device import Device
+from manyhands.book.accuracy import Predictor
+from manyhands.book.models import Models, Size
+from manyhands.book.recipes import MODELS as NAMES
+from manyhands.book.recipes import Precision, Recipes
 from manyhands.training.checkpoints import tensors
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
@@ -59,7 +57,7 @@ class Residual(nnx.Module):  # type: ignore[misc]
         strides: int = 1,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
+        width = out_channels or in_channels
         rngs = nnx.Rngs(_SEED) if rngs is None else rngs
         self.conv1 = _convolution(in_channels, width, 3, strides, 1, rngs=rngs)
         self.conv2 = _convolution(width, width, 3, padding=1, rngs=rngs)
@@ -94,45 +92,33 @@ def _chain(layers: Mapping[str, Any], size: Size) -> nnx.Module:
     return nnx.Sequential(*layers.values()) if all(map(str.isdecimal, layers)) else _ResNet(layers)
 
 
-def _models(rngs: nnx.Rngs | None) -> Models[nnx.Module]:
-    """The models, whose weights are drawn from ``rngs``."""
-    rngs = nnx.Rngs(_SEED) if rngs is None else rngs
-    return Models(
-        Layers(
+def _drawn_from(name: str) -> Callable[..., nnx.Module]:
+    def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
+        """The model with weights drawn from ``rngs``."""
+        rngs = nnx.Rngs(_SEED) if rngs is None else rngs
+        models: Models[nnx.Module] = Models(
             convolution=functools.partial(_convolution, rngs=rngs),
             linear=functools.partial(_linear, rngs=rngs),
             norm=functools.partial(_normalisation, rngs=rngs),
             residual=functools.partial(Residual, rngs=rngs),
             relu=lambda: nnx.relu,
-            pool=lambda: _pool,
+            pool=lambda: functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2)),
             average=lambda: _average,
             flatten=lambda: flatten,
             chain=_chain,
         )
-    )
+        return models.by_name()[name](num_classes, in_channels)
 
-
-def _drawn_from(name: str) -> Callable[..., nnx.Module]:
-    def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
-        net: nnx.Module = getattr(_models(rngs), name)(num_classes, in_channels)
-        return net
-
-    model.__name__ = model.__qualname__ = name
-    model.__doc__ = getattr(Models, name).__doc__
     return model
 
 
-resnet18, small_resnet, lenet, mlp = map(_drawn_from, ("resnet18", "small_resnet", "lenet", "mlp"))
-MODELS = {"resnet18": resnet18, "lenet": lenet, "small-resnet": small_resnet, "mlp": mlp}
+MODELS = {name: _drawn_from(name) for name in NAMES}
+resnet18, lenet = MODELS["resnet18"], MODELS["lenet"]
 
 
 def flatten(X: jax.Array) -> jax.Array:
     """One row per sample; of images channel after channel, as PyTorch has them in memory."""
     return (jnp.moveaxis(X, -1, 1) if X.ndim > 2 else X).reshape(len(X), -1)
-
-
-def _pool(X: jax.Array) -> jax.Array:
-    return nnx.max_pool(X, window_shape=(2, 2), strides=(2, 2))
 
 
 def _average(X: jax.Array) -> jax.Array:
@@ -142,34 +128,30 @@ def _average(X: jax.Array) -> jax.Array:
 def _convolution(
     in_channels: int, out_channels: int, size: int, strides: int = 1, padding: int = 0, *, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    # Padding in numbers: "SAME" would pad another side than PyTorch where a stride leaves a choice.
+    area = size * size
     return nnx.Conv(
         in_channels,
         out_channels,
         (size, size),
         strides=strides,
+        # In numbers: "SAME" would pad another side than PyTorch where a stride leaves a choice.
         padding=((padding, padding), (padding, padding)),
-        kernel_init=_xavier(in_channels * size * size, out_channels * size * size),
-        bias_init=_small(in_channels * size * size),
+        **_first_values(in_channels * area, out_channels * area),
         rngs=rngs,
     )
 
 
 def _linear(inputs: int, outputs: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, kernel_init=_xavier(inputs, outputs), bias_init=_small(inputs), rngs=rngs)
+    return nnx.Linear(inputs, outputs, **_first_values(inputs, outputs), rngs=rngs)
 
 
 def _normalisation(width: int, rngs: nnx.Rngs) -> nnx.BatchNorm:
     return nnx.BatchNorm(width, momentum=0.9, epsilon=1e-5, rngs=rngs)
 
 
-def _xavier(inputs: int, outputs: int) -> Callable[..., jax.Array]:
-    return _uniform(math.sqrt(6 / (inputs + outputs)))
-
-
-def _small(inputs: int) -> Callable[..., jax.Array]:
-    """PyTorch's own rule for biases: up to one by the root of the number of inputs."""
-    return _uniform(1 / math.sqrt(inputs))
+def _first_values(inputs: int, outputs: int) -> dict[str, Callable[..., jax.Array]]:
+    """Weights are Xavier uniform; biases up to one by the root of the number of inputs, as in PyTorch."""
+    return {"kernel_init": _uniform(math.sqrt(6 / (inputs + outputs))), "bias_init": _uniform(1 / math.sqrt(inputs))}
 
 
 def _uniform(bound: float) -> Callable[..., jax.Array]:
@@ -179,15 +161,8 @@ def _uniform(bound: float) -> Callable[..., jax.Array]:
     """
 
     def draw(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> jax.Array:
-        def drawn(bits: Any) -> NDArray[Any]:
-            number = int.from_bytes(np.asarray(bits).tobytes(), "little")
-            raw = np.random.Philox(key=number).random_raw(math.prod(shape))
-            return ((raw >> np.uint64(11)) / 2**52 * bound - bound).reshape(shape).astype(dtype)
-
-        bits = jax.random.key_data(key)
-        if isinstance(bits, jax.core.Tracer):  # inside jit or nnx.eval_shape
-            return jax.pure_callback(drawn, jax.ShapeDtypeStruct(shape, dtype), bits)
-        return jnp.asarray(drawn(bits))
+        random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        return jnp.asarray(random.uniform(-bound, bound, shape), dtype)
 
     return draw
 
@@ -224,53 +199,6 @@ class DataModule(_book.DataModule):
     native = staticmethod(jnp.asarray)
 
 
-# Accuracy
-
-
-class _Accuracy(Accuracy[jax.Device]):
-    models = (nnx.Module,)
-    model_name = "flax.nnx.Module"
-
-    def count(self, y_hat: jax.Array, y: jax.Array) -> jax.Array:
-        classes = y_hat.argmax(1) if y_hat.ndim > 1 and y_hat.shape[1] > 1 else y_hat
-        check_shapes(y_hat, classes, y)
-        return (classes.reshape(y.shape).astype(y.dtype) == y).sum()
-
-    def native(self, leaf: Any) -> jax.Array:
-        return jnp.asarray(leaf)
-
-    def homes(self, net: Any) -> list[jax.Device]:
-        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, nnx.Module) else []
-        return list(dict.fromkeys(device for tensor in tensors for device in tensor.devices()))
-
-    def destination(self, net: Any, device: jax.Device | Device | str | None) -> jax.Device | None:
-        """Samples of a net that is sharded over several devices stay where they are."""
-        return None if device is None and len(self.homes(net)) > 1 else super().destination(net, device)
-
-    @contextlib.contextmanager
-    def predicting(
-        self, net: Any, devices: Sequence[jax.Device | None], *, replicate: bool
-    ) -> Iterator[Sequence[Predictor]]:
-        yield [_compiled(net, device if replicate else None) for device in devices]
-
-
-def _compiled(net: Any, device: jax.Device | None) -> Predictor:
-    """What the net answers: of a module a compiled function in evaluation mode, with its numbers on that device."""
-    if not isinstance(net, nnx.Module):
-        return net  # type: ignore[no-any-return]
-    graph, state = nnx.split(net)
-    if device is not None:
-        state = jax.device_put(state, device)
-    compiled = jax.jit(lambda state, X: evaluating(nnx.merge(graph, state))(X))
-    return functools.partial(compiled, state)
-
-
-_functions = _Accuracy(_backend)
-accuracy = _functions.accuracy
-evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
-
-
 # The trainer, and the functions of the book and of the command
 
 
@@ -284,6 +212,7 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
 
 class _Recipes(Recipes):
     framework = "jax"
+    backend = _backend
     trainer = Trainer
     native = staticmethod(jnp.asarray)
 
@@ -302,12 +231,6 @@ class _Recipes(Recipes):
     def nesterov(self, rate: float) -> optax.GradientTransformation:
         return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
 
-    def momentum(self) -> optax.GradientTransformation:
-        return optax.sgd(0.02, momentum=0.9)
-
-    def layers(self, model: nnx.Module) -> list[Any]:
-        return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-
     def tensors(self, model: nnx.Module) -> dict[str, Any]:
         numbers = Skeleton(model).numbers(model)
         return {name: np.array(leaf) for part in ("parameters", "rest") for name, leaf in named(numbers[part]).items()}
@@ -320,11 +243,10 @@ class _Recipes(Recipes):
         skeleton.put_into(model, {**before, **jax.tree.map(jnp.asarray, after)})
 
     @contextlib.contextmanager
-    def copied(self, model: nnx.Module, way: Way, data: Any) -> Iterator[nnx.Module]:
-        double = way.precision == "fp64"
-        with jax.enable_x64(True) if double else contextlib.nullcontext():
-            net = copy.deepcopy(model)
-            if double:
+    def made(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nnx.Module]:
+        with jax.enable_x64(precision == "fp64"):
+            net = make()
+            if precision == "fp64":
                 doubled(net)
             yield net
 
@@ -345,7 +267,33 @@ class _Recipes(Recipes):
         self.restore(wrapped, recipes.weights_of(run, "jax"))
         return linen.as_linen(wrapped, model.variables)
 
+    # Accuracy
+
+    def count(self, y_hat: jax.Array, y: jax.Array) -> jax.Array:
+        classes = y_hat.argmax(1) if y_hat.ndim > 1 and y_hat.shape[1] > 1 else y_hat
+        return (classes.reshape(y.shape).astype(y.dtype) == y).sum()
+
+    def home(self, net: Any) -> jax.Device | None:
+        """The device of the net; None also if it is sharded over several devices: its samples stay where they are."""
+        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, nnx.Module) else []
+        devices = {device for tensor in tensors for device in tensor.devices()}
+        return devices.pop() if len(devices) == 1 else None
+
+    @contextlib.contextmanager
+    def predicting(self, net: Any, devices: Sequence[jax.Device | None]) -> Iterator[Sequence[Predictor]]:
+        def on(device: jax.Device | None) -> Predictor:
+            if not isinstance(net, nnx.Module):
+                return net  # type: ignore[no-any-return]
+            graph, state = nnx.split(net)
+            state = state if device is None else jax.device_put(state, device)
+            compiled = jax.jit(lambda state, X: evaluating(nnx.merge(graph, state))(X))
+            return functools.partial(compiled, state)
+
+        yield [on(device) for device in devices]
+
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
+accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
+evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus

@@ -18,11 +18,9 @@ from mxnet.gluon import nn
 
 from manyhands.backends.mxnet import devices as _backend
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Recipes, Way
-from manyhands.errors import BadSettings
-from manyhands.training.checkpoints import tensors
+from manyhands.book.accuracy import Predictor
+from manyhands.book.models import Models, Size
+from manyhands.book.recipes import Precision, Recipes
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.mxnet import checks, replicas, state
@@ -51,8 +49,7 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
         **of_block: Any,
     ) -> None:
         super().__init__(**of_block)
-        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
-        known = 0 if out_channels is None else in_channels
+        width, known = out_channels or in_channels, 0 if out_channels is None else in_channels
         self.conv1 = nn.Conv2D(width, 3, strides, padding=1, in_channels=known)
         self.conv2 = nn.Conv2D(width, 3, padding=1, in_channels=width)
         self.conv3 = nn.Conv2D(width, 1, strides, in_channels=known) if use_1x1conv else None
@@ -80,19 +77,17 @@ def _chain(layers: Mapping[str, Any], size: Size) -> nn.HybridSequential:
 
 
 _models = Models(
-    Layers(
-        convolution=_convolution,
-        linear=lambda inputs, outputs: nn.Dense(outputs, in_units=inputs),
-        norm=lambda width: nn.BatchNorm(in_channels=width),
-        residual=Residual,
-        relu=functools.partial(nn.Activation, "relu"),
-        pool=functools.partial(nn.MaxPool2D, 2),
-        average=nn.GlobalAvgPool2D,
-        flatten=nn.Flatten,
-        chain=_chain,
-    )
+    convolution=_convolution,
+    linear=lambda inputs, outputs: nn.Dense(outputs, in_units=inputs),
+    norm=lambda width: nn.BatchNorm(in_channels=width),
+    residual=Residual,
+    relu=functools.partial(nn.Activation, "relu"),
+    pool=functools.partial(nn.MaxPool2D, 2),
+    average=nn.GlobalAvgPool2D,
+    flatten=nn.Flatten,
+    chain=_chain,
 )
-resnet18, small_resnet, lenet, mlp = _models.resnet18, _models.small_resnet, _models.lenet, _models.mlp
+resnet18, lenet = _models.resnet18, _models.lenet
 MODELS = _models.by_name()
 
 
@@ -137,77 +132,32 @@ class DataModule(_book.DataModule):
     native = staticmethod(replicas.native)
 
 
-# Accuracy
-
-
-class _Accuracy(Accuracy[mx.Context]):
-    models = (mx.gluon.Block,)
-    model_name = "gluon.Block"
-
-    def count(self, y_hat: Any, y: Any) -> Any:
-        check_shapes(y_hat, y_hat[:, 0] if len(y_hat.shape) > 1 and y_hat.shape[1] > 1 else y_hat, y)
-        return count_right(y_hat, y)
-
-    def read(self, count: Any) -> int:
-        return int(count.asnumpy()[0])
-
-    def homes(self, net: Any) -> list[mx.Context]:
-        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if _backend.is_model(net) else []
-        return list(dict.fromkeys(tensor.ctx for tensor in tensors))
-
-    @contextlib.contextmanager
-    def predicting(
-        self, net: Any, devices: Sequence[mx.Context | None], *, replicate: bool
-    ) -> Iterator[Sequence[Predictor]]:
-        """A block answers on the device of its input, wherever it has a replica."""
-        mode: contextlib.AbstractContextManager[None]
-        if replicate:
-            mode = replicas.on(net, devices)
-        elif _backend.is_model(net):
-            mode = replicas.numpy_like(replicas.of_model(net))
-        else:
-            mode = contextlib.nullcontext()
-        with mode:
-            yield [net] * len(devices)
-
-
-_functions = _Accuracy(_backend)
-accuracy = _functions.accuracy
-evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
-
-
 # The trainer, and the functions of the book and of the command
 
 
 class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
-    # The model that prepare_model was given last.
-    model: Any = None
-
     def prepare_model(self, model: Any) -> Any:
         """The model on all of the trainer's devices, knowing its trainer; its scratch parameters on the first."""
-        model.trainer, self.model = self, model
+        model.trainer = self
         if self.gpus:
             for parameter in replicas.distinct(model):
                 replicas.place(parameter, self.gpus)
-            self.set_scratch_params_device(self.gpus[0])
+            if hasattr(model, "set_scratch_params_device"):
+                model.set_scratch_params_device(self.gpus[0])
         return model
-
-    def set_scratch_params_device(self, device: mx.Context) -> None:
-        """Move the prepared model's plain arrays to a device: the parameters of layers written from scratch."""
-        if self.model is None:
-            raise BadSettings("set_scratch_params_device: there is no model yet, call prepare_model(model) first")
-        if hasattr(self.model, "set_scratch_params_device"):
-            self.model.set_scratch_params_device(device)
 
 
 class _Recipes(Recipes):
     framework = "mxnet"
+    backend = _backend
     trainer = Trainer
-    native = staticmethod(replicas.native)
     batch_stats = None
+
+    @staticmethod
+    def native(leaf: Any) -> Any:
+        return leaf if _backend.is_tensor(leaf) else replicas.native(leaf)
 
     def scale_images(self, batch: Batch) -> Batch:
         images, labels = batch
@@ -229,12 +179,6 @@ class _Recipes(Recipes):
         """
         return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
 
-    def momentum(self) -> Any:
-        return mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
-
-    def layers(self, model: Any) -> list[Any]:
-        return list(replicas.layers(model))
-
     def tensors(self, model: Any) -> dict[str, Any]:
         return state.model_tensors(model)
 
@@ -243,20 +187,32 @@ class _Recipes(Recipes):
         state.restore_model(model, weights)
 
     @contextlib.contextmanager
-    def copied(self, model: Any, way: Way, data: Arrays) -> Iterator[Any]:
-        """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
-        if way.devices > 1 and replicas.normalises(model):
-            raise BadSettings("MXNet's batch normalisation is over the samples of one device: several differ from one")
+    def made(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
+        model = make()
         with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, data, 0)
-        with replicas.on(model, [mx.cpu()], {"fp64": "float64", "fp32": "float32"}[way.precision]):
-            before = tensors.pack(state.model_tensors(model))
-            try:
-                yield model
-            finally:
-                state.restore_model(model, before)
+            model.cast({"fp64": "float64", "fp32": "float32"}[precision])
+            yield model
+
+    # Accuracy
+
+    def count(self, y_hat: Any, y: Any) -> Any:
+        return count_right(y_hat, y)
+
+    def home(self, net: Any) -> mx.Context | None:
+        tensors = _backend.model_tensors(net) if _backend.is_model(net) else []
+        return next((tensor.ctx for _, tensor in tensors), None)
+
+    @contextlib.contextmanager
+    def predicting(self, net: Any, devices: Sequence[mx.Context | None]) -> Iterator[Sequence[Predictor]]:
+        """A block answers on the device of its input, wherever it has a replica."""
+        here = [device for device in devices if device is not None]
+        with replicas.on(net, here) if here and _backend.is_model(net) else contextlib.nullcontext():
+            yield [net] * len(devices)
 
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
+accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
+evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus

@@ -1,51 +1,33 @@
-"""The functions of the book, and how ``manyhands train`` and ``parity`` train, in any framework."""
+"""The functions of the book, and what the command needs of a framework to train, in any framework."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-import numpy as np
-
-from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint, type_in_words
+from manyhands.book.accuracy import Accuracy
+from manyhands.errors import BadRunFolder, WrongCheckpoint
 from manyhands.placement import moves
-from manyhands.training.checkpoints import store, tensors
+from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.data import fashion_mnist
+from manyhands.training.data import fashion_mnist, sources
 from manyhands.training.data.fashion_mnist import FashionMnist, Images
-from manyhands.training.data.sources import Arrays, source
-from manyhands.training.options import Step
+from manyhands.training.data.sources import Arrays
 from manyhands.training.result import Result
 
+Precision = Literal["fp64", "fp32"]
 MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
 
-@dataclass(frozen=True)
-class Way:
-    """One training of a comparison: on how many devices, with how much of the data, for how long."""
-
-    devices: int
-    shares: Sequence[float] | None
-    precision: Literal["fp64", "fp32"]
-    samples: int
-    batch_size: int
-    epochs: int
-    # A seed for :func:`nudged`: the first weights differ in their last bit.
-    nudge: int | None = None
-
-
-class Recipes(abc.ABC):
+class Recipes(Accuracy):
     """What the book and the command call of one framework: ``manyhands.book.<framework>.BOOK``."""
 
     framework: ClassVar[str]
     trainer: ClassVar[Callable[..., Any]]
-    native: Any = staticmethod(np.asarray)
     batch_stats: ClassVar[Literal["global"] | None] = "global"  # of a training that is compared with another one
 
     # Implemented by each framework
@@ -59,16 +41,8 @@ class Recipes(abc.ABC):
         """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
 
     @abc.abstractmethod
-    def layers(self, model: Any) -> Iterable[Any]:
-        """All layers of a model, also those within others."""
-
-    @abc.abstractmethod
     def nesterov(self, rate: float) -> Any:
         """SGD with Nesterov's momentum 0.9 and weight decay 5e-4, as ``Trainer(optimizer=...)`` takes it."""
-
-    @abc.abstractmethod
-    def momentum(self) -> Any:
-        """An optimizer with a memory, so that differences of early steps show: SGD with momentum 0.9 and rate 0.02."""
 
     @abc.abstractmethod
     def tensors(self, model: Any) -> Mapping[str, Any]:
@@ -79,8 +53,8 @@ class Recipes(abc.ABC):
         """Put weights into a model; those of another model are refused."""
 
     @abc.abstractmethod
-    def copied(self, model: Any, way: Way, data: Any) -> AbstractContextManager[Any]:
-        """A copy of the model in that way's precision; or the model itself, which has its values again afterwards."""
+    def made(self, make: Callable[[], Any], precision: Precision, data: Any) -> AbstractContextManager[Any]:
+        """Within it the model that ``make`` returns, with all its weights, in that precision."""
 
     def evaluating(self, model: Any) -> Any:
         """The model in evaluation mode."""
@@ -94,12 +68,9 @@ class Recipes(abc.ABC):
         """A part of Fashion-MNIST, as ``Trainer.fit`` takes it."""
         return Arrays((part.images, part.labels), self.scale_images, self.native, batch_size, shuffle)
 
-    def arrays(self, data: Any) -> Any:
-        """The arrays (X, y) of a user's script, as a source with a ``count``."""
-        arrays_or_loader = source(data)
-        if not isinstance(arrays_or_loader, Arrays):
-            raise BadSettings(f"give the data as (X, y) arrays, not {type_in_words(data)}")
-        return arrays_or_loader
+    def source_of(self, data: Any) -> Any:
+        """The data of a user's script, as ``Trainer.fit`` takes them."""
+        return sources.source(data)
 
     # The book's functions
 
@@ -117,21 +88,6 @@ class Recipes(abc.ABC):
         result: Result = trainer.fit(net, self.load_data_fashion_mnist(batch_size))
         print(result)
         return result
-
-    def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
-        """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""
-        options: dict[str, Any] = {
-            "step": Step(shares=way.shares, batch_stats=self.batch_stats),
-            "precision": way.precision,
-        }
-        options |= {"devices": f"cpu:{way.devices}", "loss": loss, "quiet": True}
-        part = dataclasses.replace(data.spread(way.samples), batch_size=way.batch_size)
-        with self.copied(model, way, data) as net:
-            if way.nudge is not None:
-                nudges = {name: nudged(values, way.nudge) for name, values in self.tensors(net).items()}
-                self.restore(net, tensors.pack(nudges))
-            self.trainer(way.epochs, optimizer=self.momentum(), **options).fit(net, part)
-            return self.tensors(net)
 
     def load_model(self, run: str | Path) -> Any:
         """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
@@ -181,13 +137,3 @@ def weights_of(run: str | Path, framework: str) -> bytes:
             f"manyhands convert {run} --to {framework}"
         )
     return checkpoint.blobs.get("average", checkpoint.blobs["model"])
-
-
-def nudged(values: Any, seed: int | None) -> Any:
-    """Every number moved to one of its two neighbours at random; unchanged without a seed, or if not floats."""
-    numbers = np.asarray(values)
-    if seed is None or not np.issubdtype(numbers.dtype, np.floating):
-        return numbers
-    up = np.random.default_rng([seed, numbers.size]).integers(0, 2, numbers.shape).astype(bool)
-    towards = np.where(up, np.inf, -np.inf).astype(numbers.dtype)
-    return np.asarray(np.nextafter(numbers, towards), numbers.dtype)

@@ -10,23 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.models.functional import Functional
 
-from manyhands import tree
 from manyhands.backends.tensorflow import devices as _backend
 from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Recipes, Way
-from manyhands.device import Device
+from manyhands.book.accuracy import Predictor
+from manyhands.book.models import Models, Size
+from manyhands.book.recipes import Precision, Recipes
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Array, Arrays, Batch
@@ -60,13 +56,8 @@ class Residual(keras.Layer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
-        self.arguments = {
-            "in_channels": in_channels,
-            "out_channels": out_channels,
-            "use_1x1conv": use_1x1conv,
-            "strides": strides,
-        }
+        width = out_channels or in_channels
+        self.arguments = {"in_channels": width, "use_1x1conv": use_1x1conv, "strides": strides}
         # Padding "same" would put a stride of two on other pixels than PyTorch's, which pads both sides alike.
         self.pad = keras.layers.ZeroPadding2D(1, data_format=_LAST, name="pad")
         self.conv1 = keras.layers.Conv2D(width, 3, strides, data_format=_LAST, name="conv1")
@@ -74,22 +65,11 @@ class Residual(keras.Layer):  # type: ignore[misc]
         self.conv3 = keras.layers.Conv2D(width, 1, strides, data_format=_LAST, name="conv3") if use_1x1conv else None
         self.bn1, self.bn2 = _batch_norm("bn1"), _batch_norm("bn2")
 
-    def build(self, input_shape: Sequence[int | None]) -> None:
-        padded = self.pad.compute_output_shape(input_shape)
-        inner = self.conv1.compute_output_shape(padded)
-        for layer, shape in ((self.conv1, padded), (self.bn1, inner), (self.conv2, inner), (self.bn2, inner)):
-            layer.build(shape)
-        if self.conv3 is not None:
-            self.conv3.build(input_shape)
-
     def call(self, X: Any, training: bool | None = None) -> Any:
         Y = keras.ops.relu(self.bn1(self.conv1(self.pad(X)), training=training))
         Y = self.bn2(self.conv2(Y), training=training)
         around = X if self.conv3 is None else self.conv3(X)
         return keras.ops.relu(Y + around)
-
-    def compute_output_shape(self, input_shape: Sequence[int | None]) -> Any:
-        return self.conv1.compute_output_shape(self.pad.compute_output_shape(input_shape))
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), **self.arguments}
@@ -120,20 +100,19 @@ def _chain(layers: Mapping[str, Any], size: Size) -> keras.Sequential:
 
 
 # Each layer is a function of its name here: Keras's get theirs when they are made.
+# Each layer is a function of its name: Keras's get theirs when they are made.
 _models = Models(
-    Layers(
-        convolution=_convolution,
-        linear=lambda inputs, outputs: functools.partial(keras.layers.Dense, outputs),
-        norm=lambda width: _batch_norm,
-        residual=functools.partial(functools.partial, Residual),
-        relu=lambda: keras.layers.ReLU,
-        pool=lambda: functools.partial(keras.layers.MaxPooling2D, 2, data_format=_LAST),
-        average=lambda: functools.partial(keras.layers.GlobalAveragePooling2D, data_format=_LAST, keepdims=True),
-        flatten=lambda: _flatten,
-        chain=_chain,
-    )
+    convolution=_convolution,
+    linear=lambda inputs, outputs: functools.partial(keras.layers.Dense, outputs),
+    norm=lambda width: _batch_norm,
+    residual=functools.partial(functools.partial, Residual),
+    relu=lambda: keras.layers.ReLU,
+    pool=lambda: functools.partial(keras.layers.MaxPooling2D, 2, data_format=_LAST),
+    average=lambda: functools.partial(keras.layers.GlobalAveragePooling2D, data_format=_LAST, keepdims=True),
+    flatten=lambda: _flatten,
+    chain=_chain,
 )
-resnet18, small_resnet, lenet, mlp = _models.resnet18, _models.small_resnet, _models.lenet, _models.mlp
+resnet18, lenet = _models.resnet18, _models.lenet
 MODELS = _models.by_name()
 
 
@@ -192,73 +171,6 @@ class DataModule(_book.DataModule):
     native = staticmethod(tf.convert_to_tensor)
 
 
-# Accuracy
-
-
-class _Accuracy(Accuracy[TensorFlowDevice]):
-    models = (keras.Layer,)
-    model_name = "Keras model"
-
-    def count(self, y_hat: Any, y: Any) -> Any:
-        with tf.device(_backend.device_of(y_hat)):
-            classes = tf.argmax(y_hat, axis=1) if len(y_hat.shape) > 1 and y_hat.shape[1] > 1 else y_hat
-            check_shapes(y_hat, classes, y)
-            return tf.reduce_sum(tf.cast(tf.cast(tf.reshape(classes, y.shape), y.dtype) == y, tf.int64))
-
-    def native(self, leaf: Any) -> Any:
-        return tf.convert_to_tensor(leaf)
-
-    def on(self, device: TensorFlowDevice | None) -> AbstractContextManager[object]:
-        return tf.device(device)  # type: ignore[no-any-return]
-
-    def build(self, net: Any, X: Any) -> None:
-        if not net.built:
-            net(tree.map_leaves(lambda leaf: leaf[:1], X), training=False)
-
-    def homes(self, net: Any) -> list[TensorFlowDevice]:
-        """Where the net is, or else where TensorFlow puts things."""
-        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, keras.Layer) else []
-        return [_backend.device_of(tensors[0] if tensors else tf.constant(0.0))]
-
-    def destination(self, net: Any, device: TensorFlowDevice | Device | str | None) -> TensorFlowDevice:
-        """Any device will do: the net is called with copies of its weights there."""
-        return self.homes(net)[0] if device is None else self.place.existing(device)
-
-    @contextlib.contextmanager
-    def predicting(
-        self, net: Any, devices: Sequence[TensorFlowDevice | None], *, replicate: bool
-    ) -> Iterator[Sequence[Predictor]]:
-        yield [_OnDevice(net, device) if isinstance(net, keras.Layer) else net for device in devices]
-
-
-class _OnDevice:
-    """The net in evaluation mode, with weights that are on the device: copied at the first call, if they are not."""
-
-    def __init__(self, net: Any, device: TensorFlowDevice | None) -> None:
-        self._net, self._device = net, device
-        self._output: Predictor | None = None
-
-    def __call__(self, X: Any) -> Any:
-        if self._output is None:
-            self._output = self._first()
-        return self._output(X)
-
-    def _first(self) -> Predictor:
-        net, device = self._net, self._device
-        assert device is not None
-        if not net.built or all(_backend.is_on(tensor, device) for _, tensor in _backend.model_tensors(net)):
-            return lambda X: net(X, training=False)
-        with tf.device(device):
-            copies = [[tf.identity(v) for v in part] for part in (net.trainable_variables, net.non_trainable_variables)]
-        return lambda X: net.stateless_call(*copies, X, training=False)[0]
-
-
-_functions = _Accuracy(_backend)
-accuracy = _functions.accuracy
-evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
-
-
 # The trainer, and the functions of the book and of the command
 
 
@@ -266,59 +178,9 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
-@keras.saving.register_keras_serializable("manyhands")
-class Nesterov(keras.optimizers.SGD):  # type: ignore[misc]
-    """SGD with Nesterov's momentum and weight decay as PyTorch has it: a part of the gradient.
-
-    Keras's own ``weight_decay`` shrinks the weights separately, so that momentum does not see it.
-    """
-
-    def __init__(self, learning_rate: float, decay: float = 5e-4, **kwargs: Any) -> None:
-        super().__init__(learning_rate, **{"momentum": 0.9, "nesterov": True, **kwargs})
-        if not math.isfinite(decay) or decay < 0:
-            raise BadSettings(f"decay={decay!r}: give a number of zero or more")
-        self.decay = decay
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        super().update_step(gradient + self.decay * keras.ops.convert_to_tensor(variable), variable, learning_rate)
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "decay": self.decay}
-
-
-def _copy(model: Any, policy: str, data: Arrays) -> Any:
-    """The model again in another precision, made of its configuration, with the same weights."""
-
-    def with_policy(config: Any) -> Any:
-        if isinstance(config, dict):
-            if config.get("class_name") == "DTypePolicy":
-                return {**config, "config": {"name": policy}}
-            return {key: with_policy(value) for key, value in config.items()}
-        return [with_policy(entry) for entry in config] if isinstance(config, list) else config
-
-    def again(layer: Any) -> Any:
-        return type(layer).from_config(with_policy(layer.get_config()))
-
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)  # of layers that others make
-    try:
-        # A model that is nothing but its layers is made of them: their classes need not be known by name.
-        plain = type(model) is keras.Sequential or type(model) is Functional
-        net = keras.models.clone_model(model, clone_function=again) if plain and model.built else again(model)
-        if not net.built:
-            net(data.few(2, tf.convert_to_tensor)[0], training=False)
-        net.set_weights(model.get_weights())
-    except Exception as error:
-        raise BadSettings(f"a {type(model).__name__} cannot be made again of its get_config(): {error}") from error
-    finally:
-        keras.config.set_dtype_policy(before)
-    for layer, other in zip(net._flatten_layers(), model._flatten_layers(), strict=True):
-        layer.trainable = other.trainable
-    return net
-
-
 class _Recipes(Recipes):
     framework = "tensorflow"
+    backend = _backend
     trainer = Trainer
     native = staticmethod(tf.convert_to_tensor)
     from_first = staticmethod(world.from_first)
@@ -331,13 +193,8 @@ class _Recipes(Recipes):
         return initialise(MODELS[name](num_classes=10), seed)
 
     def nesterov(self, rate: float) -> Any:
-        return Nesterov(rate)
-
-    def momentum(self) -> Any:
-        return keras.optimizers.SGD(0.02, momentum=0.9)
-
-    def layers(self, model: Any) -> list[Any]:
-        return list(model._flatten_layers())
+        """Keras shrinks the weights beside the momentum, so its decay is ten times PyTorch's for the same effect."""
+        return keras.optimizers.SGD(rate, momentum=0.9, nesterov=True, weight_decay=5e-3)
 
     def tensors(self, model: Any) -> dict[str, Array]:
         return dict(zip(names(model), model.get_weights(), strict=True))
@@ -349,10 +206,45 @@ class _Recipes(Recipes):
         model.set_weights(list(saved.values()))
 
     @contextlib.contextmanager
-    def copied(self, model: Any, way: Way, data: Arrays) -> Iterator[Any]:
-        yield _copy(model, {"fp64": "float64", "fp32": "float32"}[way.precision], data)
+    def made(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy({"fp64": "float64", "fp32": "float32"}[precision])
+        try:
+            model = make()
+        finally:
+            keras.config.set_dtype_policy(before)
+        if not model.built:
+            model(data.few(2, tf.convert_to_tensor)[0], training=False)
+        yield model
+
+    # Accuracy
+
+    def count(self, y_hat: Any, y: Any) -> Any:
+        with tf.device(_backend.device_of(y_hat)):
+            classes = tf.argmax(y_hat, axis=1) if len(y_hat.shape) > 1 and y_hat.shape[1] > 1 else y_hat
+            return tf.reduce_sum(tf.cast(tf.cast(tf.reshape(classes, y.shape), y.dtype) == y, tf.int64))
+
+    def home(self, net: Any) -> TensorFlowDevice:
+        """Where the net is, or else where TensorFlow puts things."""
+        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, keras.Layer) else []
+        return _backend.device_of(tensors[0] if tensors else tf.constant(0.0))
+
+    @contextlib.contextmanager
+    def predicting(self, net: Any, devices: Sequence[Any]) -> Iterator[Sequence[Predictor]]:
+        """TensorFlow copies the weights of a net that is elsewhere, batch by batch."""
+
+        def on(device: TensorFlowDevice) -> Predictor:
+            def predict(X: Any) -> Any:
+                with tf.device(device):
+                    return net(X, training=False)
+
+            return predict if isinstance(net, keras.Layer) else net
+
+        yield [on(device) for device in devices]
 
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
+accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
+evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus

@@ -20,10 +20,10 @@ from torch.nn import functional
 from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as _backend
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Accuracy, Predictor, check_shapes
-from manyhands.book.models import Layers, Models, Size, residual_width
-from manyhands.book.recipes import Recipes, Way
-from manyhands.errors import BadSettings, type_in_words
+from manyhands.book.accuracy import Predictor
+from manyhands.book.models import Models, Size
+from manyhands.book.recipes import Precision, Recipes
+from manyhands.placement.moves import Placement
 from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
 from manyhands.training.torch import trainer as _trainer
@@ -47,19 +47,14 @@ class Residual(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int | None = None,
-        *,
-        use_1x1conv: bool = False,
-        strides: int = 1,
+        self, in_channels: int, out_channels: int | None = None, *, use_1x1conv: bool = False, strides: int = 1
     ) -> None:
         super().__init__()
-        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
-        known = None if out_channels is None else in_channels
-        self.conv1 = _convolution(known, width, kernel_size=3, stride=strides, padding=1)
+        width = out_channels or in_channels
+        convolution: Any = nn.LazyConv2d if out_channels is None else functools.partial(nn.Conv2d, in_channels)
+        self.conv1 = convolution(width, kernel_size=3, stride=strides, padding=1)
         self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
-        self.conv3 = _convolution(known, width, kernel_size=1, stride=strides) if use_1x1conv else None
+        self.conv3 = convolution(width, kernel_size=1, stride=strides) if use_1x1conv else None
         self.bn1 = nn.BatchNorm2d(width)
         self.bn2 = nn.BatchNorm2d(width)
 
@@ -70,14 +65,6 @@ class Residual(nn.Module):
         return functional.relu(Y + around)
 
 
-def _convolution(
-    in_channels: int | None, out_channels: int, *, kernel_size: int, stride: int, padding: int = 0
-) -> nn.Conv2d:
-    if in_channels is None:
-        return nn.LazyConv2d(out_channels, kernel_size, stride, padding)
-    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding)
-
-
 def _chain(layers: Mapping[str, Any], size: Size) -> nn.Sequential:
     net = nn.Sequential()
     for name, layer in layers.items():
@@ -86,17 +73,15 @@ def _chain(layers: Mapping[str, Any], size: Size) -> nn.Sequential:
 
 
 _models = Models(
-    Layers(
-        convolution=nn.Conv2d,
-        linear=nn.Linear,
-        norm=nn.BatchNorm2d,
-        residual=Residual,
-        relu=nn.ReLU,
-        pool=functools.partial(nn.MaxPool2d, 2),
-        average=functools.partial(nn.AdaptiveAvgPool2d, (1, 1)),
-        flatten=nn.Flatten,
-        chain=_chain,
-    )
+    convolution=nn.Conv2d,
+    linear=nn.Linear,
+    norm=nn.BatchNorm2d,
+    residual=Residual,
+    relu=nn.ReLU,
+    pool=functools.partial(nn.MaxPool2d, 2),
+    average=functools.partial(nn.AdaptiveAvgPool2d, (1, 1)),
+    flatten=nn.Flatten,
+    chain=_chain,
 )
 resnet18, small_resnet, lenet, mlp = _models.resnet18, _models.small_resnet, _models.lenet, _models.mlp
 MODELS = _models.by_name()
@@ -110,14 +95,9 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
     gives the same net on every device, and without touching the random state of the program.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    for name, layer in net.named_modules():
+    for layer in net.modules():
         if not isinstance(layer, (nn.Linear, compat.Convolution)):
             continue
-        if nn.parameter.is_lazy(layer.weight):
-            raise ValueError(
-                f"layer {name!r} ({type(layer).__name__}) has no shape yet, so nothing can be drawn for it: "
-                "call the net once on a batch first, or use a layer that is given its input size"
-            )
         weight = torch.empty(layer.weight.shape)
         layer.weight.copy_(nn.init.xavier_uniform_(weight, generator=generator))
         if layer.bias is not None:
@@ -156,42 +136,6 @@ class DataModule(_book.DataModule):
         return Arrays(tuple(t[indices] for t in tensors), None, getattr(self, "batch_size", None), shuffle=train)
 
 
-# Accuracy
-
-
-class _Accuracy(Accuracy[torch.device]):
-    models = (nn.Module,)
-    model_name = "torch.nn.Module"
-
-    def count(self, y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        classes = y_hat.argmax(dim=1) if y_hat.dim() > 1 and y_hat.shape[1] > 1 else y_hat
-        check_shapes(y_hat, classes, y)
-        return (classes.reshape(y.shape).to(y.dtype) == y).sum()
-
-    def homes(self, net: Any) -> list[torch.device]:
-        return list(dict.fromkeys(p.device for p in net.parameters())) if isinstance(net, nn.Module) else []
-
-    @contextlib.contextmanager
-    def predicting(
-        self, net: Any, devices: Sequence[torch.device | None], *, replicate: bool
-    ) -> Iterator[Sequence[Predictor]]:
-        with torch.no_grad(), evaluating(net):
-            yield [self._replica(net, device) if replicate else net for device in devices]
-
-    def _replica(self, net: nn.Module, device: torch.device | None) -> nn.Module:
-        """The net itself where it is on the device, else a copy of it there."""
-        assert device is not None
-        if all(_backend.is_on(tensor, device) for _, tensor in _backend.model_tensors(net)):
-            return net
-        return self.place.to_leaf(copy.deepcopy(net), device)
-
-
-_functions = _Accuracy(_backend)
-accuracy = _functions.accuracy
-evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
-
-
 # The trainer, and the functions of the book and of the command
 
 
@@ -201,31 +145,21 @@ class Trainer(_book.BookTrainer, _trainer.Trainer):
 
 class _Recipes(Recipes):
     framework = "torch"
+    backend = _backend
     trainer = Trainer
     scale_images = staticmethod(scale_images)
+    source_of = staticmethod(source)
     from_first = staticmethod(world.from_first)
 
     def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Arrays:
         tensors = (torch.from_numpy(part.images), torch.from_numpy(part.labels))
         return Arrays(tensors, scale_images, batch_size, shuffle)
 
-    def arrays(self, data: Any) -> Arrays:
-        arrays = source(data)
-        if not isinstance(arrays, Arrays):
-            raise BadSettings(f"give the data as (X, y) tensors or arrays, not {type_in_words(data)}")
-        return arrays
-
     def model(self, name: str, seed: int) -> nn.Module:
         return initialise(MODELS[name](num_classes=10), seed)
 
     def nesterov(self, rate: float) -> Callable[..., torch.optim.Optimizer]:
         return functools.partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
-
-    def momentum(self) -> Callable[..., torch.optim.Optimizer]:
-        return functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-
-    def layers(self, model: nn.Module) -> list[Any]:
-        return list(model.modules())
 
     def tensors(self, model: nn.Module) -> dict[str, Any]:
         return {name: tensor.numpy(force=True) for name, tensor in job_state.model_tensors(model).items()}
@@ -234,13 +168,34 @@ class _Recipes(Recipes):
         job_state.restore_model(model, weights)
 
     @contextlib.contextmanager
-    def copied(self, model: nn.Module, way: Way, data: Any) -> Iterator[nn.Module]:
-        yield copy.deepcopy(model).to({"fp64": torch.float64, "fp32": torch.float32}[way.precision])
+    def made(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nn.Module]:
+        yield make().to({"fp64": torch.float64, "fp32": torch.float32}[precision])
 
     def evaluating(self, model: nn.Module) -> nn.Module:
         return model.eval()
+
+    # Accuracy
+
+    def count(self, y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        classes = y_hat.argmax(dim=1) if y_hat.dim() > 1 and y_hat.shape[1] > 1 else y_hat
+        return (classes.reshape(y.shape).to(y.dtype) == y).sum()
+
+    def home(self, net: Any) -> torch.device | None:
+        return next((p.device for p in net.parameters()), None) if isinstance(net, nn.Module) else None
+
+    @contextlib.contextmanager
+    def predicting(self, net: Any, devices: Sequence[torch.device | None]) -> Iterator[Sequence[Predictor]]:
+        def on(device: torch.device | None) -> Predictor:
+            if not isinstance(net, nn.Module) or device in (None, self.home(net)):
+                return net  # type: ignore[no-any-return]
+            return Placement(_backend).to_leaf(copy.deepcopy(net), device)
+
+        with torch.no_grad(), evaluating(net):
+            yield [on(device) for device in devices]
 
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
+accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
+evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus

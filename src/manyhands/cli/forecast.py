@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from manyhands.book.recipes import MODELS
 from manyhands.cli import flags, script
 from manyhands.errors import BadProfile, BadSettings
 from manyhands.files import check_writable
@@ -34,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a file and a function in it that returns (model, (X, y)) or (model, (X, y), loss)",
     )
     models = "a model of manyhands train, on random data; default: resnet18 on a GPU, else lenet"
-    option("--model", choices=flags.MODELS, help=models)
+    option("--model", choices=MODELS, help=models)
     flags.add_framework(option)
     sizes = "samples per step, over all devices together; default: the script's, else 256 on a GPU and 128 on a CPU"
     option("--batch-size", **flags.COUNT, help=sizes)
@@ -109,7 +110,7 @@ def _subject(options: argparse.Namespace) -> tuple[str, Any, Any, Any]:
         return name, *measured.example(framework, name, options.batch_size or (256 if on_gpu else 128)), None
     if options.model is not None:
         raise BadSettings(f"--model {options.model} and {options.script}: give one of them")
-    model, batch, loss = script.made_by(options.script)
+    model, batch, loss = script.maker(options.script)()
     if options.batch_size is not None:
         batch = measured.of(measured.framework_of(model)).resized(batch, options.batch_size)
     return options.script, model, batch, loss

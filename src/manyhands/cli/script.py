@@ -4,84 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import sys
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadSettings, ManyhandsError, first_line, type_in_words
+from manyhands.errors import BadSettings, type_in_words
 
 
 def load(text: str) -> tuple[Any, Any]:
-    """The module and the function that ``script.py:function`` names."""
+    """The module and the function that ``script.py:function`` names; an error in the script keeps its traceback."""
     file, _, name = text.partition(":")
     path = Path(file)
     if not name:
         raise BadSettings(f"{text!r} does not name a function of a script: write script.py:function")
     if not path.is_file():
         raise BadSettings(f"{text}: there is no file {file!r}")
-    try:
-        with _arguments_of(path):
-            module = _module(path)
-    except ManyhandsError:
-        raise
-    except SyntaxError as error:
-        raise BadSettings(f"{path} has a syntax error in line {error.lineno}: {error.msg}") from error
-    except Exception as error:
-        raise BadSettings(f"{path} raised {first_line(error)}{_where(error, text)}") from error
-    if not hasattr(module, name):
-        raise BadSettings(f"there is no function {name!r} in {path}")
-    function = getattr(module, name)
+    with _arguments_of(path):
+        module = _module(path)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise BadSettings(f"{name} in {path} is not a function but of type {type(function).__name__}")
+        raise BadSettings(f"there is no function {name!r} in {path}")
     return module, function
 
 
-def made_by(text: str) -> tuple[Any, Any, Any]:
-    """The model, the data and the loss (or None) that the function ``script.py:function`` returns."""
+def maker(text: str) -> Callable[[], tuple[Any, Any, Any]]:
+    """The function ``script.py:function``, which gives a model, the data and the loss (or None)."""
     _, function = load(text)
-    if needed := _needed(function):
-        raise BadSettings(
-            f"{text} needs arguments ({', '.join(needed)}): let it take none and return (model, (X, y)), or "
-            "(model, (X, y), loss)"
-        )
-    try:
+
+    def make() -> tuple[Any, Any, Any]:
         with _arguments_of(Path(text.partition(":")[0])):
             returned = function()
-    except ManyhandsError:
-        raise
-    except Exception as error:
-        raise BadSettings(f"{text} raised {first_line(error)}{_where(error, text)}") from error
-    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
-        is_row = isinstance(returned, (tuple, list))
-        shown = (
-            f"{type_in_words(returned)} of length {len(returned)}"
-            if is_row
-            else f"one value of type {type(returned).__name__}"
-        )
-        raise BadSettings(f"{text} returns {shown}: let it return (model, (X, y)), or (model, (X, y), loss)")
-    model, data, *loss = returned
-    return model, data, loss[0] if loss else None
+        if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+            raise BadSettings(
+                f"{text} returns {type_in_words(returned)}: let it return (model, (X, y)), or (model, (X, y), loss)"
+            )
+        model, data, *loss = returned
+        return model, data, loss[0] if loss else None
 
-
-def _needed(function: Any) -> list[str]:
-    """The function's required arguments."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of a builtin
-        return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [known.name for known in parameters if known.default is known.empty and known.kind not in optional]
-
-
-def _where(error: Exception, text: str) -> str:
-    """The line of the script that was running when the error was raised."""
-    file = Path(text.partition(":")[0]).resolve()
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
-    return f" (line {lines[-1]})" if lines else ""
+    return make
 
 
 @contextlib.contextmanager

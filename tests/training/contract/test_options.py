@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from training_bench import Bench
 
-from manyhands.cli.parity import drawing_layers, largest_difference
+from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, UnknownOption
 from manyhands.training.options import Checkpoints, Step, Workers
 
@@ -311,32 +311,6 @@ def test_a_list_of_labels(bench: Bench) -> None:
     for text in (list("abcdefgh") * 4, np.array(list("abcdefgh") * 4)):
         with pytest.raises(BadBatch, match=r"np\.unique\(y, return_inverse=True\)"):
             fit(bench, X, text)
-
-
-def dropping(bench: Bench) -> Any:
-    """A model with a layer that drops half of its numbers, and one that drops none."""
-    if bench.framework == "torch":
-        from torch import nn
-
-        return nn.Sequential(nn.Sequential(nn.Dropout(0.5)), nn.Dropout(0.0))
-    if bench.framework == "jax":
-        from flax import nnx
-
-        return nnx.Sequential(nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), nnx.Dropout(0.0, rngs=nnx.Rngs(0)))
-    if bench.framework == "tensorflow":
-        from keras import Sequential, layers
-
-        return Sequential([Sequential([layers.Dropout(0.5)]), layers.Dropout(0.0)])
-    from mxnet.gluon import nn as gluon
-
-    inner, outer = gluon.Sequential(), gluon.Sequential()
-    inner.add(gluon.Dropout(0.5))
-    outer.add(inner, gluon.Dropout(0.0))
-    return outer
-
-
-def test_parity_knows_the_layers_that_draw(bench: Bench) -> None:
-    assert drawing_layers(bench.recipes.layers(dropping(bench))) == ["Dropout(0.5)"]
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])

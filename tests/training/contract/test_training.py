@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from training_bench import Bench, StopAt, Stopped, counting, same
 
-from manyhands.cli.parity import Trial, compare, largest_difference
+from manyhands.cli.parity import compare, largest_difference, training
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.options import Checkpoints, Step
 
@@ -225,14 +225,8 @@ def test_every_sample_counts_once_in_evaluation(bench: Bench, devices: int) -> N
 def test_three_devices_are_one_device(bench: Bench) -> None:
     """A net with convolutions, even and uneven, with a short last batch; ``parity`` does so on two in float64, too."""
     arrays = bench.data(samples=100)[0]
-    net = bench.recipes.model("lenet", 0)
-    found = compare(
-        lambda way: bench.recipes.trained(net, arrays, way),
-        arrays.count,
-        3,
-        batch_size=16,
-        trials=[Trial("fp32", 5, CLOSE)],
-    )
+    train = training(bench.recipes, lambda: bench.recipes.model("lenet", 0), arrays)
+    found = compare(train, arrays.count, 3, batch_size=16, trials=[("fp32", 5, CLOSE)])
     assert [one.equal for one in found] == [True] * 2, found
 
 

@@ -17,7 +17,7 @@ from test_jax_exact import Chunks
 
 from manyhands import jax as mh
 from manyhands.book import jax as datasets
-from manyhands.errors import BadBatch, BadLabels, BadSettings, DeviceMismatch, LossIsNotANumber
+from manyhands.errors import BadBatch, BadLabels, BadSettings, LossIsNotANumber
 from manyhands.training.data import fashion_mnist
 from manyhands.training.jax import running_sums
 from manyhands.training.jax.world import World
@@ -133,8 +133,6 @@ def test_a_parameter_is_read_only_where_it_is() -> None:
     first, second = devices(2)
     net = mh.to(mh.lenet(), second)
     X, y = jnp.zeros((4, 28, 28, 1)), jnp.zeros(4, int)
-    with pytest.raises(DeviceMismatch, match="move the net there first"):
-        mh.evaluate_accuracy_gpu(net, [(X, y)], first)
     with pytest.raises(ValueError, match="incompatible devices"):
         net(mh.copy(X, first))  # an array that was put somewhere stays there
     parts = mh.evaluate_accuracy_gpu(net, [(X, y)]), mh.evaluate_accuracy_gpus(net, [(X, y), (X[:1], y[:1])])
@@ -144,8 +142,6 @@ def test_a_parameter_is_read_only_where_it_is() -> None:
 def test_accuracy_counts() -> None:
     scores = jnp.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
     assert mh.accuracy(scores, jnp.array([1, 1, 1])) == 2
-    with pytest.raises(BadBatch, match="do not belong together"):
-        mh.accuracy(scores, jnp.array([1, 1]))
 
 
 # Numbers

@@ -18,7 +18,7 @@ from manyhands import mxnet as mh
 from manyhands.book import mxnet as datasets
 from manyhands.book.models import WEIGHT_NAMES
 from manyhands.book.mxnet import MODELS, Residual, initialise
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.errors import BadBatch
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
 from manyhands.training.mxnet import replicas, state
@@ -60,11 +60,7 @@ def test_drawing_weights_leaves_the_programs_random_numbers_alone() -> None:
     assert np.array_equal(mx.nd.random.uniform(shape=3).asnumpy(), expected)
 
 
-def test_a_residual_block_says_what_it_cannot_be() -> None:
-    with pytest.raises(ValueError, match="use_1x1conv=True"):
-        Residual(3, 6)
-    with pytest.raises(TypeError, match="channels that come out"):
-        Residual(3, True)
+def test_a_residual_block_sees_its_input_at_the_first_call() -> None:
     block = Residual(6, use_1x1conv=True, strides=2)
     block.initialize()
     assert block(mx.nd.ones((2, 3, 6, 6))).shape == (2, 6, 3, 3)
@@ -122,12 +118,10 @@ def test_accuracy(numpy_like: bool) -> None:
             labels = replicas.native(np.array([1, 0, 0], kind))
             assert mh.accuracy(scores, labels) == 2
             assert mh.accuracy(replicas.native(np.array([1, 1, 1], kind)), labels) == 1
-        with pytest.raises(BadBatch, match="do not belong together"):
-            mh.accuracy(scores, replicas.native(np.array([1, 0])))
         sums, curves = mh.Accumulator(2), mh.Animator()
         sums.add(1, scores.sum())
         curves.add(1, (scores[0, 1:2], 0.5))
-        assert list(sums) == pytest.approx([1, 3.0])
+        assert sums.data == pytest.approx([1, 3.0])
         assert curves.Y[0] == pytest.approx([0.9])
 
 
@@ -154,17 +148,9 @@ def test_evaluation_counts_each_sample_once(numpy_like: bool) -> None:
         assert mh.evaluate_accuracy_gpus(net, data[1]) == pytest.approx(expected)
 
 
-def test_evaluation_of_what_cannot_be() -> None:
+def test_evaluation_without_samples() -> None:
     with pytest.raises(BadBatch, match="no sample"):
         mh.evaluate_accuracy_gpu(mlp(), iter([]))
-    with pytest.raises(NotATensor, match=r"gluon\.Block"):
-        mh.evaluate_accuracy_gpus(lambda X: X, batches(7))
-    with pytest.raises(BadBatch, match="every sample has to be counted once"):
-        mh.evaluate_accuracy_gpus(
-            mlp(), batches(7), lambda X, y, devices: ([X[:1]] * len(devices), [y[:1]] * len(devices))
-        )
-    with pytest.raises(DeviceMismatch, match="move the net"):
-        mh.evaluate_accuracy_gpu(mlp(), batches(7), mx.cpu(4) if not mh.num_gpus() else mh.gpu(mh.num_gpus() - 1))
 
 
 # The book's names
@@ -180,10 +166,8 @@ def test_a_scratch_model_moves_with_its_trainer() -> None:
     outer, inner = Scratch(), Scratch()
     outer.parts = [inner]
     trainer = mh.Trainer(1, quiet=True)
-    with pytest.raises(ValueError, match="prepare_model"):
-        trainer.set_scratch_params_device(mx.cpu(1))
-    trainer.prepare_model(outer)
-    trainer.set_scratch_params_device(mx.cpu(1))
+    assert trainer.prepare_model(outer).trainer is trainer
+    outer.set_scratch_params_device(mx.cpu(1))
     assert outer.W.ctx == inner.W.ctx == mx.cpu(1)
     with mx.autograd.record():
         (outer.W * 3).sum().backward()

@@ -18,7 +18,6 @@ from training_cases import Rows, fit, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.book.vocabulary import add_to_class
-from manyhands.cli import parity
 from manyhands.errors import BadRunFolder
 from manyhands.training.options import Step, Workers
 from manyhands.training.settings import Settings
@@ -220,11 +219,3 @@ def test_numbers_of_numpy() -> None:
     settings = Settings(lr=np.float64(0.5), seed=np.int64(3), batch_size=np.int32(4))
     assert json.loads(json.dumps(settings.as_dict()))["seed"] == 3
     assert type(settings.lr) is float
-
-
-@pytest.mark.parametrize("count", [40, 48, 20, 5000])
-def test_parity_makes_enough_steps_with_a_short_one(count: int) -> None:
-    used, epochs = parity._extent(count, 16, 50)
-    assert used <= count
-    assert used % 16
-    assert epochs * -(-used // 16) >= 50

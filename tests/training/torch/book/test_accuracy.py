@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands import torch as mh
 from manyhands.book.torch import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus, lenet
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.errors import BadBatch
 
 SIZES = [5, 1, 8, 3]
 
@@ -45,12 +45,6 @@ def test_accuracy_counts() -> None:
     assert accuracy(scores.T.reshape(1, 3, 2), y.reshape(1, 2)) == 1.0  # a label per position
 
 
-def test_accuracy_of_shapes_that_differ_is_a_lesson() -> None:
-    for shape in ((3, 2), (3,), (2, 4, 2)):
-        with pytest.raises(BadBatch, match="do not belong together"):
-            accuracy(torch.zeros(shape), torch.zeros(2, dtype=torch.long))
-
-
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_one_device(device: str | None) -> None:
     assert evaluate_accuracy_gpu(make_net(), batches(), device) == expected()
@@ -77,15 +71,6 @@ def test_all_devices_with_a_split_of_ones_own() -> None:
 
     assert evaluate_accuracy_gpus(make_net(), batches(), split) == expected()
     assert seen == [mh.try_all_gpus()] * len(SIZES)
-
-
-def test_a_split_that_loses_samples_is_refused() -> None:
-    net = make_net()
-    with pytest.raises(BadBatch, match="counted once"):
-        evaluate_accuracy_gpus(net, batches(), lambda X, y, devices: mh.split_batch(X[1:], y[1:], devices))
-    with pytest.raises(BadBatch, match="0 and 0 shards"):
-        evaluate_accuracy_gpus(net, batches(), lambda X, y, devices: ([], []))
-    assert net.training
 
 
 @pytest.mark.parametrize("evaluate", [evaluate_accuracy_gpu, evaluate_accuracy_gpus])
@@ -123,29 +108,35 @@ def test_inputs_of_several_parts(evaluate: Any, container: Any) -> None:
     assert evaluate(net, pairs) == expected()
 
 
-def test_a_function_is_a_net_too() -> None:
+@pytest.mark.parametrize("evaluate", [evaluate_accuracy_gpu, evaluate_accuracy_gpus])
+def test_a_function_is_a_net_too(evaluate: Any) -> None:
     data = [(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))]
-    assert evaluate_accuracy_gpu(lambda X: torch.eye(3)[X], data) == 2 / 3
-    with pytest.raises(NotATensor, match="evaluate_accuracy_gpu takes"):
-        evaluate_accuracy_gpus(lambda X: X, batches())  # type: ignore[arg-type]
+    assert evaluate(lambda X: torch.eye(3, device=X.device)[X], data) == 2 / 3
 
 
 class Reads(TorchDispatchMode):
-    """Counts the operations that give a number to the host: on a GPU each of them waits."""
+    """Records when a number is given to the host: on a GPU each waits."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.when: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.when.append(self.batches)
         return func(*args, **kwargs or {})
+
+    def counted(self, data: Iterator[Any]) -> Iterator[Any]:
+        for self.batches, batch in enumerate(data, start=1):
+            yield batch
 
 
 @pytest.mark.parametrize("evaluate", [evaluate_accuracy_gpu, evaluate_accuracy_gpus])
-def test_one_read_per_device_at_the_end(evaluate: Any) -> None:
-    data, net = list(batches()), make_net()
+def test_numbers_are_read_after_the_last_batch(evaluate: Any) -> None:
+    net = make_net()
     with Reads() as reads:
-        evaluate(net, data)
-    assert reads.count == (1 if evaluate is evaluate_accuracy_gpu else len(mh.try_all_gpus()))
+        evaluate(net, reads.counted(batches()))
+    assert set(reads.when) == {len(SIZES)}
 
 
 @pytest.mark.skipif(mh.num_gpus() < 2, reason="needs two devices (MANYHANDS_VIRTUAL_DEVICES=2)")
@@ -155,8 +146,6 @@ def test_several_devices() -> None:
     assert evaluate_accuracy_gpu(net, batches(), "gpu:1") == expected()
     assert evaluate_accuracy_gpus(net, batches()) == expected()
     assert mh.device_of(net) == mh.gpu(1)
-    with pytest.raises(DeviceMismatch, match="move the net there first"):
-        evaluate_accuracy_gpu(net, batches(), mh.gpu(0))
     images = [(torch.randn(3, 1, 28, 28), torch.tensor([0, 1, 2]))]
     convolutions = lenet()
     assert evaluate_accuracy_gpus(convolutions, images) == evaluate_accuracy_gpu(convolutions, images)
