@@ -34,7 +34,6 @@ def parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
         prog="manyhands",
         description="Compute and train on every device you have: no hidden copies, no hidden waits, the same answer.",
     )
-    top.likely = {"predict": "forecast", "run": "simulate"}.get  # their names in 0.2.0
     top.add_argument("--version", action="version", version=f"manyhands {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():

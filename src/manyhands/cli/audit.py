@@ -103,9 +103,8 @@ def run(options: argparse.Namespace) -> int:
     if baseline is not None:
         report = reports.new_since(report, baseline)
     _show(report, options)
-    hint = flags.misplaced("audit", program[0], program[1:], _OPTIONS)
-    if hint is not None and (code == 2 or "--as-if-gpu" in program):  # 2: as argparse ends
-        print(hint, file=sys.stderr)
+    if code == 2 or "--as-if-gpu" in program:  # 2: as argparse ends
+        flags.misplaced("audit", program[0], program[1:], _OPTIONS)
     if code == 0 and options.fail_over is not None and (report.gain or 0.0) > options.fail_over:
         print(
             f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {options.fail_over:.1%} of "

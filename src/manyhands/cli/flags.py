@@ -17,20 +17,14 @@ from typing import Any, NoReturn
 
 from manyhands.device import FRAMEWORKS
 
-MODELS = ("resnet18", "lenet", "small-resnet", "mlp")  # as manyhands.book.recipes, which imports NumPy
-
 
 def whole_number(least: int) -> Callable[[str], int]:
     """The type of an option that takes a whole number."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
+        if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of at least {least}")
-        return value
+        return int(text)
 
     return parse
 
@@ -41,27 +35,19 @@ FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
 
 def number(text: str) -> float:
-    """The type of an option that takes a whole number, or a part of a whole."""
+    """The type of an option that takes a number of zero or more; a whole number stays one."""
     try:
-        return int(text) if text.isdecimal() else float(text)
+        value = int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number") from None
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of zero or more")
+    return value
 
 
 def folder(text: str) -> Path:
     """The type of an option that takes a folder; expands ``~``, because a shell does not in ``--run=~/mine``."""
     return Path(os.path.expanduser(text))
-
-
-def rate(text: str) -> float:
-    """The type of an option that takes a learning rate."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a learning rate: give a number of zero or more")
-    return value
 
 
 def add_framework(option: Callable[..., Any], words: str = "") -> None:
@@ -108,12 +94,10 @@ def add_parameters(
 
 def _type(parameter: inspect.Parameter, function: Any) -> dict[str, Any]:
     """How argparse reads a parameter with this annotation; as text if that is not plain."""
-    annotation = parameter.annotation
-    if isinstance(annotation, str):
-        try:
-            annotation = eval(annotation, vars(sys.modules[function.__module__]))
-        except NameError:  # imported for type checkers only
-            return {}
+    try:
+        annotation = eval(parameter.annotation, vars(sys.modules[function.__module__]))
+    except NameError:  # imported for type checkers only
+        return {}
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = [kind for kind in (typing.get_args(annotation) if union else (annotation,)) if kind is not types.NoneType]
     if kinds == [bool]:
@@ -141,9 +125,6 @@ def _documented(function: Any) -> dict[str, tuple[str, str]]:
     return documented
 
 
-# The library's errors in the words of the command
-
-
 def names(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The flag of each of the library's options that a command has."""
     actions = [action for action in parser._actions if action.option_strings]
@@ -151,51 +132,32 @@ def names(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 _TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
-_GIVEN = r"(?<![-\w/])({})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)"
-_NAMED = r"(?<![-\w/])({})(?![\w=/])"
 
 
 def in_command_words(text: str, names: Mapping[str, str]) -> str:
-    """Rewrite a message about settings in terms of command-line options.
+    """Rewrite options in a message of the library as options of the command.
 
-    >>> flags = {"batch_size": "--batch-size", "max_epochs": "--epochs", "resume": "--resume", "on_nan": "--on-nan"}
-    >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or resume='auto'", flags)
-    '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
-    >>> in_command_words("Step(on_nan='stop'): give step=mh.Step(on_nan='continue'), with max_epochs", flags)
-    '--on-nan stop: give --on-nan continue, with --epochs'
-    >>> in_command_words("runs/resume=0.1 and runs/batch_size are folders", flags)
-    'runs/resume=0.1 and runs/batch_size are folders'
+    >>> flags = {"batch_size": "--batch-size", "on_nan": "--on-nan"}
+    >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or step=mh.Step(on_nan='stop')", flags)
+    '--batch-size 10 is wrong: give --batch-size 16, or --on-nan stop'
     """
+    option = rf"(?<![-\w/])({'|'.join(names)})=('[^']*'|\[[^\]]*\]|-?\w(?:[\w.+-]*\w)?)"
 
-    def flag(match: re.Match[str]) -> str:
-        name, value = match[1], match[2].strip("[]'").replace(", ", ",")
-        return f"{names[name]} {'RUN' if value == 'auto' and name == 'resume' else value}"
+    def as_flag(match: re.Match[str]) -> str:
+        return " ".join([names[match[1]], match[2].strip("'")])
 
-    text = re.sub(_GIVEN.format(_any_of(names)), flag, _TOPIC.sub(r"\1", text))
-    not_words = [name for name in names if "_" in name]  # "seed" is also a word
-    return re.sub(_NAMED.format(_any_of(not_words)), lambda match: names[match[1]], text)
-
-
-def _any_of(names: Collection[str]) -> str:
-    return "|".join(sorted(names, key=len, reverse=True)) or r"\b\B"
+    return re.sub(option, as_flag, _TOPIC.sub(r"\1", text))
 
 
 # What the user probably meant
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the choice that the user probably meant.
-
-    ``likely``: suggests a replacement for a refused word, if a command knows more than its choices.
-    """
-
-    likely: Callable[[str], str | None] | None = None
+    """Suggests the choice that the user probably meant."""
 
     def error(self, message: str) -> NoReturn:
-        near = None
-        if refused := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            near = self.likely(refused[1]) if self.likely is not None else None
-            near = near or _near(refused[1], re.findall(r"[\w-]+", refused[2]))
+        refused = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        near = _near(refused[1], re.findall(r"[\w-]+", refused[2])) if refused else None
         super().error(f"{message}; did you mean {near}?" if near else message)
 
 
@@ -216,16 +178,10 @@ def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
 
 
-# Commands that run a user's program
-
-
-def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> str | None:
-    """A hint if options of a command come after the script's name, so that the script receives them.
-
-    >>> misplaced("simulate", "train.py", ["--devices=4"], ["--devices"])
-    'manyhands simulate: --devices went to train.py: options of manyhands simulate go before the script'
-    """
-    names = [name for text in arguments if (name := text.partition("=")[0]) in options]
-    if not names:
-        return None
-    return f"manyhands {command}: {names[0]} went to {script}: options of manyhands {command} go before the script"
+def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> None:
+    """Print a hint if options of a command come after the script's name, so that the script receives them."""
+    for name in (text.partition("=")[0] for text in arguments):
+        if name in options:
+            before = f"options of manyhands {command} go before the script"
+            print(f"manyhands {command}: {name} went to {script}: {before}", file=sys.stderr)
+            return

@@ -54,9 +54,8 @@ def run(options: argparse.Namespace) -> int:
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            hint = flags.misplaced("simulate", options.script.name, options.arguments, ("--devices",))
-            if end.code == 2 and hint is not None:  # as argparse ends
-                print(hint, file=sys.stderr)
+            if end.code == 2:  # as argparse ends
+                flags.misplaced("simulate", options.script.name, options.arguments, ("--devices",))
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
             sys.argv, sys.path[:] = arguments, path

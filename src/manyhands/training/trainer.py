@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Integral
@@ -290,7 +290,7 @@ class BaseTrainer(Evaluating):
             self.train_source = dataclasses.replace(self.train_source, required_size=self.options.batch_size)
         self._limit_data(settings)
         self._check_monitors(model)
-        run, resume = plan_run(self.options.run, self.options.resume, self.run_config, self.announced), None
+        run, resume = plan_run(self.options.run, self.options.resume, self.run_config), None
         if launcher.is_first():
             if run is not None:
                 run.check()
@@ -415,8 +415,6 @@ class BaseTrainer(Evaluating):
 
     # Further entries of the run's config.json, besides the settings.
     run_config: Mapping[str, Any] = MappingProxyType({})
-    # Settings, and options of the optimizer, whose change in a resumed run the caller has announced.
-    announced: Collection[str] = ()
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
         """The training data and the validation data (or None), as the framework's sources."""

@@ -20,7 +20,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ class RunPlan:
     resumes: bool  # whether a run that is there may be continued
     # What config.json says besides the settings.
     config: Mapping[str, Any] = field(default_factory=dict)
-    announced: Collection[str] = ()  # settings whose change the caller has announced
 
     def check(self) -> None:
         """Refuse a path that cannot be this job's folder; reads only."""
@@ -57,9 +56,7 @@ class RunPlan:
                 )
 
 
-def plan_run(
-    run: str | Path | None, resume: str | Path | None, config: Mapping[str, Any], announced: Collection[str]
-) -> RunPlan | None:
+def plan_run(run: str | Path | None, resume: str | Path | None, config: Mapping[str, Any]) -> RunPlan | None:
     """The plan for ``Trainer(run=..., resume=...)``; None where nothing is written."""
     if run is None:
         return None
@@ -67,7 +64,7 @@ def plan_run(
     resumes = resume == "auto" or (
         resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve())
     )
-    return RunPlan(path, resumes, dict(config), announced)
+    return RunPlan(path, resumes, dict(config))
 
 
 def checkpoint_to_resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +209,7 @@ class Saver:
 
     def announce(self, before: Mapping[str, Any], *, is_over: bool) -> None:
         """Say where the job resumes, and which settings have changed: the new ones count."""
-        changed = changed_settings(
-            before, self._settings, self._learner, () if self._plan is None else self._plan.announced
-        )
+        changed = changed_settings(before, self._settings, self._learner)
         if changed:
             self._learner.notes.append(f"resumed with {', '.join(changed)}")
         cursor, most = self._position.cursor, self._settings.max_epochs
@@ -221,10 +219,8 @@ class Saver:
         self._report.note(f"{begins} after step {cursor.step}, in {epochs}{new}")
 
 
-def changed_settings(
-    before: Mapping[str, Any], settings: Settings, learner: Learner, announced: Collection[str]
-) -> list[str]:
-    """The settings that a resumed job has changed, in words, without those that the caller has announced."""
+def changed_settings(before: Mapping[str, Any], settings: Settings, learner: Learner) -> list[str]:
+    """The settings that a resumed job has changed, in words."""
     own, saved = _flat(settings.as_dict()), _flat(before["settings"])
     now = {words: own[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
     then = {words: saved.get(name, now[words]) for name, words in _ANNOUNCED.items()}
@@ -233,11 +229,10 @@ def changed_settings(
         del now[_ANNOUNCED["lr"]]
     if own["precision"] == "auto" and getattr(learner, "keeps_precision", False):
         del now[_ANNOUNCED["precision"]]
-    known = {_ANNOUNCED.get(name, name) for name in announced} | set(announced)
     return [
         f"{name} {_in_words(value)} instead of {_in_words(then[name])}"
         for name, value in now.items()
-        if name not in known and then.get(name, value) != value
+        if then.get(name, value) != value
     ]
 
 
