@@ -10,7 +10,7 @@ devices are simulated. The colours of the first two follow the reader's light or
 
 from __future__ import annotations
 
-import shutil
+import json
 import subprocess
 import sys
 import tempfile
@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 
 from manyhands import torch as mh
+from manyhands.lab.finding import Plot
+from manyhands.lab.plots import svg
 from manyhands.schedule.pictures import graph_svg as graph
-from manyhands.schedule.pictures.timeline import Timeline, colour_of
+from manyhands.schedule.pictures.timeline import Span, Timeline, colour_of
 from manyhands.schedule.simulate import simulate
 
 FOLDER = Path(__file__).parent
@@ -130,9 +132,11 @@ def picture(plain: Timeline, spread: Timeline) -> str:
 
 def of_the_lab(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
+        page, trials = Path(folder) / "report.html", Path(folder) / "report.json"
         command = [sys.executable, "-m", "manyhands", "lab", "run", "how-linear", "--framework", "torch"]
-        subprocess.run([*command, "--out", folder], check=True)
-        shutil.copy(Path(folder) / "plots" / "how-linear-torch-2.svg", path)
+        subprocess.run([*command, "--html", page, "--json", trials], check=True)
+        plot = json.loads(trials.read_text())["results"][0]["finding"]["plots"][1]
+    path.write_text(svg(Plot("timeline", plot["title"], spans=[Span(**span) for span in plot["spans"]])))
 
 
 def of_lanes(path: Path) -> None:

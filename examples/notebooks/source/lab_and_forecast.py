@@ -68,6 +68,6 @@ for part, size in memory.as_dict().items():
 
 # %% [markdown]
 # `manyhands lab run how-linear` runs one, `manyhands lab run all --quick` all of them in some minutes. Results are checked before times are
-# believed, and everything is put into one page, `lab-report/report.html`. Virtual devices are marked as such.
+# believed, and everything is put into one page, `lab-report.html`. Virtual devices are marked as such.
 #
 # Next: [moving between frameworks](frameworks.ipynb).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from manyhands import __version__, machine
@@ -59,7 +59,12 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
     """Host, driver and frameworks as plain data, as ``--json`` prints it."""
     wanted = frameworks or probe.installed()
     host, gpus = machine.host(), machine.gpus()
-    replies = _ask_all(wanted, measured=measured, quiet=quiet)
+    # Notebooks set FORCE_COLOR, which makes rich treat a pipe as a terminal.
+    console = Console(file=sys.stderr, quiet=quiet or not sys.stderr.isatty())
+    at_once = 1 if measured else max(1, len(wanted))  # measurements must not disturb each other
+    status = console.status(f"{'measuring' if measured else 'asking'} {', '.join(wanted)}")
+    with status, ThreadPoolExecutor(max_workers=at_once) as pool:
+        replies = list(pool.map(functools.partial(probe.ask, measured=measured), wanted))
     load = {gpu.uuid: gpu.load_percent for gpu in gpus}
     for reply in replies:
         for row in reply.get("devices", []):
@@ -72,29 +77,6 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
         "why_no_gpus": machine.why_no_gpus(),
         "frameworks": replies,
     }
-
-
-def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict[str, Any]]:
-    """Ask the frameworks: in parallel for a list, one after the other for measurements."""
-    # Notebooks set FORCE_COLOR, which makes rich treat a pipe as a terminal.
-    console = Console(file=sys.stderr, quiet=quiet or not sys.stderr.isatty())
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("asking the frameworks", total=len(frameworks))
-
-        def expect(figures: int) -> None:
-            bar.update(task, total=(bar.tasks[0].total or 0) + figures)
-
-        def progress(text: str) -> None:
-            bar.update(task, advance=1, description=f"measuring {text}")
-
-        def ask(framework: str) -> dict[str, Any]:
-            reply = probe.ask(framework, measured=measured, expect=expect, progress=progress)
-            bar.update(task, advance=1)
-            return reply
-
-        with ThreadPoolExecutor(max_workers=1 if measured else max(1, len(frameworks))) as pool:
-            return list(pool.map(ask, frameworks))
 
 
 def _shown(facts: dict[str, Any], *, measured: bool) -> str:

@@ -2,8 +2,7 @@
 
 Frameworks reserve memory when they start (JAX most of a GPU's, TensorFlow all of it), conflict with each other in one
 process, and may crash or hang on a broken driver. So ``manyhands devices`` asks each framework in a child process,
-which ends when it has answered, or is ended when it takes too long. The child prints one JSON object per line: first
-the number of figures to ``expect``, then a ``progress`` for each measured figure, finally the ``report``.
+which prints its report as one line of JSON, and is ended when it takes too long.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -38,92 +34,39 @@ def installed() -> list[str]:
     return [name for name in FRAMEWORKS if moves.installed(name)]
 
 
-def ask(
-    framework: str, *, measured: bool, expect: Callable[[int], None], progress: Callable[[str], None]
-) -> dict[str, Any]:
+def ask(framework: str, *, measured: bool = False) -> dict[str, Any]:
     """The report of one framework, or ``{"framework": ..., "error": why there is none}``."""
-    report: dict[str, Any] = {}
-    # The child's stderr goes to a file: a pipe that nobody reads fills up, and the child would hang.
-    with tempfile.TemporaryFile("w+", errors="replace") as noise:
-        child = subprocess.Popen(
-            _command(framework, measured=measured),
-            stdout=subprocess.PIPE,
-            stderr=noise,
-            text=True,
-            errors="replace",
-            env={**_MODEST, **os.environ},
-        )
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            child.kill()
-
-        limit = threading.Timer(_SECONDS, end)
-        limit.start()
-        try:
-            for line in _lines(child):
-                if "expect" in line:
-                    expect(line["expect"])
-                if "progress" in line:
-                    progress(line["progress"])
-                report = line.get("report", report)
-            child.wait()
-        finally:
-            limit.cancel()
-            child.kill()
-            child.wait()
-        if report:
-            return report
-        if late.is_set():
-            return {"framework": framework, "error": f"did not answer within {counted(_SECONDS, 'second')}"}
-        noise.seek(0)
-        last = [line for line in noise if line.strip()] or [f"exit status {child.returncode}"]
-    return {"framework": framework, "error": re.sub(r"^manyhands\.errors\.\w+: ", "", last[-1].strip())}
-
-
-def _command(framework: str, *, measured: bool) -> list[str]:
     # -P: do not import files of the current folder that are named like a module (random.py, torch.py).
-    options = ["--measure"] if measured else []
-    return [sys.executable, "-P", "-m", "manyhands.cli.probe", framework, *options]
-
-
-def _lines(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects in the child's output; frameworks also print other lines."""
-    assert child.stdout is not None
-    with child.stdout:
-        for line in child.stdout:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
+    command = [sys.executable, "-P", "-m", __name__, framework, *(["--measure"] if measured else [])]
+    environment = {**_MODEST, **os.environ}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"framework": framework, "error": f"did not answer within {counted(_SECONDS, 'second')}"}
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith('{"framework"'):  # frameworks also print other lines
+            report: dict[str, Any] = json.loads(line)
+            return report
+    *_, last = [f"exit status {done.returncode}", *(line for line in done.stderr.splitlines() if line.strip())]
+    return {"framework": framework, "error": re.sub(r"^manyhands\.errors\.\w+: ", "", last.strip())}
 
 
 def report(framework: str, *, measured: bool) -> dict[str, Any]:
-    """What this framework sees, in this process; prints its progress."""
+    """What this framework sees, in this process."""
     door = importlib.import_module(f"manyhands.{framework}")
     backend = importlib.import_module(f"manyhands.backends.{framework}.devices")
     rows = []
-    records = door.devices()
-    _say({"expect": len(records) * len(measure.steps()) if measured else 0})
-    for record in records:
+    for record in door.devices():
         row = {**asdict(record), "device": str(record.device), "kind": record.kind, "index": record.index}
         if measured:
             native = door.cpu() if record.kind == "cpu" else door.gpu(record.index)
-            row["speed"] = {}
-            for name, value in measure.speed(backend, native):
-                row["speed"][name] = value
-                _say({"progress": f"{framework} {record.device} {name}"})
+            row["speed"] = dict(measure.speed(backend, native))
         rows.append(row)
     version = importlib.import_module(framework).__version__
     return {"framework": framework, "version": version, "virtual": backend.virtual_count(), "devices": rows}
 
 
-def _say(value: dict[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
-
-
 if __name__ == "__main__":
-    _say({"report": report(sys.argv[1], measured="--measure" in sys.argv[2:])})
+    print(json.dumps(report(sys.argv[1], measured="--measure" in sys.argv[2:])), flush=True)

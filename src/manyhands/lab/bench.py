@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from manyhands import tree
 from manyhands.amounts import counted
 from manyhands.device import Device
-from manyhands.errors import NotHere, ResultsDiffer
+from manyhands.errors import ResultsDiffer
 from manyhands.lab.finding import Times, Trial
 from manyhands.lab.operations import Operations, operations_of
 
@@ -37,13 +37,12 @@ class Bench:
         real_gpus: int = 0,
         most_devices: int = 1,
         apart: bool = False,
-        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.mh, self.framework, self.quick = mh, framework, quick
         self.real_gpus = real_gpus
         self.virtual: list[str] = []  # the names of the virtual devices that were used
         self.recorded: list[Trial] = []
-        self._most, self._apart, self._say, self._virtual_devices = most_devices, apart, say, list[Any]()
+        self._most, self._apart, self._virtual_devices = most_devices, apart, list[Any]()
 
     @functools.cached_property
     def operations(self) -> Operations:
@@ -110,7 +109,7 @@ class Bench:
 
     def say(self, text: str) -> None:
         """Show a line of progress."""
-        self._say(text)
+        print(text, flush=True)
 
     def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, compared: str = "the two methods") -> None:
         """Raise :class:`ResultsDiffer` unless both hold the same numbers, in tensors, numbers or trees of them.
@@ -138,8 +137,9 @@ class Bench:
     ) -> Times:
         """Time the methods in alternation, after a warm-up; each call ends with a wait for all devices.
 
-        The report lists ``settings`` with the raw trials (a size, a batch size). ``rounds``: exactly this many; by
-        default as many as a few seconds allow, and at least 3 with ``quick``, 7 without.
+        So a moment in which the machine is busy affects all of them. The report lists ``settings`` with the raw trials
+        (a size, a batch size). ``rounds``: exactly this many; by default as many as a few seconds allow, and at least 3
+        with ``quick``, 7 without.
         """
         settings = dict(settings or {})
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -151,15 +151,15 @@ class Bench:
             calls[name] = max(1, min(_MOST_CALLS, math.ceil(_LONG_ENOUGH / max(once, 1e-7))))
         least, most = (rounds, rounds) if rounds else _ROUNDS[self.quick]
         times, begin = Times({name: [] for name in methods}), time.perf_counter()
-        for spent in rounds_of(list(methods), lambda name: self._seconds(methods[name], calls[name])):
-            for name, each in zip(methods, spent, strict=True):
-                times[name].append(each)
-                self.recorded.append(Trial(name, settings, each, calls[name]))
-            done = len(times[next(iter(methods))])
-            self.say(f"round {done}{f' ({shown})' if shown else ''}")
-            if done >= most or (done >= least and time.perf_counter() - begin > _BUDGET[self.quick]):
-                return times
-        raise AssertionError  # rounds_of has no end
+        for number in range(most):
+            if number >= least and time.perf_counter() - begin > _BUDGET[self.quick]:
+                break
+            first = number % len(methods)  # each round begins with the next method
+            for name in [*methods, *methods][first : first + len(methods)]:
+                times[name].append(self._seconds(methods[name], calls[name]))
+                self.recorded.append(Trial(name, settings, times[name][-1], calls[name]))
+            self.say(f"round {number + 1}{f' ({shown})' if shown else ''}")
+        return times
 
     def _seconds(self, method: Callable[[], Any], calls: int) -> float:
         """Seconds of one call, including the devices' work."""
@@ -171,21 +171,3 @@ class Bench:
         spent = time.perf_counter() - begin
         del result  # after the clock has stopped: freeing it is not measured
         return spent / calls
-
-    @staticmethod
-    def not_here(why: str) -> NoReturn:
-        """End the experiment without an error: it has nothing to show on this machine or in this framework."""
-        raise NotHere(why)
-
-
-def rounds_of(methods: Sequence[str], seconds_of: Callable[[str], float]) -> Iterator[list[float]]:
-    """Rounds without end: the seconds of each method. Each round begins with the next one.
-
-    So a moment in which the machine is busy affects all of them.
-    """
-    first = 0
-    while True:
-        order = [*methods[first:], *methods[:first]]
-        spent = {name: seconds_of(name) for name in order}
-        yield [spent[name] for name in methods]
-        first = (first + 1) % len(methods)

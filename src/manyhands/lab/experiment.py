@@ -69,17 +69,8 @@ class Experiment:
 def load(name: str) -> Experiment:
     """The experiment with this name."""
     if name not in NAMES:
-        near = nearest(name)
-        guess = f"; there are {', '.join(NAMES)}" if near is None else f"; did you mean {near}?"
-        raise BadSettings(f"there is no experiment {name!r}{guess}")
+        near = difflib.get_close_matches(name, NAMES, 1)
+        guess = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
+        raise BadSettings(f"there is no experiment {name!r}; {guess}")
     loaded: Experiment = importlib.import_module(f"manyhands.lab.experiments.{name.replace('-', '_')}").run
     return loaded
-
-
-def nearest(name: str) -> str | None:
-    """The experiment that the user probably meant.
-
-    >>> nearest("all_busy"), nearest("list")
-    ('all-busy', None)
-    """
-    return next(iter(difflib.get_close_matches(name, NAMES, 1)), None)

@@ -52,8 +52,8 @@ class Series:
 class Plot:
     """What a plot shows: ``series`` as bars or lines, the ``spans`` of a timeline, or a ``drawing``, finished SVG.
 
-    ``unit="s"`` writes times with their unit; ``log`` names the axes that are logarithmic ("x", "xy"); ``bounds`` are
-    reference lines: what cannot be exceeded, or what would be perfect.
+    ``unit="s"`` writes times with their unit. Lines have logarithmic axes, bars with ``log``. ``bounds`` are reference
+    lines beside bars: what cannot be exceeded, or what would be perfect.
     """
 
     kind: Literal["bar", "line", "timeline", "drawing"]
@@ -63,7 +63,7 @@ class Plot:
     x_label: str = ""
     y_label: str = ""
     unit: str = ""
-    log: str = ""
+    log: bool = False
     drawing: str = ""
     bounds: Mapping[str, float] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ class Sweep(dict[Any, Times]):
     def lines(self, title: str, x_label: str) -> Plot:
         """The time of each method by size."""
         lines = [Series(name, list(self), [times.median(name) for times in self.values()]) for name in self.methods()]
-        return Plot("line", title, lines, x_label=x_label, y_label="time", unit="s", log="xy")
+        return Plot("line", title, lines, x_label=x_label, y_label="time", unit="s")
 
     def in_words(self, name: str, to: str, most: float = math.inf) -> str:
         """A sentence: at which sizes a method is clearly faster than another, and at which slower."""

@@ -1,13 +1,13 @@
-"""Draws a plot with matplotlib: as SVG that follows the reader's light or dark mode, and as PNG."""
+"""Draws a plot with matplotlib, as SVG that follows the reader's light or dark mode."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import seconds
@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 # Colours that can be told apart without red and green (after Okabe and Ito), on white and on black.
 _COLOURS = ("#2f8fc4", "#d5702a", "#2a9d78", "#b0689c", "#a58a1f", "#7a68b3", "#888888", "#4c5fb0")
-_DASHES = ("--", ":", "-.") * 4
 _INK = "#222222"
 _STYLE = "<style>svg { color: #222; } @media (prefers-color-scheme: dark) { svg { color: #eee; } }</style>"
-_FEW = 8  # up to this many sizes, an axis shows the measured sizes themselves
 
 
 def svg(plot: Plot) -> str:
-    """The plot as a file of its own."""
+    """The plot as the text of an SVG file."""
     if plot.kind == "drawing":
         return plot.drawing
     stream = io.StringIO()
@@ -39,13 +37,6 @@ def svg(plot: Plot) -> str:
     return f'{head}<svg role="img" aria-label="{escape(plot.title)}" {tag}>{_STYLE}{body}'
 
 
-def save_png(plot: Plot, path: Path) -> None:
-    """Writes the plot, for documents that do not take SVG; a drawing is SVG only."""
-    if plot.kind != "drawing":
-        with _drawn(plot) as figure:
-            figure.savefig(path, dpi=120)
-
-
 @contextmanager
 def _drawn(plot: Plot) -> Iterator[Figure]:
     import matplotlib
@@ -54,18 +45,20 @@ def _drawn(plot: Plot) -> Iterator[Figure]:
     style: Any = {f"{part}color": _INK for part in ("text.", "xtick.", "ytick.", "axes.label", "axes.edge")}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 11, "svg.hashsalt": "manyhands"}
     with matplotlib.rc_context(style):
+        lanes = {span.lane for span in plot.spans}
+        rows = 6 if plot.kind == "line" else len(lanes or plot.series[0].x)
+        figure = Figure(figsize=(8.0, 1.7 + 0.45 * rows), layout="constrained")
         if plot.kind == "timeline":
-            figure = Figure(figsize=(8.0, 1.6 + 0.5 * len({span.lane for span in plot.spans})), layout="constrained")
             gantt(figure, plot.spans)
         else:
-            rows = len(plot.series[0].x) if plot.kind == "bar" else 6
-            figure = Figure(figsize=(8.0, 1.7 + 0.45 * rows), layout="constrained")
             (_bars if plot.kind == "bar" else _lines)(figure.add_subplot(), plot)
         figure.suptitle(textwrap.fill(plot.title, 70), fontsize="medium", fontweight="bold")
+        if figure.axes[0].get_legend_handles_labels()[1]:
+            figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
         yield figure
 
 
-def _figure(value: float, plot: Plot) -> str:
+def _number(value: float, plot: Plot) -> str:
     return "0" if not value else seconds(value) if plot.unit == "s" else f"{value:g}"
 
 
@@ -73,49 +66,35 @@ def _bars(axes: Axes, plot: Plot) -> None:
     (series,) = plot.series
     places = list(range(len(series.x)))
     axes.barh(places, series.y, 0.7, color=_COLOURS[0])
-    for place, dots in zip(places, series.spread, strict=False):
-        axes.plot(dots, [place] * len(dots), ".", color=_INK, markersize=4)
     for place, value in zip(places, series.y, strict=True):
-        end = max([value, *(series.spread[place] if series.spread else ())])
-        axes.annotate(
-            f"{_figure(float(f'{value:.3g}'), plot)}", (end, place), (6, 0), textcoords="offset points", va="center"
-        )
+        dots = series.spread[place] if series.spread else []
+        axes.plot(dots, [place] * len(dots), ".", color=_INK, markersize=4)
+        words = _number(float(f"{value:.3g}"), plot)
+        axes.annotate(words, (max([value, *dots]), place), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, [str(x) for x in series.x])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    for (name, value), dashes in zip(plot.bounds.items(), _DASHES, strict=False):
-        axes.axvline(value, color=_INK, linestyle=dashes, linewidth=1, label=f"{name}: {_figure(value, plot)}")
+    for name, value in plot.bounds.items():
+        axes.axvline(value, color=_INK, linestyle="--", linewidth=1, label=f"{name}: {_number(value, plot)}")
     axes.set_xlabel(plot.y_label)
     if plot.log:
         axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: _figure(value, plot))
-    _legend(axes)
+    axes.xaxis.set_major_formatter(lambda value, _: _number(value, plot))
 
 
 def _lines(axes: Axes, plot: Plot) -> None:
-    for number, series in enumerate(plot.series):
-        axes.plot(list(series.x), list(series.y), "o-", color=_COLOURS[number % len(_COLOURS)], label=series.name)
-    for (name, value), dashes in zip(plot.bounds.items(), _DASHES, strict=False):
-        axes.axhline(value, color=_INK, linestyle=dashes, linewidth=1, label=name)
+    for series, colour in zip(plot.series, itertools.cycle(_COLOURS), strict=False):
+        axes.plot(list(series.x), list(series.y), "o-", color=colour, label=series.name)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
-    if "x" in plot.log:
-        axes.set_xscale("log")
-        sizes = sorted({x for series in plot.series for x in series.x})
-        axes.set_xticks(sizes if len(sizes) <= _FEW else axes.get_xticks(), minor=False)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
-    if "y" in plot.log:
-        axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        axes.yaxis.set_minor_formatter(
-            lambda value, _: _figure(value, plot) if high < 100 * low and f"{value:.0e}"[0] in "25" else ""
-        )
-    axes.yaxis.set_major_formatter(lambda value, _: _figure(value, plot))
+    axes.set_xscale("log")
+    axes.set_xticks(sorted({x for series in plot.series for x in series.x}), minor=False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_minor_formatter(
+        lambda value, _: _number(value, plot) if high < 100 * low and f"{value:.0e}"[0] in "25" else ""
+    )
+    axes.yaxis.set_major_formatter(lambda value, _: _number(value, plot))
     axes.grid(visible=True, alpha=0.35)
-    _legend(axes)
-
-
-def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)

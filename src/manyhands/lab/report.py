@@ -1,4 +1,4 @@
-"""The report: the results of all experiments as data, as text for a terminal, as one HTML page and as files.
+"""The report: the results of all experiments as data, as text for a terminal, and as one HTML page.
 
 The page is self-contained: no network, light and dark, readable on a phone.
 """
@@ -12,18 +12,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.audit.reports.html import page_of
-from manyhands.errors import BadSettings
-from manyhands.files import check_writable
+from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Plot, Table, Trial
-from manyhands.lab.plots import save_png, svg
+from manyhands.lab.plots import svg
 
-SCHEMA = 2
+SCHEMA = 3
 
-Status = Literal["done", "not here", "not measured", "failed", "interrupted"]
+Status = Literal["done", "not measured", "failed", "interrupted"]
 _STYLE = """
 .card { border-top: 1px solid var(--line); margin-top: 2rem; }
 .conclusion { font-weight: 600; } .failed { color: var(--wait); font-weight: 600; }
@@ -47,6 +45,10 @@ class Result:
     virtual: Sequence[str] = ()
     why: str = ""
 
+    @classmethod
+    def of(cls, experiment: Experiment, framework: str, status: Status, **rest: Any) -> Result:
+        return cls(experiment.name, experiment.question, experiment.exercise, framework, status, **rest)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -62,8 +64,17 @@ class Report:
     def with_result(self, result: Result) -> Report:
         return replace(self, results=[*self.results, result])
 
-    def as_data(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self)}
+    def as_json(self) -> str:
+        return json.dumps(_finite({"schema": SCHEMA, **asdict(self)}), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same data, with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def marked(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
@@ -78,58 +89,6 @@ def marked(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
     part = "with all cores of the CPU, which JAX cannot divide" if framework == "jax" else "one core of the CPU"
     note = f"Measured on {mark} ({each}{part}), because this machine has too few GPUs."
     return replace(finding, conclusion=f"{finding.conclusion} {note}", tables=tables, plots=plots)
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The paths of the page, of the raw trials, and of a folder for both and every plot; None: not written."""
-
-    html: Path | None = None
-    json: Path | None = None
-    folder: Path | None = None
-
-    def check(self) -> None:
-        """Raise if a file could not be written. Creates the folder."""
-        if self.folder is not None:
-            try:
-                (self.folder / "plots").mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise BadSettings(f"the folder {str(self.folder)!r} cannot be made: {error.strerror}") from error
-            check_writable(self.folder / "plots" / "plot.svg", BadSettings)
-        for path in self.pages():
-            check_writable(path, BadSettings)
-
-    def pages(self) -> list[Path]:
-        inside = [] if self.folder is None else [self.folder / "report.html", self.folder / "report.json"]
-        return [path for path in (self.html, self.json, *inside) if path is not None]
-
-    def write(self, report: Report) -> list[Path]:
-        """Write all files; returns the paths of the page and the trials."""
-        path = self.folder
-        try:
-            for path in self.pages():
-                is_json = path == self.json or (self.folder is not None and path.suffix == ".json")
-                trials = json.dumps(_finite(report.as_data()), indent=1, allow_nan=False)
-                path.write_text(f"{trials}\n" if is_json else page(report), encoding="utf-8")
-            if self.folder is not None and report.results and (finding := report.results[-1].finding) is not None:
-                name = f"{report.results[-1].experiment}-{report.results[-1].framework}"
-                for number, plot in enumerate(finding.plots):
-                    path = self.folder / "plots" / f"{name}-{number + 1}.svg"
-                    path.write_text(svg(plot), encoding="utf-8")
-                    save_png(plot, path.with_suffix(".png"))
-        except OSError as error:
-            # An error while writing, such as a full disk, does not name the file.
-            raise BadSettings(f"{str(error.filename or path)!r} cannot be written: {error.strerror}") from error
-        return self.pages()
-
-
-def _finite(value: Any) -> Any:
-    """The same data, with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text(result: Result) -> str:
@@ -156,32 +115,25 @@ def _aligned(table: Table) -> list[str]:
 
 
 def page(report: Report) -> str:
-    """The whole file."""
-    title, results = "manyhands lab", report.results
+    """The HTML page."""
+    title, host = "manyhands lab", report.host
     contents = "".join(
         f'<li><a href="#{_anchor(result)}">{escape(result.question)}</a> '
         f'<span class="small">{result.framework}{"" if result.status == "done" else f", {result.status}"}</span></li>'
-        for result in results
+        for result in report.results
     )
+    facts = [f"{report.date}, manyhands {report.manyhands}{', quick (small sizes)' if report.quick else ''}"]
+    facts.append(f"{host['name']}, {host['usable_cores']} of {host['cores']} cores")
+    for framework in report.frameworks:
+        devices = ", ".join(f"{row['device']} ({row['name']})" for row in framework["devices"])
+        facts.append(f"{framework['framework']} {framework['version']}: {devices}")
     body = [
         f"<h1>{title}</h1>",
-        *(f'<p class="small">{escape(line)}</p>' for line in _facts(report)),
-        f"<nav><ol>{contents}</ol></nav>" if len(results) > 1 else "",
-        *(_card(result) for result in results),
+        *(f'<p class="small">{escape(line)}</p>' for line in facts),
+        f"<nav><ol>{contents}</ol></nav>" if len(report.results) > 1 else "",
+        *(_card(result) for result in report.results),
     ]
     return page_of(title, "\n".join(part for part in body if part), _STYLE)
-
-
-def _facts(report: Report) -> list[str]:
-    """Where and when the report was made."""
-    host = report.host
-    cores = f"{host['usable_cores']} of {host['cores']} cores" if "cores" in host else ""
-    lines = [f"{report.date}, manyhands {report.manyhands}{', quick (small sizes)' if report.quick else ''}"]
-    lines.append(f"{host.get('name', 'unknown processor')}, {cores}")
-    for framework in report.frameworks:
-        devices = ", ".join(f"{row['device']} ({row['name']})" for row in framework.get("devices", []))
-        lines.append(f"{framework['framework']} {framework.get('version', '')}: {devices}")
-    return lines
 
 
 def _card(result: Result) -> str:
@@ -209,16 +161,15 @@ def _image(plot: Plot) -> str:
 
 
 def _table(table: Table) -> str:
-    def cells(tag: str, texts: list[str], names: list[str]) -> str:
+    def cells(tag: str, texts: Sequence[str]) -> str:
         kinds = ["", *[' class="figure"'] * (len(texts) - 1)]
         return "".join(
             f'<{tag}{kind} data-name="{escape(name)}">{escape(text)}</{tag}>'
-            for kind, text, name in zip(kinds, texts, names, strict=True)
+            for kind, text, name in zip(kinds, texts, table.headers, strict=True)
         )
 
-    headers = list(table.headers)
-    rows = "".join(f"<tr>{cells('td', list(row), headers)}</tr>" for row in table.rows)
-    head = f"<caption>{escape(table.title)}</caption><thead><tr>{cells('th', headers, headers)}</tr></thead>"
+    rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
+    head = f"<caption>{escape(table.title)}</caption><thead><tr>{cells('th', table.headers)}</tr></thead>"
     return f"<table>{head}<tbody>{rows}</tbody></table>"
 
 

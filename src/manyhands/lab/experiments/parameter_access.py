@@ -60,7 +60,7 @@ def run(bench: Bench) -> Finding:
         each = {name: times.median(name) / (few if name == _NUMBERS else count) for name in times}
         rows += [(f"{verb}, {name}", seconds(times.median(name)), seconds(each[name])) for name in times]
         bars = Series("time of one number", list(each), list(each.values()))
-        plots.append(Plot("bar", f"Time to {verb} one number", [bars], y_label="time", unit="s", log="x"))
+        plots.append(Plot("bar", f"Time to {verb} one number", [bars], y_label="time", unit="s", log=True))
         best = min((_TENSORS, _AT_ONCE), key=each.__getitem__)
         sentences.append(
             f"To {verb} number by number costs {seconds(each[_NUMBERS])} a number, {each[_NUMBERS] / each[best]:,.0f} "

@@ -105,7 +105,7 @@ def _speed_plot(sweep: Sweep) -> Plot:
         for devices in times:
             lines.setdefault(f"{job.model}, {devices}", {}).setdefault(job.batch_size, times.median(devices))
     series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
-    return Plot("line", "Time of an epoch", series, x_label="batch size", y_label="time", unit="s", log="xy")
+    return Plot("line", "Time of an epoch", series, x_label="batch size", y_label="time", unit="s")
 
 
 def conclusion(sweep: Sweep) -> str:
