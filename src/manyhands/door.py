@@ -11,76 +11,44 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from manyhands.placement.verbs import Verbs
 
 VERBS = tuple(name for name in vars(Verbs) if not name.startswith("_"))
 
+_LATE = {
+    "manyhands.audit.guard": ("assert_no_stalls", "guard"),
+    "manyhands.book.vocabulary": ("Accumulator", "Animator", "Benchmark", "HyperParameters", "Timer", "add_to_class"),
+    "manyhands.book.{framework}": (
+        *("DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"),
+        *("lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"),
+    ),
+    "manyhands.forecast.measured": ("forecast",),
+    "manyhands.parallel.handed_over": ("Parallel", "parallel"),
+    "manyhands.tasks.scope": ("Future", "task"),
+    "manyhands.training.callbacks.callback": ("Callback",),
+    "manyhands.training.callbacks.logger": ("CSVLogger", "Logger"),
+    "manyhands.training.callbacks.monitored": ("BestCheckpoint", "EarlyStopping"),
+    "manyhands.training.callbacks.progress": ("Progress",),
+    "manyhands.training.callbacks.services": ("MLflowLogger", "TensorBoardLogger", "WandbLogger"),
+    "manyhands.training.callbacks.weights": ("EMA", "LearningRateMonitor"),
+    "manyhands.training.loss.own_step": ("LossSum",),
+    "manyhands.training.options": ("Checkpoints", "Limits", "Step", "Workers"),
+    "manyhands.training.result": ("Result",),
+    "manyhands.training.schedules": ("PerEpoch", "PerStep", "by_step", "one_cycle"),
+    "manyhands.training.stopping": ("Stopped",),
+}
 # The module of each name that is loaded on first use.
-LOADED_LATE: Mapping[str, str] = MappingProxyType(
-    {
-        "Accumulator": "manyhands.book.vocabulary",
-        "Animator": "manyhands.book.vocabulary",
-        "Benchmark": "manyhands.book.vocabulary",
-        "BestCheckpoint": "manyhands.training.callbacks.monitored",
-        "CSVLogger": "manyhands.training.callbacks.logger",
-        "Callback": "manyhands.training.callbacks.callback",
-        "Checkpoints": "manyhands.training.options",
-        "DataModule": "manyhands.book.{framework}",
-        "EMA": "manyhands.training.callbacks.weights",
-        "EarlyStopping": "manyhands.training.callbacks.monitored",
-        "Future": "manyhands.tasks.scope",
-        "HyperParameters": "manyhands.book.vocabulary",
-        "LearningRateMonitor": "manyhands.training.callbacks.weights",
-        "Limits": "manyhands.training.options",
-        "Logger": "manyhands.training.callbacks.logger",
-        "LossSum": "manyhands.training.loss.own_step",
-        "MLflowLogger": "manyhands.training.callbacks.services",
-        "Module": "manyhands.book.{framework}",
-        "Parallel": "manyhands.parallel.handed_over",
-        "Progress": "manyhands.training.callbacks.progress",
-        "PerEpoch": "manyhands.training.schedules",
-        "PerStep": "manyhands.training.schedules",
-        "Residual": "manyhands.book.{framework}",
-        "Result": "manyhands.training.result",
-        "Step": "manyhands.training.options",
-        "Stopped": "manyhands.training.stopping",
-        "TensorBoardLogger": "manyhands.training.callbacks.services",
-        "Timer": "manyhands.book.vocabulary",
-        "Trainer": "manyhands.book.{framework}",
-        "WandbLogger": "manyhands.training.callbacks.services",
-        "Workers": "manyhands.training.options",
-        "accuracy": "manyhands.book.{framework}",
-        "add_to_class": "manyhands.book.vocabulary",
-        "assert_no_stalls": "manyhands.audit.guard",
-        "by_step": "manyhands.training.schedules",
-        "evaluate_accuracy_gpu": "manyhands.book.{framework}",
-        "evaluate_accuracy_gpus": "manyhands.book.{framework}",
-        "forecast": "manyhands.forecast.measured",
-        "guard": "manyhands.audit.guard",
-        "lenet": "manyhands.book.{framework}",
-        "load_data_fashion_mnist": "manyhands.book.{framework}",
-        "load_model": "manyhands.book.{framework}",
-        "load_weights": "manyhands.book.{framework}",
-        "one_cycle": "manyhands.training.schedules",
-        "parallel": "manyhands.parallel.handed_over",
-        "resnet18": "manyhands.book.{framework}",
-        "task": "manyhands.tasks.scope",
-        "train": "manyhands.book.{framework}",
-    }
-)
+LOADED_LATE = {name: module for module, names in _LATE.items() for name in names}
 # Names that PyTorch's door loads from another module, or that only it has: its `parallel` plans lanes itself.
-OF_TORCH: Mapping[str, str] = MappingProxyType(
-    {
-        "Parallel": "manyhands.parallel.function",
-        "compile_backend": "manyhands.parallel.torch_entry",
-        "parallel": "manyhands.parallel.torch_entry",
-        "whole_batch": "manyhands.training.torch.ranks.whole_batch",
-    }
-)
+OF_TORCH = {
+    "Parallel": "manyhands.parallel.function",
+    "compile_backend": "manyhands.parallel.torch_entry",
+    "parallel": "manyhands.parallel.torch_entry",
+    "whole_batch": "manyhands.training.torch.ranks.whole_batch",
+}
 
 
 def names(framework: str) -> list[str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,29 +107,31 @@ def host() -> HostFacts:
 
 def gpus() -> list[GpuFacts]:
     """Every GPU that the driver knows; empty without a driver or without ``nvidia-ml-py``."""
-    with _driver() as nvml:
-        if nvml is None:
-            return []
-        driver = _text(_optional(nvml, nvml.nvmlSystemGetDriverVersion) or "unknown")
-        count = _optional(nvml, nvml.nvmlDeviceGetCount) or 0
-        readings = [_optional(nvml, lambda index=index: _gpu(nvml, index, driver)) for index in range(count)]
-        return [gpu for gpu in readings if gpu is not None]
+    return _gpus_or_why()[0]
 
 
 def why_no_gpus() -> str | None:
     """A sentence that says why :func:`gpus` is empty, or None if it is not."""
-    if gpus():
-        return None
-    try:
-        import pynvml
+    return _gpus_or_why()[1]
 
-        pynvml.nvmlInit()
-        pynvml.nvmlShutdown()
+
+def _gpus_or_why() -> tuple[list[GpuFacts], str | None]:
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
     except ImportError:
-        return "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
+        return [], "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
     except Exception as error:  # report any problem of the driver with its own message
-        return f"no NVIDIA driver found ({error})"
-    return "the NVIDIA driver sees no GPU that it can describe"
+        return [], f"no NVIDIA driver found ({error})"
+    try:
+        driver = _text(_optional(nvml, nvml.nvmlSystemGetDriverVersion) or "unknown")
+        count = _optional(nvml, nvml.nvmlDeviceGetCount) or 0
+        readings = [_optional(nvml, lambda index=index: _gpu(nvml, index, driver)) for index in range(count)]
+    finally:
+        nvml.nvmlShutdown()
+    known = [gpu for gpu in readings if gpu is not None]
+    return known, None if known else "the NVIDIA driver sees no GPU that it can describe"
 
 
 def visible_uuid(ordinal: int) -> str | None:
@@ -153,22 +153,6 @@ def visible_uuid(ordinal: int) -> str | None:
     if entry.isdecimal():
         return facts[int(entry)].uuid if int(entry) < len(facts) else None
     return next((gpu.uuid for gpu in facts if gpu.uuid.startswith(entry)), None)
-
-
-@contextmanager
-def _driver() -> Iterator[Any]:
-    """NVML while it is open, or None if it is not available."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # not installed, no driver, a driver of another version: all mean "no GPU facts"
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, index: int, driver: str) -> GpuFacts:

@@ -46,14 +46,15 @@ def _exact(share: object) -> Fraction:
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
         raise BadShares(f"a share is a number, {share!r} is of type {type(share).__name__}")
     try:
-        about = float(share)
-    except OverflowError:
-        raise BadShares("a share is a number that a float can hold, this one is far larger: use [7, 3]") from None
-    if not math.isfinite(about) or about < 0:
-        raise BadShares(f"a share is zero or more and finite, {share!r} is not: for example [0.7, 0.3] or [7, 3]")
-    if isinstance(share, numbers.Rational):
-        return Fraction(int(share.numerator), int(share.denominator))
-    return Fraction(about)
+        if isinstance(share, numbers.Rational):
+            exact = Fraction(int(share.numerator), int(share.denominator))
+        else:
+            exact = Fraction(float(share))
+        if exact >= 0 and math.isfinite(float(exact)):
+            return exact
+    except (ValueError, OverflowError):  # NaN, infinity, or larger than any float
+        pass
+    raise BadShares(f"a share is zero or more and finite, {share!r} is not: for example [0.7, 0.3] or [7, 3]")
 
 
 def sizes(total: int, count: int, shares: Sequence[float] | None = None, *, least: int = 1) -> list[int]:

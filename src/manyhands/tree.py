@@ -114,7 +114,7 @@ def _new_branches(types: set[type]) -> bool:
     with _lock:
         branches = {cls for cls in types - _no_branches - _whole if dataclasses.is_dataclass(cls) or _is_dict(cls)}
         for cls in branches - _branches:
-            _register_dict(cls) if _is_dict(cls) else _register_dataclass(cls)
+            _register(cls)
         _branches.update(branches)
         _no_branches.update(types - branches)
     return bool(branches)
@@ -124,42 +124,26 @@ def _is_dict(cls: type) -> bool:
     return issubclass(cls, UserDict)
 
 
-def _register_dict(cls: type) -> None:
-    def take_apart(value: Any) -> tuple[tuple[Any, ...], _Mould, tuple[Any, ...]]:
-        names = tuple(value.data)
-        return tuple(value.data.values()), _Mould(value, names), names
-
-    def put_together(mould: _Mould, children: Iterable[Any]) -> Any:
-        value = copy.copy(mould.value)
-        value.data = dict(zip(mould.fields, children, strict=True))
-        return value
-
-    _register_node(cls, take_apart, put_together, optree.MappingEntry)
-
-
-def _register_dataclass(cls: type) -> None:
-    names = tuple(field.name for field in dataclasses.fields(cls))
+def _register(cls: type) -> None:
+    is_dict = _is_dict(cls)
+    fields = () if is_dict else tuple(field.name for field in dataclasses.fields(cls))
     assign = setattr if issubclass(cls, dict) else object.__setattr__  # the latter also where frozen
 
-    def take_apart(value: Any) -> tuple[tuple[Any, ...], _Mould, tuple[str, ...]]:
-        present = tuple(name for name in names if hasattr(value, name))
-        return tuple(getattr(value, name) for name in present), _Mould(value, present), present
+    def take_apart(value: Any) -> tuple[Iterable[Any], Any, tuple[str, ...]]:
+        parts = value.data if is_dict else {name: getattr(value, name) for name in fields if hasattr(value, name)}
+        return parts.values(), _Mould(value, tuple(parts)), tuple(parts)
 
-    def put_together(mould: _Mould, children: Iterable[Any]) -> Any:
+    def put_together(mould: Any, children: Iterable[Any]) -> Any:
         value = copy.copy(mould.value)
-        for name, child in zip(mould.fields, children, strict=True):
-            assign(value, name, child)
+        parts = dict(zip(mould.fields, children, strict=True))
+        if is_dict:
+            value.data = parts
+        else:
+            for name, child in parts.items():
+                assign(value, name, child)
         return value
 
-    _register_node(cls, take_apart, put_together, optree.GetAttrEntry)
-
-
-def _register_node(
-    cls: type,
-    take_apart: Callable[[Any], Any],
-    put_together: Callable[[Any, Any], Any],
-    entry: type[optree.PyTreeEntry],
-) -> None:
+    entry = optree.MappingEntry if is_dict else optree.GetAttrEntry
     optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=entry, namespace=_NAMESPACE)
 
 
