@@ -15,7 +15,7 @@ import pytest
 from page_blocks import PAGES, ROOT, Block, blocks
 
 from manyhands import door
-from manyhands.cli import audit, parser
+from manyhands.cli import parser
 from manyhands.device import FRAMEWORKS
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -65,8 +65,6 @@ def test_commands_of_manyhands_are_understood(capsys: pytest.CaptureFixture[str]
             continue
         arguments = words[words.index("manyhands") + 1 :]
         arguments = arguments[: next((i for i, word in enumerate(arguments) if word in ("|", "&&", ">")), None)]
-        if arguments[:1] == ["audit"]:
-            arguments, _ = audit.divide(arguments)
         assert _exit_code(top, arguments) == 0, f"{block.place}: {' '.join(words)}: {capsys.readouterr().err}"
         seen += 1
     assert seen > 10

@@ -48,13 +48,7 @@ def parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     top = parser(arguments[:1])
-    program: list[str] = []
-    if arguments[:1] == ["audit"]:
-        from manyhands.cli import audit
-
-        arguments, program = audit.divide(arguments)
     options, unknown = top.parse_known_args(arguments)
-    options.program = program
     if unknown:
         flags.refuse(options.parser if options.command else top, unknown)
     if options.command is None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from manyhands.errors import BadSettings
 from manyhands.files import check_writable
 
 WAITS_TOO_LONG = 3
-_WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--speeds")
-_OPTIONS = ("--as-if-gpu", *_WITH_VALUE)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -60,20 +58,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"exit with {WAITS_TOO_LONG} if removing the findings gains more than P%% of a step; default: never",
     )
     option("--baseline", **flags.FILE, help="report only findings that this earlier --json report lacks; default: all")
-
-
-def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The auditor's arguments, and the program with its arguments, which we do not parse.
-
-    >>> divide(["audit", "--steps", "5", "train.py", "--steps", "9"])
-    (['audit', '--steps', '5'], ['train.py', '--steps', '9'])
-    >>> divide(["audit", "--as-if-gpu", "-m", "jobs.train", "-v"])
-    (['audit', '--as-if-gpu'], ['-m', 'jobs.train', '-v'])
-    """
-    position = 1
-    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
-        position += 2 if arguments[position] in _WITH_VALUE else 1
-    return list(arguments[:position]), list(arguments[position:])
+    option(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar=("MODULE", "..."),
+        help="run a module as a program, with its arguments; default: a script",
+    )
+    option("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script, with its arguments")
 
 
 def _percent(text: str) -> float:
@@ -87,14 +79,18 @@ def _percent(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    program, is_module = _program(options.program)
+    program: list[str] = options.module or options.program
+    if not program:
+        raise BadSettings("audit needs a program: manyhands audit train.py, or manyhands audit -m package.train")
+    if not options.module and not Path(program[0]).is_file():
+        raise BadSettings(f"there is no file {program[0]!r} to audit")
     baseline = _baseline(options.baseline) if options.baseline is not None else None
     for path in (options.json, options.sarif, options.html):
         if path is not None:
             check_writable(path, BadSettings)
     with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
         result = Path(folder) / "result.json"
-        settings = _settings(options, program[0], is_module, result)
+        settings = _settings(options, program[0], result)
         code = _run_program(settings, program)
         report = Report.from_data(json.loads(result.read_text())) if result.is_file() else None
     if report is None:
@@ -104,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         report = reports.new_since(report, baseline)
     _show(report, options)
     if code == 2 or "--as-if-gpu" in program:  # 2: as argparse ends
-        flags.misplaced("audit", program[0], program[1:], _OPTIONS)
+        flags.misplaced("audit", program, options.parser)
     if code == 0 and options.fail_over is not None and (report.gain or 0.0) > options.fail_over:
         print(
             f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {options.fail_over:.1%} of "
@@ -121,16 +117,6 @@ def run(options: argparse.Namespace) -> int:
     return _same_end(code)
 
 
-def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    is_module = arguments[:1] == ["-m"]
-    program = list(arguments[1:] if is_module else arguments)
-    if not program:
-        raise BadSettings("audit needs a program: manyhands audit train.py, or manyhands audit -m package.train")
-    if not is_module and not Path(program[0]).is_file():
-        raise BadSettings(f"there is no file {program[0]!r} to audit")
-    return program, is_module
-
-
 def _baseline(path: Path) -> Report:
     try:
         data = json.loads(path.read_text())
@@ -143,7 +129,7 @@ def _baseline(path: Path) -> Report:
         raise BadSettings(f"--baseline {path} is not a report of `manyhands audit --json`") from None
 
 
-def _settings(options: argparse.Namespace, name: str, is_module: bool, result: Path) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, name: str, result: Path) -> dict[str, Any]:
     if options.speeds is not None and not options.as_if_gpu:
         raise BadSettings("--speeds is for predictions: give --as-if-gpu, too")
     target = None
@@ -151,7 +137,7 @@ def _settings(options: argparse.Namespace, name: str, is_module: bool, result: P
         target = asdict(speeds.load(options.speeds) if options.speeds is not None else speeds.h200())
     return {
         "program": name,
-        "module": is_module,
+        "module": bool(options.module),
         "warmup": options.warmup,
         "steps": options.steps,
         "speeds": target,
@@ -160,28 +146,20 @@ def _settings(options: argparse.Namespace, name: str, is_module: bool, result: P
 
 
 def _run_program(settings: dict[str, Any], program: Sequence[str]) -> int:
-    """Run the program in a separate process, with our stdin, stdout and stderr; returns its exit status."""
+    """Run the program in a separate process, with our stdin, stdout and stderr; returns its exit status.
+
+    Signals go on to the program, which they are meant for; a terminal's Ctrl-C reaches both anyway.
+    """
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    command = [*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program]
-    with _signals_go_on() as children:
-        child = subprocess.Popen(command)
-        children.append(child)
-        return child.wait()
-
-
-@contextlib.contextmanager
-def _signals_go_on() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Forward our signals to the program, which they are meant for; a terminal's Ctrl-C reaches both anyway."""
-    children: list[subprocess.Popen[bytes]] = []
+    child = subprocess.Popen([*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program])
 
     def forward(number: int, frame: object) -> None:
-        for child in children:
-            if number != signal.SIGINT or not sys.stdin.isatty():
-                child.send_signal(number)
+        if number != signal.SIGINT or not sys.stdin.isatty():
+            child.send_signal(number)
 
     before = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield children
+        return child.wait()
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

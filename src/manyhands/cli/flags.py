@@ -178,10 +178,9 @@ def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
 
 
-def misplaced(command: str, script: str, arguments: Sequence[str], options: Collection[str]) -> None:
-    """Print a hint if options of a command come after the script's name, so that the script receives them."""
-    for name in (text.partition("=")[0] for text in arguments):
-        if name in options:
-            before = f"options of manyhands {command} go before the script"
-            print(f"manyhands {command}: {name} went to {script}: {before}", file=sys.stderr)
-            return
+def misplaced(command: str, program: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Print a hint if options of a command come after the program's name, so that the program receives them."""
+    given = {text.partition("=")[0] for text in program[1:]}
+    for name in given.intersection(names(parser).values()):
+        before = f"options of manyhands {command} go before the script"
+        print(f"manyhands {command}: {name} went to {program[0]}: {before}", file=sys.stderr)

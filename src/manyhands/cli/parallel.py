@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.amounts import counted
 from manyhands.cli import flags, script
 from manyhands.errors import BadSettings
 from manyhands.schedule.pictures import graph_svg, timeline
@@ -64,44 +63,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The function's arguments: what ``inputs()`` in its script returns, if the function takes any.
-
-    A dict whose keys are the function's parameters gives keyword arguments; any other dict is an argument itself.
-    """
-    file, _, name = text.partition(":")
-    takes = _signature(function)
-    if takes is not None and not takes.parameters:
-        return (), {}
-    if not callable(make := getattr(module, "inputs", None)):
-        if _accepts(takes, ()):
-            return (), {}
-        raise BadSettings(
-            f"{text} takes arguments: write a function inputs() in the script that gives them, as a tuple"
-        )
-    if not _accepts(wanted := _signature(make), ()):
-        raise BadSettings(f"inputs() of {file} takes {wanted}: it is called without arguments, and makes them itself")
-    result = make()
-    if takes is not None and type(result) is dict and _accepts(takes, (), result):
-        return (), result
-    arguments = result if isinstance(result, (tuple, list)) else (result,)
-    if not _accepts(takes, arguments):
-        raise BadSettings(
-            f"{name} takes {takes}, but inputs() gives {counted(len(arguments), 'value')}: give a tuple with one for "
-            "each, or a dict by name"
-        )
-    return arguments, {}
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    """The function's signature; None if it has none."""
+    """The function's arguments: what ``inputs()`` in its script returns, if the function takes any."""
+    signature, make = inspect.signature(function), getattr(module, "inputs", None)
+    arguments: Any = () if make is None or not signature.parameters else make()
+    named = arguments if isinstance(arguments, dict) else {}
+    if named or not isinstance(arguments, (tuple, list)):
+        arguments = () if named else (arguments,)
     try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-
-
-def _accepts(takes: inspect.Signature | None, arguments: Sequence[Any], named: Mapping[Any, Any] | None = None) -> bool:
-    try:
-        return takes is None or takes.bind(*arguments, **(named or {})) is not None
-    except TypeError:  # also if a key is not a string
-        return False
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        raise BadSettings(
+            f"{text}: {error}: write a function inputs() in the script that gives the arguments, as a tuple, or as a "
+            "dict by name"
+        ) from None
+    return arguments, named

@@ -270,14 +270,3 @@ def test_the_command_explains_draws_and_forecasts(tmp_path: Path, capsys: pytest
     assert "times (simulated)" in told
     assert graph_file.read_text().count("<title>mm") == 4
     assert json.loads(trace_file.read_text())["traceEvents"]
-
-
-def test_the_command_says_what_a_script_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "script.py").write_text("def double(x):\n    return x * 2\n")
-    assert command.main(["parallel", f"{tmp_path / 'script.py'}:double"]) == 1
-    assert "write a function inputs()" in capsys.readouterr().err
-    (tmp_path / "script.py").write_text(SCRIPT)
-    picture = tmp_path / "g.png"
-    assert command.main(["parallel", f"{tmp_path / 'script.py'}:pairs", "--draw", str(picture)]) == 1
-    assert "write 'g.svg'" in capsys.readouterr().err
-    assert not picture.exists()
