@@ -22,10 +22,8 @@ def results() -> Results:
 
 def test_training_scales_over_nets_batch_sizes_and_devices(results: Results) -> None:
     (table,) = results["training-scaling"]["tables"]
-    assert [row[:2] for row in table["rows"]] == [
-        [f"lenet, batch size {size}, lr 0.05", devices] for size in (32, 128) for devices in ("1 device", "2 devices")
-    ]
-    assert "accuracy" not in table["headers"], "quick: too few images to learn from"
+    assert table["headers"] == ["job", "1 device", "2 devices", "times as fast as 1 device"]
+    assert [row[0] for row in table["rows"]] == [f"lenet, batch size {size}, lr 0.05" for size in (32, 128)]
     assert "Data: " in results["training-scaling"]["notes"][0]
 
 
@@ -61,16 +59,6 @@ def test_each_outcome_of_scaling_has_its_sentence() -> None:
     assert none.startswith("2 devices do not pay. No clear gain with lenet, batch size 64, lr 0.1 (0.70); lenet")
     with pytest.raises(Implausible, match=r"2 devices was 77\.54 times as fast as 1 device"):
         training_scaling.conclusion(_sweep(1.5, 77.54))
-
-
-def test_gain_and_time_are_from_one_row() -> None:
-    rows = training_scaling.table(_sweep(1.6, 2.0), {job: [0.8, 0.81] for job in JOBS}).rows
-    assert [row[2:] for row in rows] == [
-        ["0.800", "2 s", "1.00"],
-        ["0.810", "1.25 s", "1.60"],
-        ["0.800", "2 s", "1.00"],
-        ["0.810", "1 s", "2.00"],
-    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -100,11 +100,27 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
         )
     if facts["why_no_gpus"]:
         console.print(f"gpus: none; {facts['why_no_gpus']}")
-    answered = [reply for reply in facts["frameworks"] if "error" not in reply]
-    if answered:
-        console.print(_table(answered), soft_wrap=False)
-    if answered and measured:
-        console.print(_speed_table(answered), soft_wrap=False)
+    rows = [(reply, row) for reply in facts["frameworks"] for row in reply.get("devices", [])]
+    if rows:
+        described = [
+            (
+                f"{reply['framework']} {reply['version']}",
+                row["device"],
+                row["name"],
+                *(_gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"])),
+                row["capability"] or "-",
+            )
+            for reply, row in rows
+        ]
+        titles = ("framework", "device", "name", "GiB", "free", "load", "cap.")
+        console.print(_table(titles, described), soft_wrap=False)
+    if rows and measured:
+        speeds = [
+            (reply["framework"], row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
+            for reply, row in rows
+        ]
+        caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
+        console.print(_table(("framework", "device", *_COLUMNS.values()), speeds, caption), soft_wrap=False)
     for reply in facts["frameworks"]:
         if "error" in reply:
             console.print(f"{reply['framework']}: does not start: {reply['error']}")
@@ -117,40 +133,15 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
         console.print("no framework is installed: pip install 'manyhands[torch]' (or jax, tensorflow, mxnet)")
 
 
-def _table(replies: list[dict[str, Any]]) -> Table:
-    table = _empty_table(("name", "left"), ("GiB", "right"), ("free", "right"), ("load", "right"), ("cap.", "left"))
-    table.columns[2].no_wrap = False  # a name may take two lines, a figure never
-    for label, row in _rows(replies):
-        figures = _gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"])
-        table.add_row(label, row["device"], row["name"], *figures, row["capability"] or "-")
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption or None)
+    for title in titles:
+        # A name may take two lines, a figure never.
+        words = title in ("framework", "device", "name", "cap.")
+        table.add_column(title, justify="left" if words else "right", no_wrap=title != "name")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _speed_table(replies: list[dict[str, Any]]) -> Table:
-    table = _empty_table(*((title, "right") for title in _COLUMNS.values()))
-    table.caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
-    for label, row in _rows(replies):
-        framework = label.partition(" ")[0]  # the table above has its version, and the figures need the space
-        table.add_row(framework, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
-    return table
-
-
-def _empty_table(*columns: tuple[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("framework", "device"):
-        table.add_column(title, no_wrap=True)
-    for title, justify in columns:
-        table.add_column(title, justify=justify, no_wrap=True)
-    return table
-
-
-def _rows(replies: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for every device; the first row of a framework has its name."""
-    for reply in replies:
-        label = f"{reply['framework']} {reply['version']}"
-        for row in reply["devices"]:
-            yield label, row
-            label = ""
 
 
 def _gib(memory: dict[str, int] | None, key: str) -> str:

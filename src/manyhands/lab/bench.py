@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands import tree
-from manyhands.amounts import counted
 from manyhands.device import Device
 from manyhands.errors import ResultsDiffer
 from manyhands.lab.finding import Times, Trial
@@ -118,19 +117,16 @@ class Bench:
         """
         import numpy
 
-        result_leaves, expected_leaves = tree.flatten(results)[0], tree.flatten(expected)[0]
-        if len(result_leaves) != len(expected_leaves):
-            raise ResultsDiffer(
-                f"{compared}: {counted(len(result_leaves), 'result')} instead of {len(expected_leaves)}"
-            )
-        for position, (result, other) in enumerate(zip(result_leaves, expected_leaves, strict=True)):
-            a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (result, other))
-            if a.shape != b.shape:
-                raise ResultsDiffer(f"{compared}: result {position} has the shape {a.shape} instead of {b.shape}")
-            far = float(numpy.max(numpy.abs(a - b), initial=0.0))
-            allowed = tolerance * float(numpy.max(numpy.abs(b), initial=0.0))
-            if not far <= allowed:  # also true for NaN
-                raise ResultsDiffer(f"{compared} differ: result {position} by {far:.3g}, {allowed:.3g} is allowed")
+        values, wanted = (
+            [numpy.asarray(self.operations.numpy(leaf)) for leaf in tree.flatten(each)[0]]
+            for each in (results, expected)
+        )
+        if [value.shape for value in values] != [value.shape for value in wanted]:
+            raise ResultsDiffer(f"{compared} give results of different number or shape")
+        for position, (result, other) in enumerate(zip(values, wanted, strict=True)):
+            allowed = tolerance * float(numpy.max(numpy.abs(other), initial=0.0))
+            if not numpy.allclose(result, other, rtol=0, atol=allowed):  # also for NaN
+                raise ResultsDiffer(f"{compared} differ: result {position} by more than {allowed:.3g}")
 
     def trials(
         self, methods: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0

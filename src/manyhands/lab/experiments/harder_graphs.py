@@ -1,11 +1,9 @@
-"""Three graphs whose dependencies nobody wants to schedule by hand.
+"""Two graphs whose dependencies nobody wants to schedule by hand.
 
 - The book's two-layer MLP on a CPU and two devices: the weights go from the host to both devices, each computes the
   gradients of its half of the batch, the host adds them up and updates the weights.
 - A wavefront: a tile needs the tile above it and the tile to its left, so the tiles of a diagonal can run at once. The
   rows alternate between the devices.
-- A diamond with updates in place: two branches start from one tensor, which is overwritten while both still need
-  the old numbers.
 
 ``mh.parallel`` gets the plain functions. It must find the operations that can run at once, and give the same results.
 """
@@ -64,24 +62,6 @@ def _wavefront(bench: Bench, devices: Sequence[Any], move: Callable[[Any, Any], 
     return wavefront, (bench.random((size, size), devices[0], 1), weights)
 
 
-def _diamond(bench: Bench, devices: Sequence[Any], move: Callable[[Any, Any], Any]) -> _Graph:
-    matmul = bench.operations.matmul
-    size = bench.size(gpu=2048, cpu=384, quick=256)
-
-    def diamond(x: Any, left_weight: Any, right_weight: Any) -> Any:
-        top = matmul(x, left_weight)
-        left, right = matmul(top, left_weight), matmul(move(top, devices[1]), right_weight)
-        top *= 0.5  # in place: both branches need the old numbers
-        left += top
-        right *= 2.0
-        left, right = matmul(left, left_weight), matmul(right, right_weight)
-        left += move(right, devices[0])
-        return left + top
-
-    weights = [bench.random((size, size), device, seed) * size**-0.5 for seed, device in enumerate(devices)]
-    return diamond, (bench.random((size, size), devices[0], 2), *weights)
-
-
 @Experiment(
     "harder-graphs",
     "Does mh.parallel find what may run at once where dependencies are tangled?",
@@ -94,7 +74,7 @@ def run(bench: Bench) -> Finding:
     devices = bench.devices(2) if is_torch else bench.devices(1) * 2
     move = (lambda x, device: x.to(device)) if is_torch else (lambda x, device: x)
     notes, plots, sweep = [], list[Plot](), Sweep()
-    for make in (_mlp, _wavefront, _diamond):
+    for make in (_mlp, _wavefront):
         function, arguments = make(bench, devices, move)
         name = function.__name__
         bench.say(f"planning {name}")
@@ -111,9 +91,9 @@ def run(bench: Bench) -> Finding:
     if not is_torch:
         notes.append("mh.parallel hands functions to the framework's runtime: one device here, and no plan to draw.")
     gains = [times.median(_PLAIN) / times.median(_PLANNED) for times in sweep.values()]
-    bars = Plot("bar", "Three graphs", [Series("gain", list(sweep), gains)], y_label=f"times as fast as {_PLAIN}")
-    same = "All three give the numbers of the plain functions" + (", to the bit." if is_torch else ".")
-    table = sweep.table("graph", "Three graphs", gain=_PLANNED, to=_PLAIN)
+    bars = Plot("bar", "Two graphs", [Series("gain", list(sweep), gains)], y_label=f"times as fast as {_PLAIN}")
+    same = "Both give the numbers of the plain functions" + (", to the bit." if is_torch else ".")
+    table = sweep.table("graph", "Two graphs", gain=_PLANNED, to=_PLAIN)
     return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], [bars, *plots], notes)
 
 

@@ -28,7 +28,7 @@ _IN_TURN, _AT_ONCE = "one after the other", "at once"
 def run(bench: Bench) -> Finding:
     size = bench.size(gpu=4000, cpu=600, quick=400)
     inputs = [bench.random((size, size), device, seed) for seed, device in enumerate(bench.devices(2))]
-    spans: dict[str, list[list[Span]]] = {_IN_TURN: [], _AT_ONCE: []}
+    spans: dict[str, list[Span]] = {}  # of the latest run
 
     def products(device: int) -> tuple[Any, Span]:
         start = time.perf_counter()
@@ -39,14 +39,14 @@ def run(bench: Bench) -> Finding:
 
     def one_after_the_other() -> list[Any]:
         results, moments = zip(*(products(device) for device in (0, 1)), strict=True)
-        spans[_IN_TURN].append(list(moments))
+        spans[_IN_TURN] = list(moments)
         return list(results)
 
     def at_once() -> list[Any]:
         with bench.mh.parallel():
             tasks = [bench.mh.task(products)(device) for device in (0, 1)]
         results, moments = zip(*(task.result() for task in tasks), strict=True)
-        spans[_AT_ONCE].append(list(moments))
+        spans[_AT_ONCE] = list(moments)
         return list(results)
 
     bench.equal(at_once(), one_after_the_other())
@@ -63,7 +63,10 @@ def run(bench: Bench) -> Finding:
     slower = max(list(times)[:2], key=times.median)
     times.compare(_AT_ONCE, to=slower, most=EFFICIENCY)
     title = f"{_PRODUCTS} products of {size} x {size} on each of two devices"
-    shown = [span for name, runs in spans.items() for span in _typical(name, runs, times.median(name))]
+    shown = list[Span]()
+    for name, moments in spans.items():
+        begin = min(span.start for span in moments)
+        shown += [Span(name, f"{name}: {span.lane}", span.start - begin, span.stop - begin) for span in moments]
     sweep = _by_size(bench)
     plots = [
         times.bars(title, {"the slower device alone": times.median(slower)}),
@@ -91,17 +94,6 @@ def _by_size(bench: Bench) -> Sweep:
         bench.equal(on_two(), on_one(), tolerance=1e-3)
         sweep[size] = bench.trials({_ONE: on_one, _TWO: on_two}, {"size": size})
     return sweep
-
-
-def _typical(name: str, runs: list[list[Span]], seconds: float) -> list[Span]:
-    """The moments of the run that took most nearly the median time, so that the picture shows the gain of the table."""
-
-    def ends(run: list[Span]) -> tuple[float, float]:
-        return min(span.start for span in run), max(span.stop for span in run)
-
-    chosen = min(runs, key=lambda run: abs(ends(run)[1] - ends(run)[0] - seconds))
-    begin, _ = ends(chosen)
-    return [Span(name, f"{name}: {span.lane}", span.start - begin, span.stop - begin) for span in chosen]
 
 
 def _conclusion(gain: Comparison) -> str:

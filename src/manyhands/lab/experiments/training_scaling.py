@@ -14,7 +14,7 @@ from manyhands.amounts import counted
 from manyhands.book import recipes
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Plot, Series, Sweep, Table, Times, Trial, seconds
+from manyhands.lab.finding import Finding, Plot, Series, Sweep, Times, Trial
 from manyhands.training.data import fashion_mnist
 
 
@@ -50,16 +50,21 @@ def run(bench: Bench) -> Finding:
             bench.equal(losses[-1], losses[0], tolerance=close, compared=f"{job} on 1 and {counted(count, 'device')}")
     notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
     sentence = conclusion(sweep)
-    if bench.quick:  # after three epochs on few images, accuracies teach nothing
-        accuracies.clear()
-    else:
+    if not bench.quick:  # after three epochs on few images, accuracies teach nothing
         best = max(accuracies, key=lambda job: accuracies[job][0])
         apart = max(max(values) - min(values) for values in accuracies.values())
         sentence += (
             f" Accuracies on 1 device and on more are at most {apart:.3f} apart; the best, {accuracies[best][0]:.3f}, "
             f"is that of {best}."
         )
-    return Finding(sentence, [table(sweep, accuracies)], [_speed_plot(sweep)], notes)
+    lines: dict[str, dict[int, float]] = {}  # at the lowest learning rate
+    for job, times in sweep.items():
+        for devices in times:
+            lines.setdefault(f"{job.model}, {devices}", {}).setdefault(job.batch_size, times.median(devices))
+    series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
+    plot = Plot("line", "Time of an epoch", series, x_label="batch size", y_label="time", unit="s")
+    *_, most = sweep.methods()
+    return Finding(sentence, [sweep.table("job", "Time of an epoch", gain=most, to="1 device")], [plot], notes)
 
 
 def jobs(bench: Bench) -> list[Job]:
@@ -84,28 +89,6 @@ def _train(bench: Bench, job: Job, count: int, data: fashion_mnist.FashionMnist)
     settings = {"batch size": job.batch_size, "lr": job.lr, "devices": count, "model": job.model}
     bench.recorded.extend(Trial("epoch", settings, row["seconds"]) for row in rows[1:])
     return rows
-
-
-def table(sweep: Sweep, accuracies: dict[Job, list[float]]) -> Table:
-    """A row for each job and number of devices: its gain is one device's time in the table, divided by its own."""
-    rows = []
-    for job, times in sweep.items():
-        for position, devices in enumerate(times):
-            accuracy = [f"{accuracies[job][position]:.3f}"] if accuracies else []
-            gain = times.median("1 device") / times.median(devices)
-            rows.append([str(job), devices, *accuracy, seconds(times.median(devices)), f"{gain:.2f}"])
-    headers = ["job", "devices", *(["accuracy"] if accuracies else []), "epoch", "gain"]
-    return Table(headers, rows, "Training on Fashion-MNIST")
-
-
-def _speed_plot(sweep: Sweep) -> Plot:
-    """Seconds per epoch by batch size: a line for each net and number of devices, at the lowest learning rate."""
-    lines: dict[str, dict[int, float]] = {}
-    for job, times in sweep.items():
-        for devices in times:
-            lines.setdefault(f"{job.model}, {devices}", {}).setdefault(job.batch_size, times.median(devices))
-    series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
-    return Plot("line", "Time of an epoch", series, x_label="batch size", y_label="time", unit="s")
 
 
 def conclusion(sweep: Sweep) -> str:
