@@ -13,7 +13,7 @@ from manyhands.lab import plots, process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
-from manyhands.lab.report import Report, Result, marked, page, text
+from manyhands.lab.report import Report, Result, mark_virtual, page, text
 from manyhands.schedule.pictures.timeline import Span
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
@@ -51,8 +51,8 @@ def test_methods_are_timed_in_turns_and_each_round_begins_with_another() -> None
 
 def test_virtual_devices_are_marked_in_table_plot_and_conclusion() -> None:
     finding = Finding("Yes.", [TIMES.table(to="plain", title="T")], [TIMES.bars("P")])
-    assert marked(finding, [], "torch") is finding
-    shown = marked(finding, ["virtual:0", "virtual:1"], "torch")
+    assert mark_virtual(finding, [], "torch") is finding
+    shown = mark_virtual(finding, ["virtual:0", "virtual:1"], "torch")
     assert all("virtual" in text for text in (shown.conclusion, shown.tables[0].title, shown.plots[0].title))
 
 

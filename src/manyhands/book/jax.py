@@ -25,10 +25,9 @@ from manyhands import tree
 from manyhands.backends.jax import devices as _backend
 from manyhands.book import recipes
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Predictor
 from manyhands.book.models import Models, Size
 from manyhands.book.recipes import MODELS as NAMES
-from manyhands.book.recipes import Precision, Recipes
+from manyhands.book.recipes import Precision, Predictor, Recipes
 from manyhands.training.checkpoints import tensors
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
@@ -92,7 +91,7 @@ def _chain(layers: Mapping[str, Any], size: Size) -> nnx.Module:
     return nnx.Sequential(*layers.values()) if all(map(str.isdecimal, layers)) else _ResNet(layers)
 
 
-def _drawn_from(name: str) -> Callable[..., nnx.Module]:
+def _model_function(name: str) -> Callable[..., nnx.Module]:
     def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
         """The model with weights drawn from ``rngs``."""
         rngs = nnx.Rngs(_SEED) if rngs is None else rngs
@@ -112,7 +111,7 @@ def _drawn_from(name: str) -> Callable[..., nnx.Module]:
     return model
 
 
-MODELS = {name: _drawn_from(name) for name in NAMES}
+MODELS = {name: _model_function(name) for name in NAMES}
 resnet18, lenet = MODELS["resnet18"], MODELS["lenet"]
 
 
@@ -243,16 +242,12 @@ class _Recipes(Recipes):
         skeleton.put_into(model, {**before, **jax.tree.map(jnp.asarray, after)})
 
     @contextlib.contextmanager
-    def made(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nnx.Module]:
+    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nnx.Module]:
         with jax.enable_x64(precision == "fp64"):
             net = make()
             if precision == "fp64":
                 doubled(net)
             yield net
-
-    def evaluating(self, model: nnx.Module) -> nnx.Module:
-        model.eval()
-        return model
 
     def load_weights(self, model: Any, run: str | Path) -> Any:
         """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
@@ -280,7 +275,7 @@ class _Recipes(Recipes):
         return devices.pop() if len(devices) == 1 else None
 
     @contextlib.contextmanager
-    def predicting(self, net: Any, devices: Sequence[jax.Device | None]) -> Iterator[Sequence[Predictor]]:
+    def predictors(self, net: Any, devices: Sequence[jax.Device | None]) -> Iterator[Sequence[Predictor]]:
         def on(device: jax.Device | None) -> Predictor:
             if not isinstance(net, nnx.Module):
                 return net  # type: ignore[no-any-return]

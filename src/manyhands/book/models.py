@@ -64,12 +64,12 @@ class Models(Generic[M]):
             self.relu(),
             self.linear(84, num_classes),
         ]
-        return self._numbered(layers, in_channels)
+        return self._numbered_chain(layers, in_channels)
 
     def mlp(self, num_classes: int = 10, in_channels: int = 1) -> M:
         """One hidden layer of 256: the smallest model that learns something."""
         hidden, output = self.linear(in_channels * 28 * 28, 256), self.linear(256, num_classes)
-        return self._numbered([self.flatten(), hidden, self.relu(), output], in_channels)
+        return self._numbered_chain([self.flatten(), hidden, self.relu(), output], in_channels)
 
     def by_name(self) -> dict[str, Callable[..., M]]:
         """The models under the names of ``manyhands train --model``."""
@@ -87,7 +87,7 @@ class Models(Generic[M]):
         layers["fc"] = [self.flatten(), self.linear(widths[-1], num_classes)]
         return self.chain(layers, (None, None, in_channels))
 
-    def _numbered(self, layers: Sequence[Any], in_channels: int) -> M:
+    def _numbered_chain(self, layers: Sequence[Any], in_channels: int) -> M:
         return self.chain({str(number): layer for number, layer in enumerate(layers)}, (28, 28, in_channels))
 
 

@@ -18,9 +18,8 @@ from mxnet.gluon import nn
 
 from manyhands.backends.mxnet import devices as _backend
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Predictor
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import Precision, Recipes
+from manyhands.book.recipes import Precision, Predictor, Recipes
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.mxnet import checks, replicas, state
@@ -187,7 +186,7 @@ class _Recipes(Recipes):
         state.restore_model(model, weights)
 
     @contextlib.contextmanager
-    def made(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
+    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
         model = make()
         with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, data, 0)
@@ -204,7 +203,7 @@ class _Recipes(Recipes):
         return next((tensor.ctx for _, tensor in tensors), None)
 
     @contextlib.contextmanager
-    def predicting(self, net: Any, devices: Sequence[mx.Context | None]) -> Iterator[Sequence[Predictor]]:
+    def predictors(self, net: Any, devices: Sequence[mx.Context | None]) -> Iterator[Sequence[Predictor]]:
         """A block answers on the device of its input, wherever it has a replica."""
         here = [device for device in devices if device is not None]
         with replicas.on(net, here) if here and _backend.is_model(net) else contextlib.nullcontext():

@@ -20,9 +20,8 @@ import tensorflow as tf
 from manyhands.backends.tensorflow import devices as _backend
 from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Predictor
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import Precision, Recipes
+from manyhands.book.recipes import Precision, Predictor, Recipes
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Array, Arrays, Batch
@@ -206,7 +205,7 @@ class _Recipes(Recipes):
         model.set_weights(list(saved.values()))
 
     @contextlib.contextmanager
-    def made(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
+    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy({"fp64": "float64", "fp32": "float32"}[precision])
         try:
@@ -230,7 +229,7 @@ class _Recipes(Recipes):
         return _backend.device_of(tensors[0] if tensors else tf.constant(0.0))
 
     @contextlib.contextmanager
-    def predicting(self, net: Any, devices: Sequence[Any]) -> Iterator[Sequence[Predictor]]:
+    def predictors(self, net: Any, devices: Sequence[Any]) -> Iterator[Sequence[Predictor]]:
         """TensorFlow copies the weights of a net that is elsewhere, batch by batch."""
 
         def on(device: TensorFlowDevice) -> Predictor:

@@ -20,9 +20,8 @@ from torch.nn import functional
 from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as _backend
 from manyhands.book import trainer as _book
-from manyhands.book.accuracy import Predictor
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import Precision, Recipes
+from manyhands.book.recipes import Precision, Predictor, Recipes
 from manyhands.placement.moves import Placement
 from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
@@ -168,11 +167,8 @@ class _Recipes(Recipes):
         job_state.restore_model(model, weights)
 
     @contextlib.contextmanager
-    def made(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nn.Module]:
+    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nn.Module]:
         yield make().to({"fp64": torch.float64, "fp32": torch.float32}[precision])
-
-    def evaluating(self, model: nn.Module) -> nn.Module:
-        return model.eval()
 
     # Accuracy
 
@@ -184,7 +180,7 @@ class _Recipes(Recipes):
         return next((p.device for p in net.parameters()), None) if isinstance(net, nn.Module) else None
 
     @contextlib.contextmanager
-    def predicting(self, net: Any, devices: Sequence[torch.device | None]) -> Iterator[Sequence[Predictor]]:
+    def predictors(self, net: Any, devices: Sequence[torch.device | None]) -> Iterator[Sequence[Predictor]]:
         def on(device: torch.device | None) -> Predictor:
             if not isinstance(net, nn.Module) or device in (None, self.home(net)):
                 return net  # type: ignore[no-any-return]

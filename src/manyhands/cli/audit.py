@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         report = reports.new_since(report, baseline)
     _show(report, options)
     if code == 2 or "--as-if-gpu" in program:  # 2: as argparse ends
-        flags.misplaced("audit", program, options.parser)
+        flags.hint_misplaced("audit", program, options.parser)
     if code == 0 and options.fail_over is not None and (report.gain or 0.0) > options.fail_over:
         print(
             f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {options.fail_over:.1%} of "

@@ -94,11 +94,11 @@ def convert(run: Path, target: str, out: Path | None = None, *, table: Any = Non
     before = RunFolder.open(run)
     config, checkpoint = before.config, store.load(before.checkpoints)
     if table is not None:
-        tensors = renamed(load(checkpoint.blobs["model"]), table)
+        tensors = rename_weights(load(checkpoint.blobs["model"]), table)
     elif config.get("train", {}).get("model") in MODELS:
         source = checkpoint.state.get("framework", "torch")
         model, weights = model_and_weights(run, source)
-        tensors = converted(load(weights), model, source, target)
+        tensors = convert_weights(load(weights), model, source, target)
     else:
         raise BadRunFolder(
             f"{run} does not say which model it is of: manyhands convert knows the models of manyhands train "
@@ -120,7 +120,7 @@ def convert(run: Path, target: str, out: Path | None = None, *, table: Any = Non
     return new_run.path
 
 
-def converted(tensors: Tensors, model: str, source: str, target: str) -> Tensors:
+def convert_weights(tensors: Tensors, model: str, source: str, target: str) -> Tensors:
     """The weights of one of our models, in one framework's names and layouts, in another's."""
     common = WEIGHT_NAMES[source].to_common(tensors, model)
     result = WEIGHT_NAMES[target].from_common(common, model)
@@ -130,7 +130,7 @@ def converted(tensors: Tensors, model: str, source: str, target: str) -> Tensors
 # A table of names
 
 
-def renamed(tensors: Tensors, table: Any) -> Tensors:
+def rename_weights(tensors: Tensors, table: Any) -> Tensors:
     """The weights of the new model by a table, which has to map or list every weight of the run."""
     try:
         new = {name: _weight(name, entry, tensors) for name, entry in table["names"].items()}

@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     facts = collect(options.framework, measured=options.measure, quiet=options.json)
-    text = json.dumps(facts, indent=2) if options.json else _shown(facts, measured=options.measure)
+    text = json.dumps(facts, indent=2) if options.json else _text(facts, measured=options.measure)
     print(text.rstrip(), flush=True)
     return 0
 
@@ -79,7 +79,7 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
     }
 
 
-def _shown(facts: dict[str, Any], *, measured: bool) -> str:
+def _text(facts: dict[str, Any], *, measured: bool) -> str:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with console.capture() as shown:
         _print(console, facts, measured=measured)

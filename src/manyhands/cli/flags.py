@@ -78,7 +78,7 @@ def add_parameters(
     it says after "Default:". ``called``: flags with another name; ``changed``: arguments of argparse for a parameter,
     where ``default_text`` replaces what the docstring says of the default.
     """
-    signature, texts = inspect.signature(function), _documented(function)
+    signature, texts = inspect.signature(function), _docstring_entries(function)
     defaults = {}
     for name in names:
         keywords = dict(changed.get(name, {}))
@@ -111,7 +111,7 @@ def _type(parameter: inspect.Parameter, function: Any) -> dict[str, Any]:
     return {}
 
 
-def _documented(function: Any) -> dict[str, tuple[str, str]]:
+def _docstring_entries(function: Any) -> dict[str, tuple[str, str]]:
     """The first sentence and the default of each parameter, from the docstring's ``Args``."""
     text = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2]
     entries = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", text, flags=re.DOTALL | re.MULTILINE)
@@ -178,7 +178,7 @@ def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
 
 
-def misplaced(command: str, program: Sequence[str], parser: argparse.ArgumentParser) -> None:
+def hint_misplaced(command: str, program: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Print a hint if options of a command come after the program's name, so that the program receives them."""
     given = {text.partition("=")[0] for text in program[1:]}
     for name in given.intersection(names(parser).values()):

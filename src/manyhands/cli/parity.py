@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     mh.Trainer(1, devices=f"cpu:{options.devices}")  # creates the devices before anything is computed
     make, data, loss = _subject(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
-    train = training(recipes, make, data, loss)
+    train = training_function(recipes, make, data, loss)
     comparisons = compare(train, data.count, options.devices, batch_size=options.batch_size)
     print(*comparisons, sep="\n")
     if all(comparison.equal for comparison in comparisons):
@@ -128,9 +128,9 @@ class Comparison:
         return f"{trial} {self.difference:>10.1e} {self.limit:>7.0e} {verdict}"
 
 
-def training(recipes: Recipes, make: Callable[[], Any], data: Any, loss: Any = None) -> Train:
+def training_function(recipes: Recipes, make: Callable[[], Any], data: Any, loss: Any = None) -> Train:
     """A function that trains models which all begin with the weights of the first."""
-    with recipes.made(make, "fp32", data) as model:
+    with recipes.in_precision(make, "fp32", data) as model:
         first_weights = tensors.pack(recipes.tensors(model))
 
     def train(how: Training) -> Mapping[str, Any]:
@@ -139,7 +139,7 @@ def training(recipes: Recipes, make: Callable[[], Any], data: Any, loss: Any = N
         options["step"] = Step(shares=how.shares, batch_stats=recipes.batch_stats)
         # With momentum, so that differences of early steps show.
         options["optimizer"] = recipes.nesterov(0.02)
-        with recipes.made(make, how.precision, data) as model:
+        with recipes.in_precision(make, how.precision, data) as model:
             recipes.restore(model, first_weights)
             recipes.trainer(how.epochs, quiet=True, **options).fit(model, part)
             return recipes.tensors(model)

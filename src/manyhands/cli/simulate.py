@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             if end.code == 2:  # as argparse ends
-                flags.misplaced("simulate", [options.script.name, *options.arguments], options.parser)
+                flags.hint_misplaced("simulate", [options.script.name, *options.arguments], options.parser)
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
             sys.argv, sys.path[:] = arguments, path

@@ -80,8 +80,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    resumed = _resumed(options)
-    begun = {} if resumed is None else _begun(resumed)
+    resumed = _run_to_resume(options)
+    begun = {} if resumed is None else _options_of_run(resumed)
     for name in ("framework", "model"):
         if begun and getattr(options, name) not in (None, begun[name]):
             raise BadSettings(
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 # What is trained
 
 
-def _resumed(options: argparse.Namespace) -> Path | None:
+def _run_to_resume(options: argparse.Namespace) -> Path | None:
     """The folder of the run that is resumed; ``--resume auto`` is the one in ``--run``, if there is one."""
     folder: Path | None = options.resume
     if folder == Path("auto"):
@@ -142,7 +142,7 @@ def _resumed(options: argparse.Namespace) -> Path | None:
     return folder
 
 
-def _begun(folder: Path) -> dict[str, Any]:
+def _options_of_run(folder: Path) -> dict[str, Any]:
     """The options that the resumed run was started with."""
     if not launcher.is_first() and not RunFolder(folder).config_path.exists():  # on another machine
         return {}

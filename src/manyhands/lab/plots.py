@@ -29,7 +29,7 @@ def svg(plot: Plot) -> str:
     if plot.kind == "drawing":
         return plot.drawing
     stream = io.StringIO()
-    with _drawn(plot) as figure:
+    with _draw(plot) as figure:
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     head, drawn = stream.getvalue().split("<svg ", 1)
     tag, body = drawn.split(">", 1)
@@ -38,7 +38,7 @@ def svg(plot: Plot) -> str:
 
 
 @contextmanager
-def _drawn(plot: Plot) -> Iterator[Figure]:
+def _draw(plot: Plot) -> Iterator[Figure]:
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: its backend belongs to the user's program
 

@@ -25,7 +25,7 @@ from manyhands.errors import ManyhandsError, first_line
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, load
 from manyhands.lab.finding import Finding, Implausible
-from manyhands.lab.report import Result, Status, marked
+from manyhands.lab.report import Result, Status, mark_virtual
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
 # A virtual device is one core: otherwise a single device would use all cores, and two could not be faster.
@@ -34,7 +34,7 @@ _ONE_CORE = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
-    # Products still use all cores: `marked` says so.
+    # Products still use all cores: `mark_virtual` says so.
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip(),
     # Memory is reused, as GPU allocators do. Otherwise the kernel would clear new pages for every large tensor, which
     # costs more than the copies that the experiment shows.
@@ -95,7 +95,7 @@ def _measure(experiment: Experiment, bench: Bench) -> Finding:
     check_load()
     finding = experiment.run(bench)
     check_load()
-    return marked(finding, bench.virtual, bench.framework)
+    return mark_virtual(finding, bench.virtual, bench.framework)
 
 
 def perform(experiment: Experiment, bench: Bench) -> Result:

@@ -77,7 +77,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def marked(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
+def mark_virtual(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
     """The same finding; if devices were virtual, every table, plot and conclusion says so."""
     if not virtual:
         return finding
@@ -99,12 +99,12 @@ def text(result: Result) -> str:
         lines.append(f"  {result.status}: {result.why}")
     if result.finding is not None:
         for table in result.finding.tables:
-            lines += ["", *_aligned(table)]
+            lines += ["", *_table_lines(table)]
         lines += ["", f"  {result.finding.conclusion}", *(f"  {note}" for note in result.finding.notes)]
     return "\n".join(lines) + "\n"
 
 
-def _aligned(table: Table) -> list[str]:
+def _table_lines(table: Table) -> list[str]:
     rows = [list(table.headers), *map(list, table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {table.title}"] if table.title else []

@@ -56,8 +56,8 @@ def test_training_goes_on_from_converted_weights(bench: Bench) -> None:
 @pytest.mark.parametrize("model", reference.MODELS)
 def test_there_and_back_is_the_same(framework: str, model: str) -> None:
     weights = reference.weights(model)
-    there = convert.converted(weights, model, "torch", framework)
-    back = convert.converted(there, model, framework, "torch")
+    there = convert.convert_weights(weights, model, "torch", framework)
+    back = convert.convert_weights(there, model, framework, "torch")
     for name, tensor in weights.items():
         np.testing.assert_array_equal(back[name], tensor)
 

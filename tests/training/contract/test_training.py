@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from training_bench import Bench, StopAt, Stopped, counting, same
 
-from manyhands.cli.parity import compare, largest_difference, training
+from manyhands.cli.parity import compare, largest_difference, training_function
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.options import Checkpoints, Step
 
@@ -225,7 +225,7 @@ def test_every_sample_counts_once_in_evaluation(bench: Bench, devices: int) -> N
 def test_three_devices_are_one_device(bench: Bench) -> None:
     """A net with convolutions, even and uneven, with a short last batch; ``parity`` does so on two in float64, too."""
     arrays = bench.data(samples=100)[0]
-    train = training(bench.recipes, lambda: bench.recipes.model("lenet", 0), arrays)
+    train = training_function(bench.recipes, lambda: bench.recipes.model("lenet", 0), arrays)
     found = compare(train, arrays.count, 3, batch_size=16, trials=[("fp32", 5, CLOSE)])
     assert [one.equal for one in found] == [True] * 2, found
 

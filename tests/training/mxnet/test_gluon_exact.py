@@ -16,7 +16,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 from manyhands.book.mxnet import BOOK, Module
-from manyhands.cli.parity import compare, largest_difference, training
+from manyhands.cli.parity import compare, largest_difference, training_function
 from manyhands.errors import BadSettings
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
@@ -192,7 +192,7 @@ def test_parity_in_numpys_mode() -> None:
 
     X, y = vectors()
     data = Arrays((X.astype(np.float32), y))
-    found = compare(training(BOOK, make, data), data.count, 3, batch_size=16)
+    found = compare(training_function(BOOK, make, data), data.count, 3, batch_size=16)
     assert [(one.training.precision, one.equal) for one in found] == [("fp64", True)] * 2 + [("fp32", True)] * 2
     assert not mx.util.is_np_array()
 

@@ -25,7 +25,7 @@ def run(bench: Bench) -> Finding:
     sweep = Sweep((size, _products(bench, size)) for size in sizes)
     large = 512 if bench.quick else 1024
     devices = {_CPU: bench.mh.cpu()} if bench.gpu() is None else {_CPU: bench.mh.cpu(), _GPU: bench.gpu()}
-    divided = {name: _divided(bench, device, large) for name, device in devices.items()}
+    divided = {name: _division(bench, device, large) for name, device in devices.items()}
     sentences = [sweep.in_words(name, _CPU) for name in sweep.methods() if name != _CPU]
     if bench.gpu() is None:
         rates = [f"{2e-9 * size**3 / sweep[size].median(_CPU):.3g} GFLOP/s at {size}" for size in (sizes[0], sizes[-1])]
@@ -62,7 +62,7 @@ def _products(bench: Bench, size: int) -> Times:
     return bench.trials(methods, {"size": size})
 
 
-def _divided(bench: Bench, device: Any, large: int) -> Times:
+def _division(bench: Bench, device: Any, large: int) -> Times:
     """One large product against 64 of a quarter of its size."""
     matmul = bench.operations.matmul
     whole = bench.random((large, large), device)

@@ -85,7 +85,7 @@ def run(bench: Bench) -> Finding:
         sweep[name] = bench.trials(methods, {"graph": name})
         notes.append(f"{fast.explain().splitlines()[0]}.")
         if is_torch and fast.planned.schedule is not None:
-            plots.append(Plot("drawing", f"{name}: the graph", drawing=_drawn(fast)))
+            plots.append(Plot("drawing", f"{name}: the graph", drawing=_graph_svg(fast)))
             timeline = fast.measured()
             plots.append(Plot("timeline", f"{name}: {timeline.title or fast.planned.way}", spans=timeline.spans))
     if not is_torch:
@@ -97,7 +97,7 @@ def run(bench: Bench) -> Finding:
     return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], [bars, *plots], notes)
 
 
-def _drawn(fast: Any) -> str:
+def _graph_svg(fast: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path: Path = fast.draw(Path(folder) / "graph.svg")
         return path.read_text()

@@ -96,11 +96,11 @@ def run(bench: Bench) -> Finding:
     kept, graph = (times.compare(name, to=_READ) for name in (_KEPT, _CAPTURED))
     conclusion = f"A log that stays on the device {kept}, compared with reading each norm; captured, it {graph}."
     notes = [f"On {mh.device_of(start)}. The captured part, {captured.explain().splitlines()[0]}."]
-    notes += [f"manyhands audit, {name}: {_audited(bench, name)}." for name in (_READ, _KEPT)]
+    notes += [f"manyhands audit, {name}: {_audit(bench, name)}." for name in (_READ, _KEPT)]
     return Finding(conclusion, [times.table(to=_READ, title=title)], [times.bars(title)], notes)
 
 
-def _audited(bench: Bench, name: str) -> str:
+def _audit(bench: Bench, name: str) -> str:
     """What ``manyhands audit`` says about the loop as a program."""
     bench.say(f"manyhands audit: {name}")
     with tempfile.TemporaryDirectory() as folder:
