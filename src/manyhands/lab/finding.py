@@ -50,10 +50,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What a plot shows: ``series`` as bars or lines, the ``spans`` of a timeline, or a ``drawing``, finished SVG.
+    """Times: ``series`` as bars or lines, the ``spans`` of a timeline; or a ``drawing``, finished SVG.
 
-    ``unit="s"`` writes times with their unit. Lines have logarithmic axes, bars with ``log``. ``bounds`` are reference
-    lines beside bars: what cannot be exceeded, or what would be perfect.
+    ``bounds`` are reference lines beside bars: what cannot be exceeded, or what would be perfect.
     """
 
     kind: Literal["bar", "line", "timeline", "drawing"]
@@ -61,9 +60,6 @@ class Plot:
     series: Sequence[Series] = ()
     spans: Sequence[Span] = ()
     x_label: str = ""
-    y_label: str = ""
-    unit: str = ""
-    log: bool = False
     drawing: str = ""
     bounds: Mapping[str, float] = field(default_factory=dict)
 
@@ -143,7 +139,7 @@ class Times(dict[str, list[float]]):
     def bars(self, title: str, bounds: Mapping[str, float] | None = None) -> Plot:
         """A bar for each method, with its trials as dots."""
         series = Series("time", list(self), [self.median(name) for name in self], list(self.values()))
-        return Plot("bar", title, [series], y_label="time (shorter is better)", unit="s", bounds=bounds or {})
+        return Plot("bar", title, [series], bounds=bounds or {})
 
 
 class Sweep(dict[Any, Times]):
@@ -168,7 +164,7 @@ class Sweep(dict[Any, Times]):
     def lines(self, title: str, x_label: str) -> Plot:
         """The time of each method by size."""
         lines = [Series(name, list(self), [times.median(name) for times in self.values()]) for name in self.methods()]
-        return Plot("line", title, lines, x_label=x_label, y_label="time", unit="s")
+        return Plot("line", title, lines, x_label=x_label)
 
     def in_words(self, name: str, to: str, most: float = math.inf) -> str:
         """A sentence: at which sizes a method is clearly faster than another, and at which slower."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Colours that can be told apart without red and green (after Okabe and Ito), on white and on black.
 _COLOURS = ("#2f8fc4", "#d5702a", "#2a9d78", "#b0689c", "#a58a1f", "#7a68b3", "#888888", "#4c5fb0")
 _INK = "#222222"
+_FAR = 50  # times as long as the shortest bar: then bars have a logarithmic axis
 _STYLE = "<style>svg { color: #222; } @media (prefers-color-scheme: dark) { svg { color: #eee; } }</style>"
 
 
@@ -58,10 +59,6 @@ def _draw(plot: Plot) -> Iterator[Figure]:
         yield figure
 
 
-def _number(value: float, plot: Plot) -> str:
-    return "0" if not value else seconds(value) if plot.unit == "s" else f"{value:g}"
-
-
 def _bars(axes: Axes, plot: Plot) -> None:
     (series,) = plot.series
     places = list(range(len(series.x)))
@@ -69,24 +66,23 @@ def _bars(axes: Axes, plot: Plot) -> None:
     for place, value in zip(places, series.y, strict=True):
         dots = series.spread[place] if series.spread else []
         axes.plot(dots, [place] * len(dots), ".", color=_INK, markersize=4)
-        words = _number(float(f"{value:.3g}"), plot)
-        axes.annotate(words, (max([value, *dots]), place), (6, 0), textcoords="offset points", va="center")
+        axes.annotate(seconds(value), (max([value, *dots]), place), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, [str(x) for x in series.x])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     for name, value in plot.bounds.items():
-        axes.axvline(value, color=_INK, linestyle="--", linewidth=1, label=f"{name}: {_number(value, plot)}")
-    axes.set_xlabel(plot.y_label)
-    if plot.log:
+        axes.axvline(value, color=_INK, linestyle="--", linewidth=1, label=f"{name}: {seconds(value)}")
+    axes.set_xlabel("time (shorter is better)")
+    if max(series.y) > _FAR * min(series.y):
         axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: _number(value, plot))
+    axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
 
 
 def _lines(axes: Axes, plot: Plot) -> None:
     for series, colour in zip(plot.series, itertools.cycle(_COLOURS), strict=False):
         axes.plot(list(series.x), list(series.y), "o-", color=colour, label=series.name)
     axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(plot.y_label)
+    axes.set_ylabel("time")
     axes.set_xscale("log")
     axes.set_xticks(sorted({x for series in plot.series for x in series.x}), minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -94,7 +90,7 @@ def _lines(axes: Axes, plot: Plot) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.yaxis.set_minor_formatter(
-        lambda value, _: _number(value, plot) if high < 100 * low and f"{value:.0e}"[0] in "25" else ""
+        lambda value, _: seconds(value) if high < 100 * low and f"{value:.0e}"[0] in "25" else ""
     )
-    axes.yaxis.set_major_formatter(lambda value, _: _number(value, plot))
+    axes.yaxis.set_major_formatter(lambda value, _: seconds(value))
     axes.grid(visible=True, alpha=0.35)

@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Plot, Series, Sweep
+from manyhands.lab.finding import Finding, Plot, Sweep
 
 _PLAIN, _PLANNED = "plain code", "mh.parallel"
 _Graph = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
@@ -83,6 +83,7 @@ def run(bench: Bench) -> Finding:
         bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, compared=name)
         methods = {_PLAIN: lambda: function(*arguments), _PLANNED: lambda: fast(*arguments)}  # noqa: B023
         sweep[name] = bench.trials(methods, {"graph": name})
+        plots.append(sweep[name].bars(name))
         notes.append(f"{fast.explain().splitlines()[0]}.")
         if is_torch and fast.planned.schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_graph_svg(fast)))
@@ -90,11 +91,9 @@ def run(bench: Bench) -> Finding:
             plots.append(Plot("timeline", f"{name}: {timeline.title or fast.planned.way}", spans=timeline.spans))
     if not is_torch:
         notes.append("mh.parallel hands functions to the framework's runtime: one device here, and no plan to draw.")
-    gains = [times.median(_PLAIN) / times.median(_PLANNED) for times in sweep.values()]
-    bars = Plot("bar", "Two graphs", [Series("gain", list(sweep), gains)], y_label=f"times as fast as {_PLAIN}")
     same = "Both give the numbers of the plain functions" + (", to the bit." if is_torch else ".")
     table = sweep.table("graph", "Two graphs", gain=_PLANNED, to=_PLAIN)
-    return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], [bars, *plots], notes)
+    return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], plots, notes)
 
 
 def _graph_svg(fast: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.amounts import counted
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Plot, Series, Table, seconds
+from manyhands.lab.finding import Finding, Times, seconds
 
 _NUMBERS, _TENSORS, _AT_ONCE, _HERE = "number by number", "tensor by tensor", "all at once", "computed on the device"
 
@@ -54,22 +54,22 @@ def run(bench: Bench) -> Finding:
         got = methods["read"][name](), methods["write"][name]()
         bench.equal(got, (values, values), compared=f"parameters, {name}")
     count = sum(rows * columns for rows, columns in shapes)
-    rows, plots, sentences = [], [], []
+    tables, plots, sentences = [], [], []
     for verb in methods:
         times = bench.trials(methods[verb], {"direction": verb, "parameters": count})
-        each = {name: times.median(name) / (few if name == _NUMBERS else count) for name in times}
-        rows += [(f"{verb}, {name}", seconds(times.median(name)), seconds(each[name])) for name in times]
-        bars = Series("time of one number", list(each), list(each.values()))
-        plots.append(Plot("bar", f"Time to {verb} one number", [bars], y_label="time", unit="s", log=True))
-        best = min((_TENSORS, _AT_ONCE), key=each.__getitem__)
+        numbers = {name: few if name == _NUMBERS else count for name in times}
+        each = Times({name: [spent / numbers[name] for spent in every] for name, every in times.items()})
+        best = min((_TENSORS, _AT_ONCE), key=each.median)
+        title = f"Time to {verb} one number, of {counted(count, 'parameter')} in {counted(len(shapes), 'tensor')}"
+        tables.append(each.table(to=best, title=title))
+        plots.append(each.bars(title))
         sentences.append(
-            f"To {verb} number by number costs {seconds(each[_NUMBERS])} a number, {each[_NUMBERS] / each[best]:,.0f} "
-            f"times as much as in whole tensors ({best})."
+            f"To {verb} number by number costs {seconds(each.median(_NUMBERS))} a number, "
+            f"{each.median(_NUMBERS) / each.median(best):,.0f} times as much as in whole tensors ({best})."
         )
     sentences.append(
-        f"To compute new values on the device takes {each[_HERE] / each[best]:.0%} of the time of writing them."
+        f"To compute new values on the device takes {each.median(_HERE) / each.median(best):.0%} of the time of "
+        "writing them."
     )
-    title = f"{counted(count, 'parameter')} in {counted(len(shapes), 'tensor')}"
-    table = Table(("method", "time", "per number"), rows, title)
     note = f"Number by number: the first {counted(few, 'number')} of the first tensor."
-    return Finding(" ".join(sentences), [table], plots, [note])
+    return Finding(" ".join(sentences), tables, plots, [note])

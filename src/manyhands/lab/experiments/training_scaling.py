@@ -62,7 +62,7 @@ def run(bench: Bench) -> Finding:
         for devices in times:
             lines.setdefault(f"{job.model}, {devices}", {}).setdefault(job.batch_size, times.median(devices))
     series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
-    plot = Plot("line", "Time of an epoch", series, x_label="batch size", y_label="time", unit="s")
+    plot = Plot("line", "Time of an epoch", series, x_label="batch size")
     *_, most = sweep.methods()
     return Finding(sentence, [sweep.table("job", "Time of an epoch", gain=most, to="1 device")], [plot], notes)
 
