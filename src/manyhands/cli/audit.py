@@ -62,7 +62,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
-        metavar=("MODULE", "..."),
         help="run a module as a program, with its arguments; default: a script",
     )
     option("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script, with its arguments")
