@@ -38,9 +38,6 @@ from manyhands.training.loss.own_step import default
 # Models
 
 
-_SEED = 0
-
-
 class Residual(nnx.Module):  # type: ignore[misc]
     """Two 3x3 convolutions and a way around them: the block of a ResNet.
 
@@ -57,7 +54,7 @@ class Residual(nnx.Module):  # type: ignore[misc]
         rngs: nnx.Rngs | None = None,
     ) -> None:
         width = out_channels or in_channels
-        rngs = nnx.Rngs(_SEED) if rngs is None else rngs
+        rngs = nnx.Rngs(0) if rngs is None else rngs
         self.conv1 = _convolution(in_channels, width, 3, strides, 1, rngs=rngs)
         self.conv2 = _convolution(width, width, 3, padding=1, rngs=rngs)
         self.conv3 = _convolution(in_channels, width, 1, strides, rngs=rngs) if use_1x1conv else None
@@ -94,7 +91,7 @@ def _chain(layers: Mapping[str, Any], size: Size) -> nnx.Module:
 def _model_function(name: str) -> Callable[..., nnx.Module]:
     def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
         """The model with weights drawn from ``rngs``."""
-        rngs = nnx.Rngs(_SEED) if rngs is None else rngs
+        rngs = nnx.Rngs(0) if rngs is None else rngs
         models: Models[nnx.Module] = Models(
             convolution=functools.partial(_convolution, rngs=rngs),
             linear=functools.partial(_linear, rngs=rngs),
