@@ -1,4 +1,4 @@
-"""The command ``manyhands``. Each subcommand is a module with ``add`` (its options) and ``run``.
+"""The command ``manyhands``. Each subcommand is a module with ``run``, whose parameters are its arguments.
 
 Only the module of the subcommand that is called is imported, so that ``--help`` is quick.
 """
@@ -40,8 +40,8 @@ def parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=text)
         if name in names:
             module = importlib.import_module(f"manyhands.cli.{name}")
-            module.add(subparser)
-            subparser.set_defaults(run_command=module.run, parser=subparser)
+            module.add(subparser) if hasattr(module, "add") else flags.add_command(subparser, module.run)
+            subparser.set_defaults(parser=subparser)
     return top
 
 

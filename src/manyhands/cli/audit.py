@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,59 +11,22 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from json import dumps, loads
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from manyhands.audit import speeds
-from manyhands.audit.reports import html, sarif, table
+from manyhands.audit import speeds as known_speeds
+from manyhands.audit.reports import html as html_report
 from manyhands.audit.reports import report as reports
+from manyhands.audit.reports import sarif as sarif_report
+from manyhands.audit.reports import table
 from manyhands.audit.reports.report import SCHEMA, Report
 from manyhands.cli import flags
+from manyhands.cli.flags import Count, File, Reads, Rest
 from manyhands.errors import BadSettings
 from manyhands.files import check_writable
 
 WAITS_TOO_LONG = 3
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "manyhands audit [options] (SCRIPT | -m MODULE) [arguments of the program]"
-    parser.description = (
-        "Runs a program unchanged and ends with a table on stderr, most expensive wait first. The exit "
-        f"code is the program's; {WAITS_TOO_LONG} if the program succeeds and --fail-over is exceeded. A comment "
-        "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md lists what is detected."
-    )
-    option = parser.add_argument
-    option(
-        "--warmup", type=flags.whole_number(0), default=5, metavar="N", help="leave out the first N steps; default: 5"
-    )
-    option("--steps", **flags.COUNT, help="stop after N counted steps; default: run to the end")
-    option(
-        "--as-if-gpu",
-        action="store_true",
-        help="predict without a GPU: a virtual device stands in for one; default: audit the GPU",
-    )
-    option(
-        "--speeds",
-        **flags.FILE,
-        help="output of `manyhands devices --measure --json` on the GPU that --as-if-gpu predicts; default: an H200's",
-    )
-    option("--json", **flags.FILE, help="write the report as JSON (docs/audit.md); default: no file")
-    option("--sarif", **flags.FILE, help="write the findings as SARIF, for code scanning; default: no file")
-    option("--html", **flags.FILE, help="write the report as one HTML page; default: no file")
-    option(
-        "--fail-over",
-        type=_percent,
-        metavar="P%",
-        help=f"exit with {WAITS_TOO_LONG} if removing the findings gains more than P%% of a step; default: never",
-    )
-    option("--baseline", **flags.FILE, help="report only findings that this earlier --json report lacks; default: all")
-    option(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="run a module as a program, with its arguments; default: a script",
-    )
-    option("program", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a script, with its arguments")
 
 
 def _percent(text: str) -> float:
@@ -77,48 +39,66 @@ def _percent(text: str) -> float:
     return value
 
 
-def run(options: argparse.Namespace) -> int:
-    program: list[str] = options.module or options.program
+def run(
+    program: Annotated[Rest, Reads(nargs=argparse.REMAINDER, metavar="SCRIPT ...")],
+    *,
+    warmup: Annotated[int, Reads(type=flags.whole_number(0), metavar="N")] = 5,
+    steps: Count | None = None,
+    as_if_gpu: bool = False,
+    speeds: File | None = None,
+    json: File | None = None,
+    sarif: File | None = None,
+    html: File | None = None,
+    fail_over: Annotated[float, Reads(type=_percent, metavar="P%")] | None = None,
+    baseline: File | None = None,
+    module: Annotated[Rest, Reads(nargs=argparse.REMAINDER, flag="-m")] | None = None,
+) -> int:
+    """Runs a program unchanged and ends with a table on stderr, most expensive wait first.
+
+    The exit code is the program's; 3 if the program succeeds and --fail-over is exceeded. A comment
+    `# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md lists what is detected.
+
+    Args:
+        program: A script, with its arguments.
+        warmup: Leave out the first N steps. Default: 5.
+        steps: Stop after N counted steps. Default: run to the end.
+        as_if_gpu: Predict without a GPU: a virtual device stands in for one. Default: audit the GPU.
+        speeds: Output of `manyhands devices --measure --json` on the GPU that --as-if-gpu predicts. Default: an H200's.
+        json: Write the report as JSON (docs/audit.md). Default: no file.
+        sarif: Write the findings as SARIF, for code scanning. Default: no file.
+        html: Write the report as one HTML page. Default: no file.
+        fail_over: Exit with 3 if removing the findings gains more than P% of a step. Default: never.
+        baseline: Report only findings that this earlier --json report lacks. Default: all.
+        module: Run a module as a program, with its arguments. Default: a script.
+    """
+    program = module or program
     if not program:
         raise BadSettings("audit needs a program: manyhands audit train.py, or manyhands audit -m package.train")
-    if not options.module and not Path(program[0]).is_file():
+    if module is None and not Path(program[0]).is_file():
         raise BadSettings(f"there is no file {program[0]!r} to audit")
-    baseline = _baseline(options.baseline) if options.baseline is not None else None
-    for path in (options.json, options.sarif, options.html):
-        if path is not None:
-            check_writable(path, BadSettings)
-    with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
-        result = Path(folder) / "result.json"
-        settings = _settings(options, program[0], result)
-        code = _run_program(settings, program)
-        report = Report.from_data(json.loads(result.read_text())) if result.is_file() else None
+    if speeds is not None and not as_if_gpu:
+        raise BadSettings("--speeds is for predictions: give --as-if-gpu, too")
+    target = (known_speeds.h200() if speeds is None else known_speeds.load(speeds)) if as_if_gpu else None
+    before = None if baseline is None else _baseline(baseline)
+    for path in filter(None, (json, sarif, html)):
+        check_writable(path, BadSettings)
+    settings = {"program": program[0], "module": module is not None, "warmup": warmup, "steps": steps}
+    code, report = _run_program({**settings, "speeds": None if target is None else asdict(target)}, program)
     if report is None:
         print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: no report", file=sys.stderr)
         return _same_end(code)
-    if baseline is not None:
-        report = reports.new_since(report, baseline)
-    _show(report, options)
+    if before is not None:
+        report = reports.new_since(report, before)
+    _show(report)
+    _write(report, json, sarif, html)
     if code == 2 or "--as-if-gpu" in program:  # 2: as argparse ends
-        flags.hint_misplaced("audit", program, options.parser)
-    if code == 0 and options.fail_over is not None and (report.gain or 0.0) > options.fail_over:
-        print(
-            f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {options.fail_over:.1%} of "
-            "--fail-over",
-            file=sys.stderr,
-        )
-        return WAITS_TOO_LONG
-    if options.fail_over is not None and report.gain is None and report.findings:
-        print(
-            "manyhands audit: --fail-over was not applied: the time of a step is unknown here, so there is nothing "
-            "to compare with (docs/audit.md)",
-            file=sys.stderr,
-        )
-    return _same_end(code)
+        flags.hint_misplaced("audit", program, run)
+    return _same_end(code) if fail_over is None else _exceeded(report, fail_over, code)
 
 
 def _baseline(path: Path) -> Report:
     try:
-        data = json.loads(path.read_text())
+        data = loads(path.read_text())
         if data["schema"] != SCHEMA:
             raise ValueError
         return Report.from_data(data)
@@ -128,40 +108,28 @@ def _baseline(path: Path) -> Report:
         raise BadSettings(f"--baseline {path} is not a report of `manyhands audit --json`") from None
 
 
-def _settings(options: argparse.Namespace, name: str, result: Path) -> dict[str, Any]:
-    if options.speeds is not None and not options.as_if_gpu:
-        raise BadSettings("--speeds is for predictions: give --as-if-gpu, too")
-    target = None
-    if options.as_if_gpu:
-        target = asdict(speeds.load(options.speeds) if options.speeds is not None else speeds.h200())
-    return {
-        "program": name,
-        "module": bool(options.module),
-        "warmup": options.warmup,
-        "steps": options.steps,
-        "speeds": target,
-        "result": str(result),
-    }
-
-
-def _run_program(settings: dict[str, Any], program: Sequence[str]) -> int:
-    """Run the program in a separate process, with our stdin, stdout and stderr; returns its exit status.
+def _run_program(settings: dict[str, Any], program: Sequence[str]) -> tuple[int, Report | None]:
+    """Run the program in a separate process, with our stdin, stdout and stderr; returns its exit status and the report.
 
     Signals go on to the program, which they are meant for; a terminal's Ctrl-C reaches both anyway.
     """
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    child = subprocess.Popen([*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program])
+    with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
+        result = Path(folder) / "result.json"
+        text = dumps({**settings, "result": str(result)})
+        child = subprocess.Popen([*interpreter, "-m", "manyhands.audit.program", text, *program])
 
-    def forward(number: int, frame: object) -> None:
-        if number != signal.SIGINT or not sys.stdin.isatty():
-            child.send_signal(number)
+        def forward(number: int, frame: object) -> None:
+            if number != signal.SIGINT or not sys.stdin.isatty():
+                child.send_signal(number)
 
-    before = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        return child.wait()
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        before = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            code = child.wait()
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+        return code, Report.from_data(loads(result.read_text())) if result.is_file() else None
 
 
 def _how_it_ended(code: int) -> str:
@@ -182,7 +150,7 @@ def _same_end(code: int) -> int:
     return 128 - code
 
 
-def _show(report: Report, options: argparse.Namespace) -> None:
+def _show(report: Report) -> None:
     if report.ended == "syntax-error":
         print(f"manyhands audit: {report.program} has a syntax error, so nothing was run", file=sys.stderr)
     elif report.ended != "no-module":  # else the program's process has already reported it
@@ -190,12 +158,33 @@ def _show(report: Report, options: argparse.Namespace) -> None:
             ended = report.ended.replace("exit", "exit code").replace("exception", "an exception:")
             print(f"manyhands audit: the program ended with {ended}; until then:", file=sys.stderr)
         print(table.text(report), file=sys.stderr)
+
+
+def _write(report: Report, json: Path | None, sarif: Path | None, html: Path | None) -> None:
     try:
-        if options.json is not None:
-            options.json.write_text(json.dumps(report.as_data(), indent=2) + "\n")
-        if options.sarif is not None:
-            options.sarif.write_text(json.dumps(sarif.log(report), indent=2) + "\n")
-        if options.html is not None:
-            options.html.write_text(html.page(report))
+        if json is not None:
+            json.write_text(dumps(report.as_data(), indent=2) + "\n")
+        if sarif is not None:
+            sarif.write_text(dumps(sarif_report.log(report), indent=2) + "\n")
+        if html is not None:
+            html.write_text(html_report.page(report))
     except OSError as error:
         raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from None
+
+
+def _exceeded(report: Report, fail_over: float, code: int) -> int:
+    """The exit code where there is a limit of what the findings may cost."""
+    if code == 0 and (report.gain or 0.0) > fail_over:
+        print(
+            f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {fail_over:.1%} of "
+            "--fail-over",
+            file=sys.stderr,
+        )
+        return WAITS_TOO_LONG
+    if report.gain is None and report.findings:
+        print(
+            "manyhands audit: --fail-over was not applied: the time of a step is unknown here, so there is nothing "
+            "to compare with (docs/audit.md)",
+            file=sys.stderr,
+        )
+    return _same_end(code)

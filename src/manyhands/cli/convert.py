@@ -19,7 +19,6 @@ NumPy's here, so no framework has to be installed: MXNet cannot even be in one e
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 from collections.abc import Iterable, Mapping
@@ -32,8 +31,7 @@ from safetensors.numpy import load, save
 
 from manyhands.book.models import WEIGHT_NAMES
 from manyhands.book.recipes import MODELS, model_and_weights
-from manyhands.cli import flags
-from manyhands.device import FRAMEWORKS
+from manyhands.cli.flags import File, Folder, Framework
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder, named_refusals
@@ -48,39 +46,33 @@ _ENTRY = (
 )
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Creates a new run with the same weights in the layout of another framework. Load it there with "
-        "mh.load_model(RUN), or continue it with manyhands train --resume RUN. Needs no framework installed."
-    )
-    option = parser.add_argument
-    option("run", type=flags.folder, metavar="RUN", help="the folder of a run")
-    option("--to", required=True, choices=FRAMEWORKS, help="the framework that the new run is for")
-    option("--out", type=flags.folder, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN")
-    option(
-        "--names",
-        type=Path,
-        metavar="TABLE",
-        help="a JSON table of weight names, for your own model (docs/training.md); default: those of manyhands' models",
-    )
-    option(
-        "--like",
-        type=flags.folder,
-        metavar="RUN",
-        help="a run of the target model, to check names and shapes against; default: no check",
-    )
+def run(
+    run: Folder,
+    *,
+    to: Framework,
+    out: Folder | None = None,
+    names: File | None = None,
+    like: Folder | None = None,
+) -> int:
+    """Creates a new run with the same weights in the layout of another framework. Load it there with
+    mh.load_model(RUN), or continue it with manyhands train --resume RUN. Needs no framework installed.
 
-
-def run(options: argparse.Namespace) -> int:
-    source = store.load(RunFolder.open(options.run).checkpoints).state.get("framework", "torch")
+    Args:
+        run: The folder of a run.
+        to: The framework that the new run is for.
+        out: The new run's folder. Default: RUN-FRAMEWORK beside RUN.
+        names: A JSON table of weight names, for your own model (docs/training.md). Default: those of manyhands' models.
+        like: A run of the target model, to check names and shapes against. Default: no check.
+    """
+    source = store.load(RunFolder.open(run).checkpoints).state.get("framework", "torch")
     table = None
-    if options.names is not None:
+    if names is not None:
         try:
-            table = json.loads(options.names.read_text())
+            table = json.loads(names.read_text())
         except (OSError, ValueError) as error:
-            raise BadSettings(f"--names {options.names}: {error}: {_FORM}") from error
-    new_run = convert(options.run, options.to, options.out, table=table, like=options.like)
-    print(f"{new_run}: the weights of {options.run}, from {source} to {options.to}")
+            raise BadSettings(f"--names {names}: {error}: {_FORM}") from error
+    new_run = convert(run, to, out, table=table, like=like)
+    print(f"{new_run}: the weights of {run}, from {source} to {to}")
     return 0
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from json import dumps
+from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.table import Table
 from manyhands import __version__, machine
 from manyhands.amounts import counted
 from manyhands.cli import probe
+from manyhands.cli.flags import Reads
 from manyhands.device import FRAMEWORKS
 
 SCHEMA = 1
@@ -33,24 +33,21 @@ _COLUMNS = {
 }
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Lists every device of every installed framework. Works without a GPU, a driver or a framework."
-    )
-    option = parser.add_argument
-    option("--measure", action="store_true", help="measure copy bandwidth and matmul rate; default: no")
-    option("--json", action="store_true", help="print JSON (docs/devices-json.md describes it); default: a table")
-    option(
-        "--framework",
-        action="append",
-        choices=FRAMEWORKS,
-        help="only this framework (repeat for several); default: all that are installed",
-    )
+def run(
+    *,
+    measure: bool = False,
+    json: bool = False,
+    framework: Annotated[list[str], Reads(action="append", choices=FRAMEWORKS)] | None = None,
+) -> int:
+    """Lists every device of every installed framework. Works without a GPU, a driver or a framework.
 
-
-def run(options: argparse.Namespace) -> int:
-    facts = collect(options.framework, measured=options.measure, quiet=options.json)
-    text = json.dumps(facts, indent=2) if options.json else _text(facts, measured=options.measure)
+    Args:
+        measure: Measure copy bandwidth and matmul rate. Default: no.
+        json: Print JSON (docs/devices-json.md describes it). Default: a table.
+        framework: Only this framework (repeat for several). Default: all that are installed.
+    """
+    facts = collect(framework, measured=measure, quiet=json)
+    text = dumps(facts, indent=2) if json else _text(facts, measured=measure)
     print(text.rstrip(), flush=True)
     return 0
 

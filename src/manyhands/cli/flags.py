@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from manyhands.device import FRAMEWORKS
 
@@ -27,11 +27,6 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-# For options that take a count, and for options that take a file.
-COUNT: dict[str, Any] = {"type": whole_number(1), "metavar": "N"}
-FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
 
 def number(text: str) -> float:
@@ -50,49 +45,77 @@ def folder(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def add_framework(option: Callable[..., Any], words: str = "") -> None:
-    """Add ``--framework``, read by :func:`framework`; ``words`` begin its help text."""
-    option("--framework", choices=FRAMEWORKS, help=f"{words}{'; ' * bool(words)}default: the first that is installed")
+class Reads:
+    """How argparse reads a parameter, in its annotation: ``Annotated[int, Reads(metavar="N")]``."""
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
 
 
-def framework(options: argparse.Namespace) -> str:
+Count = Annotated[int, Reads(type=whole_number(1), metavar="N")]
+File = Annotated[Path, Reads(type=Path, metavar="FILE")]
+Folder = Annotated[Path, Reads(type=folder, metavar="FOLDER")]
+Framework = Annotated[str, Reads(choices=FRAMEWORKS)]
+Rest = Annotated[Sequence[str], Reads(nargs=argparse.REMAINDER)]
+
+
+def framework_or_first(name: str | None) -> str:
     """The chosen framework, or the first that is installed."""
     from manyhands.cli import probe
 
-    return str(options.framework or next(iter(probe.installed()), FRAMEWORKS[0]))
+    return name or next(iter(probe.installed()), FRAMEWORKS[0])
 
 
-# Options from the signature and the docstring of a library function
+# Arguments from the signature and the docstring of a function
+
+_OURS = ("command", "action", "parser", "run_command")  # in a namespace, besides arguments
 
 
-def add_parameters(
-    group: Any,
-    function: Any,
-    names: Sequence[str],
-    called: Mapping[str, str] | None = None,
-    **changed: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Add an option for each of these parameters of a function or class; returns their defaults.
+def add_command(parser: argparse.ArgumentParser, function: Callable[..., int]) -> None:
+    """Let a command call a function: its positional parameters are arguments, the others are options.
+
+    Where it takes ``**others``, the command adds the others itself.
+    """
+    parser.description = " ".join((inspect.getdoc(function) or "").partition("\nArgs:\n")[0].split())
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            add_option(parser, function, name, dest=name)
+            parser.set_defaults(**{name: parameter.default})
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            optional = {} if parameter.default is parameter.empty else {"nargs": "?"}
+            keywords = {"metavar": name.upper(), **_argparse_keywords(parameter, function), **optional}
+            parser.add_argument(name, help=_docstring_entries(function)[name][0], **keywords)
+
+    def call(options: argparse.Namespace) -> int:
+        return function(**{name: value for name, value in vars(options).items() if name not in _OURS})
+
+    parser.set_defaults(run_command=call)
+
+
+def add_option(group: Any, function: Any, name: str, **changed: Any) -> argparse.Action:
+    """Add an option for a parameter of a function or class.
 
     Type and choices come from the signature, the help text from ``Args`` of the docstring: its first sentence, and what
-    it says after "Default:". ``called``: flags with another name; ``changed``: arguments of argparse for a parameter,
-    where ``default_text`` replaces what the docstring says of the default.
+    it says after "Default:". ``changed``: other arguments of argparse; ``flag`` replaces the name, and ``default_text``
+    what the docstring says of the default.
     """
-    signature, texts = inspect.signature(function), _docstring_entries(function)
-    defaults = {}
-    for name in names:
-        keywords = dict(changed.get(name, {}))
-        flag = (called or {}).get(name, f"--{name.replace('_', '-')}")
-        first, default = texts[name]
-        text = f"{first}; default: {keywords.pop('default_text', default)}".replace("%", "%%")
-        keywords = {"help": text, "default": None, **_type(signature.parameters[name], function), **keywords}
-        action = group.add_argument(flag, **keywords)
-        action.setting = name
-        defaults[action.dest] = signature.parameters[name].default
-    return defaults
+    parameter = inspect.signature(function).parameters[name]
+    first, default = _docstring_entries(function)[name]
+    keywords = {**_argparse_keywords(parameter, function), **changed}
+    text = f"{first}; default: {keywords.pop('default_text', default)}"
+    keywords = {"help": text.replace("%", "%%"), "default": None, **keywords}
+    if parameter.default is parameter.empty:
+        keywords |= {"help": first, "required": True}
+    action: argparse.Action = group.add_argument(keywords.pop("flag", flag_of(name)), **keywords)
+    action.setting = name  # type: ignore[attr-defined]
+    return action
 
 
-def _type(parameter: inspect.Parameter, function: Any) -> dict[str, Any]:
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _argparse_keywords(parameter: inspect.Parameter, function: Any) -> dict[str, Any]:
     """How argparse reads a parameter with this annotation; as text if that is not plain."""
     try:
         annotation = eval(parameter.annotation, vars(sys.modules[function.__module__]))
@@ -100,10 +123,12 @@ def _type(parameter: inspect.Parameter, function: Any) -> dict[str, Any]:
         return {}
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = [kind for kind in (typing.get_args(annotation) if union else (annotation,)) if kind is not types.NoneType]
+    if typing.get_origin(kinds[0]) is Annotated:
+        return dict(kinds[0].__metadata__[-1].keywords)
     if kinds == [bool]:
         return {"action": "store_true"}
     if kinds == [int]:
-        return COUNT
+        return {"type": whole_number(1), "metavar": "N"}
     if kinds == [int, float]:
         return {"type": number, "metavar": "N"}
     if all(typing.get_origin(kind) is typing.Literal for kind in kinds):
@@ -178,9 +203,9 @@ def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
 
 
-def hint_misplaced(command: str, program: Sequence[str], parser: argparse.ArgumentParser) -> None:
+def hint_misplaced(command: str, program: Sequence[str], function: Callable[..., int]) -> None:
     """Print a hint if options of a command come after the program's name, so that the program receives them."""
     given = {text.partition("=")[0] for text in program[1:]}
-    for name in given.intersection(names(parser).values()):
+    for name in given.intersection(map(flag_of, inspect.signature(function).parameters)):
         before = f"options of manyhands {command} go before the script"
         print(f"manyhands {command}: {name} went to {program[0]}: {before}", file=sys.stderr)

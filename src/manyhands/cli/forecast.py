@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from typing import Any
+from json import dumps
+from typing import Annotated, Any
 
 from manyhands.book.recipes import MODELS
-from manyhands.cli import flags, script
+from manyhands.cli import flags
+from manyhands.cli import script as script_functions
+from manyhands.cli.flags import Count, File, Framework, Reads
 from manyhands.errors import BadProfile, BadSettings
 from manyhands.files import check_writable
-from manyhands.forecast import measured, plot
+from manyhands.forecast import measured
+from manyhands.forecast import plot as plots
 from manyhands.forecast.forecast import Forecast
-from manyhands.forecast.links import Link, link
+from manyhands.forecast.links import link
 from manyhands.forecast.profile import Profile
 from manyhands.forecast.scaling import DEVICES, Assumptions
 
-_PARAMETERS = ("devices", "link", "per_device", "per_node", "precision", "optimizer")
 _DEVICES = f"{','.join(map(str, DEVICES))}, or so many nodes where the profile is a node's"
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measures a training step on one device and forecasts N devices: time per step, what limits the "
-        "gain, the batch size from which they pay, device-hours, and peak memory by category. The first line warns "
-        "where more devices do not pay or a batch does not fit."
-    )
-    option = parser.add_argument
-    option(
-        "script",
-        nargs="?",
-        metavar="SCRIPT:MAKE",
-        help="a file and a function in it that returns (model, (X, y)) or (model, (X, y), loss)",
-    )
-    models = "a model of manyhands train, on random data; default: resnet18 on a GPU, else lenet"
-    option("--model", choices=MODELS, help=models)
-    flags.add_framework(option)
-    sizes = "samples per step, over all devices together; default: the script's, else 256 on a GPU and 128 on a CPU"
-    option("--batch-size", **flags.COUNT, help=sizes)
-    flags.add_parameters(
-        parser,
-        measured.forecast,
-        _PARAMETERS,
-        devices={"type": _counts, "metavar": "N,N", "default_text": _DEVICES},
-        link={"default": "pcie"},
-        precision={"choices": ["auto", "fp32", "bf16", "fp64"], "default": "auto"},
-    )
-    rate = "samples that the input pipeline of one machine prepares in a second; default: no limit"
-    option("--input-rate", **flags.COUNT, help=rate)
-    option("--profile", **flags.FILE, help="forecast from a stored profile; default: measure here")
-    option("--save-profile", **flags.FILE, help="store the measured profile; default: no file")
-    option("--plot", **flags.FILE, help="plot the forecast as .png or .svg; default: no file")
-    option("--json", action="store_true", help="print JSON (docs/forecast.md describes it); default: tables")
 
 
 def _counts(text: str) -> list[int]:
@@ -60,57 +28,87 @@ def _counts(text: str) -> list[int]:
     return [parse(part) for part in text.split(",")]
 
 
-def run(options: argparse.Namespace) -> int:
+def add(parser: argparse.ArgumentParser) -> None:
+    flags.add_command(parser, run)
+    changed: dict[str, dict[str, Any]] = {
+        "devices": {"type": _counts, "metavar": "N,N", "default_text": _DEVICES},
+        "link": {"default": "pcie"},
+        "precision": {"choices": ["auto", "fp32", "bf16", "fp64"], "default": "auto"},
+    }
+    for name in ("devices", "link", "per_device", "per_node", "precision", "optimizer"):
+        flags.add_option(parser, measured.forecast, name, **changed.get(name, {}))
+
+
+def run(
+    script: Annotated[str, Reads(metavar="SCRIPT:MAKE")] | None = None,
+    *,
+    model: Annotated[str, Reads(choices=MODELS)] | None = None,
+    framework: Framework | None = None,
+    batch_size: Count | None = None,
+    input_rate: Count | None = None,
+    profile: File | None = None,
+    save_profile: File | None = None,
+    plot: File | None = None,
+    json: bool = False,
+    **how: Any,
+) -> int:
+    """Measures a training step on one device and forecasts N devices: time per step, what limits the gain, the batch
+    size from which they pay, device-hours, and peak memory by category. The first line warns where more devices do not
+    pay or a batch does not fit.
+
+    Args:
+        script: A file and a function in it that returns (model, (X, y)) or (model, (X, y), loss).
+        model: A model of manyhands train, on random data. Default: resnet18 on a GPU, else lenet.
+        framework: Framework of the model. Default: the first that is installed.
+        batch_size: Samples per step, over all devices together. Default: the script's, else 256 on a GPU and 128 on a
+            CPU.
+        input_rate: Samples that the input pipeline of one machine prepares in a second. Default: no limit.
+        profile: Forecast from a stored profile. Default: measure here.
+        save_profile: Store the measured profile. Default: no file.
+        plot: Plot the forecast as .png or .svg. Default: no file.
+        json: Print JSON (docs/forecast.md describes it). Default: tables.
+    """
     # Refuse bad options first: measuring takes a while.
-    if options.plot is not None:
-        plot.place(options.plot)
-    for path in (options.plot, options.save_profile):
-        if path is not None:
-            check_writable(path, BadProfile)
-    rate = options.input_rate
-    assumptions = Assumptions() if rate is None else Assumptions(input_rate=rate)
-    between = link(options.link, options.per_node)
-    method = _measured if options.profile is None else _stored
-    forecast = method(options, between, assumptions)
-    if options.save_profile is not None:
-        forecast.profile.save(options.save_profile)
-    print(json.dumps(forecast.as_dict(), indent=2) if options.json else forecast, flush=True)
-    if options.plot is not None:
-        path = forecast.plot(options.plot)
-        if not options.json:
+    if plot is not None:
+        plots.place(plot)
+    for path in filter(None, (plot, save_profile)):
+        check_writable(path, BadProfile)
+    how["assumptions"] = Assumptions() if input_rate is None else Assumptions(input_rate=input_rate)
+    how["link"] = link(how["link"], how.pop("per_node"))
+    if profile is None:
+        forecast = _measured(*_subject(script, model, framework, batch_size), **how)
+    elif own := script or model:
+        raise BadSettings(f"--profile {profile} and {own}: a profile has its own model")
+    else:
+        stored = Profile.load(profile)
+        devices = how["devices"] or [count * stored.devices for count in DEVICES]
+        rest = {name: how[name] for name in ("per_device", "assumptions")}
+        forecast = Forecast.of(stored, how["link"], devices, batch_size, **rest)
+    if save_profile is not None:
+        forecast.profile.save(save_profile)
+    print(dumps(forecast.as_dict(), indent=2) if json else forecast, flush=True)
+    if plot is not None:
+        path = forecast.plot(plot)
+        if not json:
             print(f"written: {path}")
     return 0
 
 
-def _stored(options: argparse.Namespace, between: Link, assumptions: Assumptions) -> Forecast:
-    if own := options.script or options.model:
-        raise BadSettings(f"--profile {options.profile} and {own}: a profile has its own model")
-    profile = Profile.load(options.profile)
-    devices = options.devices or [count * profile.devices for count in DEVICES]
-    how: dict[str, Any] = {"per_device": options.per_device, "assumptions": assumptions}
-    return Forecast.of(profile, between, devices, options.batch_size, **how)
-
-
-def _measured(options: argparse.Namespace, between: Link, assumptions: Assumptions) -> Forecast:
-    name, model, batch, loss = _subject(options)
-    given = {name: getattr(options, name) for name in ("optimizer", "precision", "per_device")}
-    devices = options.devices or DEVICES
-    forecast = measured.forecast(
-        model, batch, devices=devices, link=between, loss=loss, assumptions=assumptions, **given
-    )
+def _measured(name: str, model: Any, batch: Any, loss: Any, *, devices: Any, **how: Any) -> Forecast:
+    forecast = measured.forecast(model, batch, devices=devices or DEVICES, loss=loss, **how)
     return replace(forecast, profile=replace(forecast.profile, name=name))
 
 
-def _subject(options: argparse.Namespace) -> tuple[str, Any, Any, Any]:
+def _subject(text: str | None, name: str | None, framework: str | None, size: int | None) -> tuple[str, Any, Any, Any]:
     """A name, model, batch and loss, from one of our models or from the user's script."""
-    if options.script is None:
-        framework = flags.framework(options)
+    if text is None:
+        framework = flags.framework_or_first(framework)
         on_gpu = measured.of(framework).has_gpu()
-        name = options.model or ("resnet18" if on_gpu else "lenet")
-        return name, *measured.example(framework, name, options.batch_size or (256 if on_gpu else 128)), None
-    if options.model is not None:
-        raise BadSettings(f"--model {options.model} and {options.script}: give one of them")
-    model, batch, loss = script.maker(options.script)()
-    if options.batch_size is not None:
-        batch = measured.of(measured.framework_of(model)).resized(batch, options.batch_size)
-    return options.script, model, batch, loss
+        name = name or ("resnet18" if on_gpu else "lenet")
+        return name, *measured.example(framework, name, size or (256 if on_gpu else 128)), None
+    if name is not None:
+        raise BadSettings(f"--model {name} and {text}: give one of them")
+    model, batch, loss = script_functions.maker(text)()
+    if size is not None:
+        batch = measured.of(measured.framework_of(model)).resized(batch, size)
+    return text, model, batch, loss

@@ -6,12 +6,14 @@ import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.markup import escape
 
 from manyhands import __version__, machine
 from manyhands.cli import flags, probe
+from manyhands.cli.flags import File, Reads
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, FrameworkMissing
 from manyhands.files import check_writable
@@ -26,30 +28,12 @@ _INTERRUPTED = 130
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Without arguments, lists the experiments. docs/lab.md explains the reports."
+    parser.set_defaults(run_command=_list)
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", help="default: list the experiments")
-    running = actions.add_parser(
-        "run",
-        help="run experiments and write a report",
-        description="Runs experiments on this machine's devices. Virtual devices stand in where there are too few, "
-        "and are marked. Exit code: 0; 1 if an experiment failed; 130 after Ctrl-C, which keeps finished experiments.",
-    )
-    option = running.add_argument
-    option("names", nargs="+", metavar="NAME", help="names of experiments, or all")
-    option(
-        "--framework",
-        action="append",
-        choices=FRAMEWORKS,
-        help="repeat for several; default: the first that is installed",
-    )
-    option("--quick", action="store_true", help="small sizes, few rounds; default: no")
-    page_file = Path("lab-report.html")
-    option("--html", **flags.FILE, default=page_file, help=f"the report, one HTML page; default: {page_file}")
-    option("--json", **flags.FILE, help="write the raw trials; default: no file")
+    flags.add_command(actions.add_parser("run", help="run experiments and write a report"), run)
 
 
-def run(options: argparse.Namespace) -> int:
-    if options.action is not None:
-        return _run(options)
+def _list(options: argparse.Namespace) -> int:
     width = max(map(len, experiments.NAMES))
     for name in experiments.NAMES:
         listed = experiments.load(name)
@@ -58,11 +42,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace) -> int:
-    everything = experiments.NAMES if "all" in options.names else ()
-    wanted = dict.fromkeys(name for name in (*everything, *options.names) if name != "all")
+def run(
+    names: Annotated[list[str], Reads(nargs="+", metavar="NAME")],
+    *,
+    framework: Annotated[list[str], Reads(action="append", choices=FRAMEWORKS)] | None = None,
+    quick: bool = False,
+    html: File = Path("lab-report.html"),
+    json: File | None = None,
+) -> int:
+    """Runs experiments on this machine's devices. Virtual devices stand in where there are too few, and are marked.
+    Exit code: 0; 1 if an experiment failed; 130 after Ctrl-C, which keeps finished experiments.
+
+    Args:
+        names: Names of experiments, or all.
+        framework: Repeat for several. Default: the first that is installed.
+        quick: Small sizes, few rounds. Default: no.
+        html: The report, one HTML page. Default: lab-report.html.
+        json: Write the raw trials. Default: no file.
+    """
+    everything = experiments.NAMES if "all" in names else ()
+    wanted = dict.fromkeys(name for name in (*everything, *names) if name != "all")
     chosen = [experiments.load(name) for name in wanted]
-    frameworks = list(dict.fromkeys(options.framework or probe.installed()[:1]))
+    frameworks = list(dict.fromkeys(framework or probe.installed()[:1]))
     if not frameworks:
         raise FrameworkMissing("no framework is installed: pip install 'manyhands[torch]'")
     for name in frameworks:
@@ -70,16 +71,15 @@ def _run(options: argparse.Namespace) -> int:
     jobs = [(name, experiment) for name in frameworks for experiment in chosen if name in experiment.frameworks]
     if not jobs:
         raise BadSettings(f"none of these experiments is for {', '.join(frameworks)}")
-    for path in (options.html, options.json):
-        if path is not None:
-            check_writable(path, BadSettings)
+    for path in filter(None, (html, json)):
+        check_writable(path, BadSettings)
     with Console(stderr=True).status("asking the frameworks for their devices"):
         replies = list(map(probe.ask, frameworks))
     for reply in replies:
         if "error" in reply:
             raise FrameworkMissing(f"{reply['framework']} does not start here: {reply['error']}")
-    report = Report(options.quick, asdict(machine.host()), replies, manyhands=__version__)
-    return run_all(jobs, report, options.html, options.json)
+    report = Report(quick, asdict(machine.host()), replies, manyhands=__version__)
+    return run_all(jobs, report, html, json)
 
 
 def run_all(jobs: list[tuple[str, Experiment]], report: Report, html: Path, json: Path | None) -> int:

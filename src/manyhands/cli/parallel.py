@@ -2,61 +2,58 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from manyhands.cli import flags, script
+from manyhands.cli.flags import Count, File, Framework
 from manyhands.errors import BadSettings
-from manyhands.schedule.pictures import graph_svg, timeline
+from manyhands.schedule.pictures import graph_svg
+from manyhands.schedule.pictures import timeline as timelines
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Plans and runs script.py:function, and prints the chosen plan and why. The arguments come from "
-        "inputs() in the same script, which returns a tuple, or a dict by name; without it there are none."
-    )
-    option = parser.add_argument
-    option("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, for example script.py:step")
-    flags.add_framework(option, "framework of the function")
-    option("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
-    option(
-        "--timeline",
-        **flags.FILE,
-        help="write the timeline: a trace (.json) or a picture (.png, .svg); default: no file",
-    )
-    option(
-        "--devices",
-        **flags.COUNT,
-        help="also forecast the time on this many devices (simulated); default: no forecast",
-    )
+def run(
+    function: str,
+    *,
+    framework: Framework | None = None,
+    draw: File | None = None,
+    timeline: File | None = None,
+    devices: Count | None = None,
+) -> int:
+    """Plans and runs script.py:function, and prints the chosen plan and why. The arguments come from inputs() in the
+    same script, which returns a tuple, or a dict by name; without it there are none.
 
-
-def run(options: argparse.Namespace) -> int:
+    Args:
+        function: A file and a function in it, for example script.py:step.
+        framework: Framework of the function. Default: the first that is installed.
+        draw: Write the graph as SVG, coloured by lane. Default: no file.
+        timeline: Write the timeline: a trace (.json) or a picture (.png, .svg). Default: no file.
+        devices: Also forecast the time on this many devices (simulated). Default: no forecast.
+    """
     # Refuse bad paths first: planning takes a while.
-    for path, check in ((options.draw, graph_svg.checked_path), (options.timeline, timeline.checked_path)):
+    for path, check in ((draw, graph_svg.checked_path), (timeline, timelines.checked_path)):
         if path is not None:
             check(path)
-    framework = flags.framework(options)
+    framework = flags.framework_or_first(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     backend: Any = importlib.import_module(f"manyhands.backends.{framework}.devices")
-    wanted = [f"--{name}" for name in ("draw", "timeline", "devices") if getattr(options, name) is not None]
+    given = {"--draw": draw, "--timeline": timeline, "--devices": devices}
+    wanted = [flag for flag, value in given.items() if value is not None]
     if wanted and not backend.CAPABILITIES.plans_lanes:
         raise BadSettings(
             f"{', '.join(wanted)}: {framework}'s own runtime runs the function, so there is no plan to draw, time or "
             "forecast. Leave it out, or write the function in torch"
         )
-    module, function = script.load(options.function)
-    arguments, named = _inputs(module, function, options.function)
-    fast = mh.parallel(function)
+    module, loaded = script.load(function)
+    arguments, named = _inputs(module, loaded, function)
+    fast = mh.parallel(loaded)
     fast(*arguments, **named)
     print(fast.explain())
-    if options.devices is not None:
-        print(fast.forecast(options.devices))
-    for path, make in ((options.draw, fast.draw), (options.timeline, fast.timeline)):
+    if devices is not None:
+        print(fast.forecast(devices))
+    for path, make in ((draw, fast.draw), (timeline, fast.timeline)):
         if path is not None:
             print(f"written: {make(path)}")
     return 0

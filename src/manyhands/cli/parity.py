@@ -9,18 +9,18 @@ sorted data the first ones may all have the same length, and a mean over tokens 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from manyhands.book import recipes as _recipes
 from manyhands.book.recipes import MODELS, Precision, Recipes
 from manyhands.cli import flags, script
+from manyhands.cli.flags import Count, Framework, Reads
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
@@ -29,39 +29,32 @@ from manyhands.training.options import Step
 _ROUNDING = 1e-2  # the most that is taken for it in float32
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compares weights after at least 50 steps in float64 (limit 1e-12) and 5 in float32 (limit 1e-5; up to "
-        f"{_ROUNDING:g} is rounding if float64 is equal). A script's function is called for every training; the first "
-        "weights of all are those of its first model."
-    )
-    option = parser.add_argument
-    option(
-        "model",
-        metavar="MODEL_OR_SCRIPT",
-        help="resnet18, lenet, small-resnet, mlp, or script.py:function, which returns (model, (X, y)) or "
-        "(model, (X, y), loss)",
-    )
-    flags.add_framework(option, "framework of the model")
-    option(
-        "--devices",
-        type=flags.whole_number(2),
-        default=2,
-        metavar="N",
-        help="virtual CPU devices to compare with one device; default: 2",
-    )
-    option("--batch-size", **flags.COUNT, default=16, help="samples per step, over all devices together; default: 16")
+def run(
+    model: str,
+    *,
+    framework: Framework | None = None,
+    devices: Annotated[int, Reads(type=flags.whole_number(2), metavar="N")] = 2,
+    batch_size: Count = 16,
+) -> int:
+    """Compares weights after at least 50 steps in float64 (limit 1e-12) and 5 in float32 (limit 1e-5; up to 0.01 is
+    rounding if float64 is equal). A script's function is called for every training; the first weights of all are
+    those of its first model.
 
-
-def run(options: argparse.Namespace) -> int:
-    framework = flags.framework(options)
+    Args:
+        model: One of resnet18, lenet, small-resnet, mlp; or script.py:function, which returns (model, (X, y)) or
+            (model, (X, y), loss).
+        framework: Framework of the model. Default: the first that is installed.
+        devices: Virtual CPU devices to compare with one device. Default: 2.
+        batch_size: Samples per step, over all devices together. Default: 16.
+    """
+    framework = flags.framework_or_first(framework)
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
-    mh.Trainer(1, devices=f"cpu:{options.devices}")  # creates the devices before anything is computed
-    make, data, loss = _subject(options.model, recipes)
+    mh.Trainer(1, devices=f"cpu:{devices}")  # creates the devices before anything is computed
+    make, data, loss = _subject(model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     train = training_function(recipes, make, data, loss)
-    comparisons = compare(train, data.count, options.devices, batch_size=options.batch_size)
+    comparisons = compare(train, data.count, devices, batch_size=batch_size)
     print(*comparisons, sep="\n")
     if all(comparison.equal for comparison in comparisons):
         return 0

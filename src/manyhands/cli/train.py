@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,15 @@ _TOPICS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "checkpoints": (Checkpoints, ("every", "keep")),
 }
-_CALLED = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
+_KEYS = {"every": "checkpoint_every", "keep": "keep_checkpoints"}  # in a run's options, where they differ
 _KEYWORDS: dict[str, dict[str, Any]] = {
     "devices": {
         "help": "as devices= in Python: gpu (all of them), 2 (GPUs, else virtual CPU devices), gpu:0,gpu:1, cpu, cpu:2 "
         "(two virtual CPU devices), gpu:0,cpu; default: all GPUs, else the CPU"
     },
-    "max_epochs": {"default_text": f"10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} on the small subset"},
+    "every": {"flag": "--checkpoint-every"},
+    "keep": {"flag": "--keep-checkpoints"},
+    "max_epochs": {"flag": "--epochs", "default_text": f"10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} on the small subset"},
     "batch_size": {"default_text": "256 on a GPU, else 128"},
     "lr": {
         "type": flags.number,
@@ -71,12 +75,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="folder with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the "
         "small subset",
     )
-    defaults = flags.add_parameters(group, BaseTrainer, _TRAINER, _CALLED, **_KEYWORDS)
+    _add_options(group, BaseTrainer, _TRAINER)
     # How a run is trained. A resumed run keeps all of these unless the user sets them again.
-    always = {"devices": "all", "data": None} | {name: defaults[name] for name in ("seed", "precision")}
+    always: dict[str, Any] = {"devices": "all", "data": None, "seed": 0, "precision": "auto"}
     for title, (topic, names) in _TOPICS.items():
-        always |= flags.add_parameters(parser.add_argument_group(title), topic, names, _CALLED, **_KEYWORDS)
-    parser.set_defaults(always=always)
+        always |= _add_options(parser.add_argument_group(title), topic, names)
+    parser.set_defaults(always=always, run_command=run)
+
+
+def _add_options(group: Any, function: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Add the options of these names; returns the library's defaults, by the command's names."""
+    actions = {name: flags.add_option(group, function, name, **_KEYWORDS.get(name, {})) for name in names}
+    parameters = inspect.signature(function).parameters
+    return {action.dest: parameters[name].default for name, action in actions.items()}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
                 f"--{name} {getattr(options, name)}: {resumed} was started with --{name} {begun[name]}. Leave it out, "
                 "or start a new run (manyhands convert makes a run for another framework)"
             )
-    framework = options.framework or begun.get("framework") or flags.framework(options)
+    framework = options.framework or begun.get("framework") or flags.framework_or_first(None)
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     names = (*options.always, *_ON_CPU)
@@ -163,7 +174,7 @@ def _folder(folder: Path | None) -> str:
 def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:
     chosen = {**chosen, "shares": parse_shares(chosen["shares"])}
     topics = {
-        topic: kind(**{name: chosen[_CALLED.get(name, name).removeprefix("--").replace("-", "_")] for name in names})
+        topic: kind(**{name: chosen[_KEYS.get(name, name)] for name in names})
         for topic, (kind, names) in _TOPICS.items()
     }
     return {
