@@ -54,8 +54,10 @@ def run(
     names: File | None = None,
     like: Folder | None = None,
 ) -> int:
-    """Creates a new run with the same weights in the layout of another framework. Load it there with
-    mh.load_model(RUN), or continue it with manyhands train --resume RUN. Needs no framework installed.
+    """Creates a new run with the same weights in the layout of another framework.
+
+    Load it there with mh.load_model(RUN), or continue it with manyhands train --resume RUN. Needs no framework
+    installed.
 
     Args:
         run: The folder of a run.

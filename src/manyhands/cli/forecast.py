@@ -52,9 +52,10 @@ def run(
     json: bool = False,
     **how: Any,
 ) -> int:
-    """Measures a training step on one device and forecasts N devices: time per step, what limits the gain, the batch
-    size from which they pay, device-hours, and peak memory by category. The first line warns where more devices do not
-    pay or a batch does not fit.
+    """Measures a training step on one device and forecasts N devices.
+
+    It prints time per step, what limits the gain, the batch size from which they pay, device-hours, and peak memory by
+    category. The first line warns where more devices do not pay or a batch does not fit.
 
     Args:
         script: A file and a function in it that returns (model, (X, y)) or (model, (X, y), loss).

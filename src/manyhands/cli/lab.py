@@ -50,8 +50,10 @@ def run(
     html: File = Path("lab-report.html"),
     json: File | None = None,
 ) -> int:
-    """Runs experiments on this machine's devices. Virtual devices stand in where there are too few, and are marked.
-    Exit code: 0; 1 if an experiment failed; 130 after Ctrl-C, which keeps finished experiments.
+    """Runs experiments on this machine's devices.
+
+    Virtual devices stand in where there are too few, and are marked. Exit code: 0; 1 if an experiment failed; 130 after
+    Ctrl-C, which keeps finished experiments.
 
     Args:
         names: Names of experiments, or all.

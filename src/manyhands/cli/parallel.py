@@ -22,8 +22,10 @@ def run(
     timeline: File | None = None,
     devices: Count | None = None,
 ) -> int:
-    """Plans and runs script.py:function, and prints the chosen plan and why. The arguments come from inputs() in the
-    same script, which returns a tuple, or a dict by name; without it there are none.
+    """Plans and runs script.py:function, and prints the chosen plan and why.
+
+    The arguments come from inputs() in the same script, which returns a tuple, or a dict by name; without it there are
+    none.
 
     Args:
         function: A file and a function in it, for example script.py:step.

@@ -36,9 +36,10 @@ def run(
     devices: Annotated[int, Reads(type=flags.whole_number(2), metavar="N")] = 2,
     batch_size: Count = 16,
 ) -> int:
-    """Compares weights after at least 50 steps in float64 (limit 1e-12) and 5 in float32 (limit 1e-5; up to 0.01 is
-    rounding if float64 is equal). A script's function is called for every training; the first weights of all are
-    those of its first model.
+    """Compares weights after at least 50 steps in float64 and 5 in float32.
+
+    The limits are 1e-12 and 1e-5; up to 0.01 is rounding if float64 is equal. A script's function is called for every
+    training; the first weights of all are those of its first model.
 
     Args:
         model: One of resnet18, lenet, small-resnet, mlp; or script.py:function, which returns (model, (X, y)) or

@@ -13,8 +13,9 @@ from manyhands.placement.moves import VIRTUAL_DEVICES, installed
 
 
 def run(script: File, arguments: Rest, *, devices: Count | None = None) -> int:
-    """Runs a script as 'python script.py' would, on virtual devices instead of GPUs: x.cuda(1), device='cuda:1',
-    torch.cuda and nn.DataParallel use them (docs/virtual-devices.md).
+    """Runs a script as 'python script.py' would, on virtual devices instead of GPUs.
+
+    x.cuda(1), device='cuda:1', torch.cuda and nn.DataParallel use them (docs/virtual-devices.md).
 
     Args:
         script: A file, for example train.py.
