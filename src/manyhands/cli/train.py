@@ -75,9 +75,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="folder with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the "
         "small subset",
     )
-    _add_options(group, BaseTrainer, _TRAINER)
+    defaults = _add_options(group, BaseTrainer, _TRAINER)
     # How a run is trained. A resumed run keeps all of these unless the user sets them again.
-    always: dict[str, Any] = {"devices": "all", "data": None, "seed": 0, "precision": "auto"}
+    always = {"devices": "all", "data": None} | {name: defaults[name] for name in ("seed", "precision")}
     for title, (topic, names) in _TOPICS.items():
         always |= _add_options(parser.add_argument_group(title), topic, names)
     parser.set_defaults(always=always, run_command=run)
