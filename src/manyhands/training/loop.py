@@ -64,9 +64,8 @@ class Loop:
         self.nan_check = NanCheck(learner, self.position)
         self.saver = Saver(learner, self.position, self.ending, self.report, self.nan_check, run)
         self._is_resumed = False
-        self._owes_evaluation = False  # the job before ended here, but was not evaluated
         try:
-            self._begin(resume, same_run=run is not None and run.resumes)
+            self._begin(resume)
         except BaseException:
             self._close()
             raise
@@ -80,7 +79,7 @@ class Loop:
         """Whether this process writes files and shows things."""
         return self.learner.rank == 0
 
-    def _begin(self, resume: Path | None, *, same_run: bool) -> None:
+    def _begin(self, resume: Path | None) -> None:
         """Restore, and only then begin the run: a job that is refused does not change its folder."""
         self.saver.lock()
         if self.report.plan.average is not None:
@@ -88,23 +87,12 @@ class Loop:
         before = self.saver.restore(resume)
         if before is not None:
             self._is_resumed = True
-            self._continue_at_end(before["end"], same_run=same_run)
             if self.first:
                 self.saver.announce(before, is_over=self.is_over)
         self.schedule.check(self.metrics.names)
-        self.result.rows = self.saver.begin(is_over=self.is_over)
+        self.result.rows = self.saver.begin()
         if before is not None:
             self.result.rows = json.loads(self.learner.from_first(json.dumps(self.result.rows).encode()))
-
-    def _continue_at_end(self, end: dict[str, Any] | None, *, same_run: bool) -> None:
-        """Continue a job that may have reached this job's end: is that end still to be evaluated?
-
-        It is if the job was killed before its evaluation (``end`` is None then), or if its rows are in another run.
-        """
-        if end is None or not same_run:
-            self._owes_evaluation = self.cursor.step > self.position.last_row
-        elif end["epoch"] > self.cursor.epoch and end["epoch"] >= self.settings.max_epochs:
-            self.position.next_epoch()
 
     def _close(self) -> None:
         try:
@@ -116,7 +104,7 @@ class Loop:
         try:
             self.report.alive()
             if self.is_over:
-                self.learner.notes.append("this run had already finished: nothing was trained, its figures are shown")
+                self.learner.notes.append("this run had already finished: nothing was trained")
             else:
                 self._check_repeats()
             self.report.begin(self.result.rows, resumed=self._is_resumed)
@@ -148,10 +136,11 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """Whether a limit is reached and no evaluation of that end is missing."""
+        """Whether a limit is reached, and the row of that end is there."""
+        step = self.cursor.step
         if self.cursor.epoch >= self.settings.max_epochs:
             return True
-        return self.ending.is_reached(self.cursor.step) and not self._owes_evaluation
+        return self.ending.is_reached(step) and self.position.last_row == step
 
     def _why_ended(self) -> str | None:
         """Why the training ends here, for ``Result.ended``; None if it continues."""
@@ -189,7 +178,7 @@ class Loop:
                 if self.position.evaluation_is_due:
                     self.saver.commit()
                     self._add_row(self._read_sums(), evaluates=True)
-                    self.saver.save(self.report.take_wanted_folders())
+                    self.saver.save_once(self.report.take_wanted_folders())
                     if self.ending.stop is not None:
                         return False
                 self._step(window, batch)
@@ -248,44 +237,24 @@ class Loop:
         """The row and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
         sums = self._read_sums()
         self.saver.commit()
-        self._owes_evaluation = False
-        if self.cursor.step > self.position.last_row:
-            epoch, (every, unit) = self.cursor.epoch, self.settings.limits.evaluation
-            due = (epoch + 1) % every == 0 if unit == "epochs" else self.position.evaluation_is_due
-            is_last = self._is_last or (over and epoch + 1 >= self.settings.max_epochs)
-            if is_last and not (over and due):
-                self._add_last_row(sums, over=over)
-                return
-            self._add_row(sums, evaluates=due, ends_epoch=True, over=over)
+        epoch, step = self.cursor.epoch, self.cursor.step
+        if step > self.position.last_row:
+            every, unit = self.settings.limits.evaluation
+            due = over and (epoch + 1) % every == 0 if unit == "epochs" else self.position.evaluation_is_due
+            is_last = over and epoch + 1 >= self.settings.max_epochs
+            is_last = is_last or self.ending.is_reached(step) or self.ending.stop is not None
+            # Schedulers do not see a row that only the end brings: a job with larger limits would not have it.
+            counts = due or not is_last
+            self._add_row(sums, evaluates=due or is_last, ends_epoch=True, over=over, counts=counts)
         if over:
             self._next_epoch()
-        regular = ["checkpoints"] if self._is_last or not self.settings.checkpoints.every else []
-        self.saver.save_once([*self.report.take_wanted_folders(), *regular])
-
-    @property
-    def _is_last(self) -> bool:
-        return self.is_over or self.ending.stop is not None
+        is_regular = self.is_over or self.ending.stop is not None or not self.settings.checkpoints.every
+        self.saver.save_once([*self.report.take_wanted_folders(), *(["checkpoints"] if is_regular else [])])
 
     def _next_epoch(self) -> None:
         note = self.position.next_epoch()
         self.learner.notes += [] if note is None else [note]
         self.schedule.after_epoch()
-
-    def _add_last_row(self, sums: Figures, *, over: bool) -> None:
-        """Add an evaluated row at an end where a job with larger limits would have no row.
-
-        The checkpoint is from before that row: in a resumed job schedulers and callbacks have not seen it, so the job
-        continues as if it had never ended here.
-        """
-        before = self.saver.capture()
-        self.saver.save_captured_once(before)
-        stop = self.ending.stop
-        self._add_row(sums, evaluates=True, ends_epoch=True, over=over, counts=False)
-        self.ending.stop = stop
-        self.saver.write(before, self.report.take_wanted_folders())
-        if over:
-            self._next_epoch()
-        self.saver.mark_end()
 
     def _read_sums(self) -> Figures:
         """The sums since the row before, over all processes; waits."""
@@ -297,13 +266,7 @@ class Loop:
         return sums
 
     def _add_row(
-        self,
-        sums: Figures,
-        *,
-        evaluates: bool,
-        ends_epoch: bool = False,
-        over: bool = False,
-        counts: bool = True,
+        self, sums: Figures, *, evaluates: bool, ends_epoch: bool = False, over: bool = False, counts: bool = True
     ) -> None:
         """Add a row with the metrics since the row before; ``counts``: schedulers see it."""
         seconds, cursor = self.position.seconds_of_row, self.cursor

@@ -43,18 +43,6 @@ def leave(folder: Path, role: str, *, step: int = 1) -> Path:
     return path
 
 
-def test_an_entry_of_the_state_can_be_changed(tmp_path: Path) -> None:
-    """Of a whole checkpoint; one that is missing or damaged stays so."""
-    path = store.save(tmp_path, 1, STATE, BLOBS)
-    store.amend(path, epoch=3, new=None)
-    assert store.load(path) == store.Checkpoint(path, {**STATE, "epoch": 3, "new": None}, BLOBS, 1)
-    assert names(path) == ["model.safetensors", "optimizer.safetensors", "rng.cpu.safetensors", "state.json"]
-    store.amend(tmp_path / "step-00000002", epoch=3)
-    (path / "state.json").write_text("{}")
-    store.amend(path, epoch=4)
-    assert (path / "state.json").read_text() == "{}"
-
-
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "checkpoints"
     path = store.save(folder, 123, STATE, BLOBS)

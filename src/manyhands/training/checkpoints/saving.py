@@ -58,7 +58,7 @@ class Saver:
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()
 
-    def begin(self, *, is_over: bool) -> list[dict[str, Any]]:
+    def begin(self) -> list[dict[str, Any]]:
         """Begin the run, or take over one that is there; the rows that it has so far."""
         if self.run is None or self._plan is None:
             return []
@@ -66,9 +66,7 @@ class Saver:
         if note is not None:
             self._report.warn(note)
         self._begun = self._position.cursor, self._position.last_row
-        # Only a job that is at its end counts the row of that end, which is newer than the checkpoint.
-        last = self._position.cursor.step if is_over else self._position.last_row
-        return [row for row in self.run.metrics(last) if "epoch" in row]
+        return [row for row in self.run.metrics(self._position.last_row) if "epoch" in row]
 
     def commit(self) -> None:
         """Take over the existing run, now that the first step (or an evaluation) has succeeded.
@@ -80,7 +78,6 @@ class Saver:
         (begun, last_row), self._begun = self._begun, None
         self.run.commit()
         self.run.truncate_metrics(last_row)
-        store.amend(store.path_of(self.run.checkpoints, begun.step), end=None)  # its row is dropped
         for folder in self.run.folders_of_checkpoints():
             store.drop_after(folder, begun.step)
 
@@ -95,29 +92,19 @@ class Saver:
 
     # Checkpoints
 
-    def save(self, folders: Sequence[str]) -> None:
-        """Write a checkpoint of this moment into these folders of the run.
+    def save_once(self, folders: Sequence[str] = ("checkpoints",)) -> None:
+        """Write a checkpoint into these folders of the run; into ``checkpoints`` only if this moment has none yet.
 
         Older ones are deleted in ``checkpoints`` only; callbacks delete those in their own folders.
         """
-        if folders:
-            self.write(self.capture(), folders)
-
-    def save_once(self, folders: Sequence[str] = ("checkpoints",)) -> None:
-        """The same; into ``checkpoints`` only if this moment has none yet."""
         now = self._position.cursor, self._position.last_row
-        self.save([folder for folder in folders if folder != "checkpoints" or self._newest != now])
-        if "checkpoints" in folders:
+        left = [folder for folder in folders if folder != "checkpoints" or self._newest != now]
+        if left:
+            self._write(self._content(), left)
+        if "checkpoints" in left:
             self._newest = now
 
-    def save_captured_once(self, content: Saved | None) -> None:
-        """Write what was captured at this moment into ``checkpoints``, if this moment has none yet."""
-        now = self._position.cursor, self._position.last_row
-        if self._newest != now:
-            self.write(content, ["checkpoints"])
-            self._newest = now
-
-    def capture(self) -> Saved | None:
+    def _content(self) -> Saved | None:
         """The content of a checkpoint of this moment; all processes but the first get None."""
         if self._plan is None:
             return None
@@ -141,12 +128,10 @@ class Saver:
             "shares": learner.shares,
             "callbacks": self._report.states(),
             "seconds": self._ending.seconds,
-            "end": None,
         }
         return Saved(state, saved.blobs)
 
-    def write(self, content: Saved | None, folders: Sequence[str]) -> None:
-        """Write what was captured at the job's last step into these folders of the run."""
+    def _write(self, content: Saved | None, folders: Sequence[str]) -> None:
         if content is None or self.run is None:
             return
         step = self._position.cursor.step
@@ -159,15 +144,6 @@ class Saver:
             except CheckpointNotWritten as error:
                 self._report.warn(f"{error} Training continues")
             self._report.alive()
-
-    def mark_end(self) -> None:
-        """Record in the newest checkpoint that the job ended there and was evaluated: ``end``.
-
-        The checkpoint was written before that evaluation: without this a resumed job would not know of it.
-        """
-        if self.run is not None:
-            cursor = self._position.cursor
-            store.amend(store.path_of(self.run.checkpoints, cursor.step), end={"epoch": cursor.epoch})
 
     def list_unsaved(self) -> list[str]:
         """What the run's folder lacks at the end of the job, in words."""
@@ -280,13 +256,6 @@ def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -
     if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
         raise WrongCheckpoint(
             f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has "
-            f"{learner.optimizer_name}{_without_names(saved['optimizer_type'])}. Give the optimizer that the run had, "
-            "or begin a new run with its weights: mh.load_weights(model, run), without resume="
+            f"{learner.optimizer_name}. Give the optimizer that the run had, or begin a new run with its weights: "
+            "mh.load_weights(model, run), without resume="
         )
-
-
-def _without_names(optimizer: str) -> str:
-    """Why several optimizers of a checkpoint ("Adam+Adam", as older versions wrote it) fit no job."""
-    if "+" not in optimizer:
-        return ""
-    return ". An older version wrote it without the names of its optimizers, so their states cannot be told apart"

@@ -164,18 +164,6 @@ def load(path: Path) -> Checkpoint:
     return _read_newest(path)
 
 
-def amend(path: Path, **changes: Any) -> None:
-    """Change entries of a checkpoint's state atomically; its blobs stay. Does nothing if there is no checkpoint."""
-    try:
-        content = _read_state(path / _STATE)
-        if any(content["state"].get(name) != value for name, value in changes.items()):
-            content["state"].update(changes)
-            text = files.exact_json({**content, "sha256": _digest(content)}, _STATE, indent=1)
-            files.replace(path / _STATE, text.encode())
-    except (CheckpointDamaged, OSError):
-        return
-
-
 def _what_is_left(folder: Path) -> str:
     newest = latest(folder)
     if newest is None:
