@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from manyhands.audit.kinds import Kind
 
 WORDS = ""  # no line of code can be the cure
 RARELY = "if step % 100 == 0: "
-STARTS = "    total, a, row = 0.0, [], 0.0\n"  # where in its scope a name begins does not matter
 # What a line is in a loop over `step`: what is called, its kind, its framework and its cure.
 ITEM = (Kind.READ, "Tensor.item", "torch")
 FLOAT = (Kind.READ, "Array.__float__", "jax")
@@ -22,8 +19,8 @@ TO = (Kind.TO_DEVICE, "Tensor.to", "torch")
 LINES = [
     ("total += loss.item()", *ITEM, "total += loss.detach()"),
     ("return self._loss.item() / n", *ITEM, WORDS),
-    ("self.total += loss.item()", *ITEM, WORDS),
-    ("unknown += loss.item()", *ITEM, WORDS),
+    ("self.total += loss.item()", *ITEM, "self.total += loss.detach()"),
+    ("clipfracs += [loss.item()]", *ITEM, "clipfracs += [loss.detach()]"),
     ("losses[step] = loss.item()", *ITEM, WORDS),
     ("values = [v.detach().cpu().item() for v in y[0]]", *ITEM, "values = [v.detach() for v in y[0]]"),
     ("größe = (a + b).item()  # läuft", *ITEM, "größe = (a + b).detach()"),
@@ -71,7 +68,7 @@ LINES = [
 
 def _cured(tmp_path: Path, line: str, kind: Kind, call: str, framework: str = "torch", loop: str = "") -> str:
     file = tmp_path / f"train_{abs(hash((line, loop)))}.py"
-    file.write_text(f"def f():\n    {loop or 'for step, batch in tqdm(enumerate(data)):'}\n        {line}\n{STARTS}")
+    file.write_text(f"def f():\n    {loop or 'for step, batch in tqdm(enumerate(data)):'}\n        {line}\n")
     return cure(kind, call, line.partition("  #")[0], framework=framework, place=(str(file), 3))
 
 
@@ -89,8 +86,10 @@ def test_a_cure_is_code_only_where_it_computes_the_same(
 ) -> None:
     made = _cured(tmp_path, line, kind, call, framework)
     assert made
-    assert _is_code(made) == bool(expected), made
-    assert not expected or made == expected
+    assert _is_code(made.splitlines()[0]) == bool(expected), made
+    assert not expected or made.splitlines()[0] == expected
+    stays = ".item()" in line or kind in (Kind.READ, Kind.TO_HOST)
+    assert ("after the loop, not in it" in made) == (stays and bool(expected) and not expected.startswith(RARELY))
 
 
 def test_who_counts_the_steps_is_known_or_not(tmp_path: Path) -> None:
@@ -134,57 +133,8 @@ def test_a_statement_of_several_lines_and_code_without_a_file(tmp_path: Path) ->
     file = tmp_path / "train.py"
     file.write_text("both = round(\n    y.item())\nz = (\n    y\n    .item()\n)\n")
     assert "round()" in cure(Kind.READ, "Tensor.item", "y.item())", place=(str(file), 2))
-    assert cure(Kind.READ, "Tensor.item", ".item()", place=(str(file), 5)) == ".detach()"
-    for code in ("x = y.item()", "for v in x.item():", ""):
+    for code in ("return y.item()", "for v in x.item():", ""):
         assert cure(Kind.READ, "Tensor.item", code, place=("<string>", 3)) == Kind.READ.cure_in("torch")
-
-
-LOOP = "for step in range(3):\n    loss = (x * step).sum()\n    {}\n"
-# Programs whose line {} reads: what stands before and after the loop, and whether the line can keep its value there.
-PROGRAMS = [
-    ("clipfracs = []", "clipfracs += [loss.item()]", "print(np.mean(clipfracs))", False),
-    ("run = 0.0", "run += loss.item()", "print(round(run, 5))", False),
-    ("run = 0.0", "run += loss.item(); bar.set_postfix(loss=run)", "", False),
-    ("hist = []", "hist.append(loss.item())", "print(round(sum(hist)))", False),
-    ("hist = []", "hist.append(loss.item())", "mean = sum(hist) / len(hist)\nprint(round(mean, 5))", False),
-    ("hist = []", "hist.append(loss.item())", "json.dumps(hist)", False),
-    ("losses = torch.zeros(3)", "losses[step] = loss.item()", "", False),
-    ("run = np.zeros(1)", "run += loss.item()", "", False),
-    ("run = 0.0", "print(run); run += loss.item()", "", False),
-    ("run = 0.0", "run += loss.item()", "def shown():\n    return round(run, 5)", False),
-    ("run = 0.0", "run += loss.item()", "class Shown:\n    value = run", False),
-    ("run = 0.0\nold = []", "run += loss.item(); old.append(run)", "", False),
-    ("hist = other = []", "hist.append(loss.item())", "", False),
-    ("run = 0.0", "last = loss.item(); last += 1; run += last", "", False),
-    ("from state import hist", "hist.append(loss.item())", "", False),
-    ("run = 0.0", "run += loss.item()", "print(f'{run / 3:.3f}')", True),
-    ("run = 0.0", "run += loss.item() * len(x)", "mean = run / 3\nprint(f'{mean:.3f}', float(run))", True),
-    ("run, seen = 0.0, 0", "run += loss.item()", "seen += 1\nprint(f'{run / seen:.4f}')", True),
-    ("hist = []", "hist.append(loss.item())", "print(f'{sum(hist) / len(hist):.3f} {hist[-1]:.2f}')", True),
-    ("hist = []", "hist += [loss.item()]", "hist.clear()", True),
-]
-
-
-@pytest.mark.parametrize(("before", "line", "after", "stays"), PROGRAMS)
-def test_a_line_of_code_is_given_only_where_all_later_uses_work(
-    tmp_path: Path, before: str, line: str, after: str, stays: bool
-) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(f"{before}\n{LOOP.format(line)}{after}\n")
-    number = file.read_text().splitlines().index(f"    {line}") + 1
-    made = cure(Kind.READ, "Tensor.item", line, place=(str(file), number))
-    assert _is_code(made) == stays, made
-    if not stays:
-        return
-    torch = pytest.importorskip("torch")
-    assert made == line.replace(".item()", ".detach()")
-    cured = f"{before}\n{LOOP.format(made)}{after}\n"
-    outputs = []
-    for program in (file.read_text(), cured):  # and it computes the same
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(program, {"x": torch.ones(4), "torch": torch})
-        outputs.append(output.getvalue())
-    assert outputs[0] == outputs[1]
 
 
 def test_code_and_words_are_on_lines_of_their_own(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The cure of a wait: one line of code, made from the user's own line, where that is sure; else a sentence.
 
-Such a line is valid Python of its framework, computes the same numbers and does not wait.
+Such a line is valid Python of its framework, and does not wait. Where a value stays on the device, it says what to read
+after the loop.
 """
 
 from __future__ import annotations
@@ -119,12 +120,10 @@ def cure(
 
     ``place`` is its file and number; ``rare`` says that it waits in a few steps only, once an epoch for example.
 
-    >>> cure(Kind.READ, "Tensor.item", "total += loss.item()")  # the rest of the file is not known
-    'keep the value on the device (.detach()) and read it every 100 steps, or once at the end'
-    >>> cure(Kind.READ, "Tensor.__float__", "float(loss)")
-    'loss.detach()'
-    >>> cure(Kind.READ, "Array.__float__", "float(loss)", framework="jax")
-    'loss'
+    >>> cure(Kind.READ, "Tensor.item", "total += loss.item()")
+    'total += loss.detach()\nand read total after the loop, not in it'
+    >>> cure(Kind.READ, "Array.__float__", "losses.append(float(loss))", framework="jax")
+    'losses.append(loss)\nand read losses after the loop, not in it'
     >>> cure(Kind.READ, "Tensor.item", "print(step, loss.item())")
     'count the steps, and run this line every 100 steps'
     >>> cure(Kind.READ, "Tensor.item", "rate = math.exp(loss.item())")
@@ -171,7 +170,8 @@ def _without_reads(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str |
     """The line with these reads left out, where a tensor does as well."""
     uses = [line.use(read) for read in reads]
     if reads and all(use is ValueUse.KEPT for use in uses):
-        return line.edited(*(_without(wait, line, read) for read in reads))
+        changed = line.edited(*(_without(wait, line, read) for read in reads))
+        return f"{changed}\nand read {line.stored_in()} after the loop, not in it"
     if ValueUse.DECIDES in uses:
         return Kind.CONTROL_FLOW.cure_in(wait.framework)
     return _rarely(wait, line) or (_needed_by(line, reads[0]) if reads else None)
