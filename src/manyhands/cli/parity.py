@@ -3,8 +3,9 @@
 In float64 the two agree to about 1e-15 after 50 steps. In float32 only the first steps can be compared, because small
 rounding differences grow without bound; and one value in a million is so close to zero that its last bit decides on
 which side of a ReLU it is. So a small difference in float32 passes as rounding if the same devices are equal in
-float64. The steps always include a short last batch and uneven shards. Samples are taken from all of the data: in
-sorted data the first ones may all have the same length, and a mean over tokens would look like a mean over samples.
+float64. The steps always include a short last batch, and uneven shards where the framework has them. Samples are taken
+from all of the data: in sorted data the first ones may all have the same length, and a mean over tokens would look like
+a mean over samples.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def run(
     make, data, loss = _subject(model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     train = training_function(recipes, make, data, loss)
-    comparisons = compare(train, data.count, devices, batch_size=batch_size)
+    uneven = "shares" not in mh.Trainer.refused
+    comparisons = compare(train, data.count, devices, batch_size=batch_size, uneven=uneven)
     print(*comparisons, sep="\n")
     if all(comparison.equal for comparison in comparisons):
         return 0
@@ -146,21 +148,27 @@ TRIALS: Sequence[tuple[Precision, int, float]] = (("fp64", 50, 1e-12), ("fp32", 
 
 
 def compare(
-    train: Train, samples: int, devices: int, *, batch_size: int = 32, trials: Sequence[Any] = TRIALS
+    train: Train,
+    samples: int,
+    devices: int,
+    *,
+    batch_size: int = 32,
+    trials: Sequence[Any] = TRIALS,
+    uneven: bool = True,
 ) -> list[Comparison]:
-    """Train on 1 and on N devices, evenly and unevenly, and compare all that the models hold."""
-    uneven = [float(devices - rank) for rank in range(devices)]
+    """Train on 1 and on N devices, evenly and (``uneven``) unevenly, and compare all that the models hold."""
+    all_shares = [None, [float(devices - rank) for rank in range(devices)]] if uneven else [None]
     exact: dict[bool, bool] = {}  # whether they are equal in float64, evenly and unevenly
     comparisons = []
     for precision, steps, limit in trials:
         count, epochs = _extent(samples, batch_size, steps)
         plain = Training(1, None, precision, count, batch_size, epochs)
         alone = train(plain)
-        for is_even, shares in ((True, None), (False, uneven)):
+        for shares in all_shares:
             how = dataclasses.replace(plain, devices=devices, shares=shares)
-            comparison = Comparison(how, largest_difference(train(how), alone), limit, exact.get(is_even, False))
+            comparison = Comparison(how, largest_difference(train(how), alone), limit, exact.get(shares is None, False))
             if precision == "fp64":
-                exact[is_even] = comparison.equal
+                exact[shares is None] = comparison.equal
             comparisons.append(comparison)
     return comparisons
 

@@ -14,7 +14,7 @@ from random_jobs import CLASSES, FEATURES, OWN_SCHEDULE, PADDING, WORDS, Batches
 
 from manyhands.jax import LossSum
 
-without = frozenset({"batch_stats"})
+without = frozenset({"batch_stats", "shares"})
 channels_first = False
 WIDE = 5
 

@@ -175,8 +175,8 @@ def test_options_that_are_not_there_or_contradict(bench: Bench, options: dict[st
 
 def test_the_option_objects_are_the_same_from_every_door(bench: Bench) -> None:
     assert (bench.mh.Step, bench.mh.Checkpoints, bench.mh.Workers) == (Step, Checkpoints, Workers)
-    trainer = bench.mh.Trainer(1, step=Step(shares=[1]))
-    assert trainer.hparams["step"] == Step(shares=[1])
+    trainer = bench.mh.Trainer(1, checkpoints=Checkpoints(keep=2))
+    assert trainer.hparams["checkpoints"] == Checkpoints(keep=2)
     assert bench.mh.Trainer(1).checkpoints == Checkpoints()
 
 

@@ -75,9 +75,7 @@ def test_a_filter_by_path_and_one_that_picks_nothing() -> None:
         fit(Net(), vectors(), step=Step(wrt=nnx.LoRAParam))
 
 
-@pytest.mark.parametrize(
-    ("loss", "step"), [(weighted, Step(accumulate=3, optimize="off")), (None, Step(accumulate=3, shares=(3, 1)))]
-)
+@pytest.mark.parametrize(("loss", "step"), [(weighted, Step(accumulate=3, optimize="off")), (None, Step(accumulate=3))])
 def test_micro_batches_make_the_update_of_the_whole_batch(loss: Any, step: Step) -> None:
     options: dict[str, Any] = {"precision": "fp64", "optimizer": optax.adam(0.05), "loss": loss}
     data = vectors(50)  # the last batch has two samples

@@ -13,7 +13,7 @@ from flax import nnx
 from jax_cases import CLASSES, Net, difference, fit, rows, vectors
 
 from manyhands.errors import BadSettings
-from manyhands.training.jax.feed import division
+from manyhands.training.jax.feed import places
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
 from manyhands.training.schedules import one_cycle
@@ -30,16 +30,16 @@ def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
     data = vectors(50), vectors(41)
     how = {"precision": "fp64", "optimizer": momentum, "schedule": one_cycle, "gradient_clip_val": 0.3}
     alone, result = fit(Net(norm=True), data, 1, max_epochs=13, **how)
-    for count, options in ((3, {"step": Step(shares=[3, 2, 1])}), (2, {"step": Step(optimize="off")})):
-        several, other = fit(Net(norm=True), data, count, max_epochs=13, **how, **options)
+    for count, optimize in ((3, "auto"), (2, "off")):
+        several, other = fit(Net(norm=True), data, count, max_epochs=13, **how, step=Step(optimize=optimize))
         assert difference(several, alone) <= 1e-10  # normalising two samples magnifies differences
         for one, two in zip(rows(result), rows(other), strict=True):
             assert one == pytest.approx(two, rel=1e-9)
 
 
 def test_the_batches_are_the_same_wherever_they_are_gathered() -> None:
-    here, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1]), max_epochs=1)
-    there, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1], optimize="off"), max_epochs=1)
+    here, _ = fit(Net(), vectors(50), 3, max_epochs=1)
+    there, _ = fit(Net(), vectors(50), 3, step=Step(optimize="off"), max_epochs=1)
     assert difference(there, here) == 0
 
 
@@ -55,28 +55,10 @@ def loss_of_all(output: Any, target: Any) -> Any:
     return optax.losses.softmax_cross_entropy_with_integer_labels(output, target).max() + output.std()
 
 
-@pytest.mark.long
 def test_a_loss_may_be_any_function_of_the_batch() -> None:
     alone, _ = fit(Net(), vectors(48), 1, precision="fp64", loss=loss_of_all)
     three, _ = fit(Net(), vectors(48), 3, precision="fp64", loss=loss_of_all)
     assert difference(three, alone) <= CLOSE
-
-
-def squares(output: Any, target: Any) -> Any:
-    return (output - jnp.eye(CLASSES)[target]) ** 2
-
-
-def summed(output: Any, target: Any) -> Any:
-    return squares(output, target).sum()
-
-
-@pytest.mark.parametrize("loss", [squares, loss_of_all, pytest.param(summed, marks=pytest.mark.long)])
-def test_any_loss_with_uneven_shares(loss: Any) -> None:
-    """It sees the samples of the batch and nothing else: a mean, one number or several per sample, anything."""
-    how = {"precision": "fp64", "max_epochs": 1}
-    alone, _ = fit(Net(), vectors(48), 1, loss=loss, **how)
-    uneven, _ = fit(Net(), vectors(48), 2, loss=loss, step=Step(shares=[5, 1]), **how)
-    assert difference(uneven, alone) <= CLOSE
 
 
 WEIGHT = np.array([0.2, 1.0, 5.0])
@@ -112,7 +94,7 @@ def test_a_sum_and_its_count() -> None:
     assert result.rows[-1]["val_loss"] == pytest.approx(expected, rel=1e-12)
     assert result.rows[-1]["val_loss"] != pytest.approx(plain.rows[-1]["val_loss"], rel=1e-6)
     for model, count, options in (
-        (Net(), 3, {"step": Step(shares=[3, 1, 2]), "loss": weighted}),
+        (Net(), 3, {"loss": weighted}),
         (WeightedStep(), 2, {}),
     ):
         several, other = fit(model, (vectors(48), (X, y)), count, precision="fp64", **options)
@@ -144,10 +126,9 @@ class Shuffles(Chunks):
 
 def test_a_loader_with_an_order_of_its_own() -> None:
     alone, first = fit(Net(norm=True), (Chunks(), Chunks()), 1, precision="fp64")
-    for shares in (None, [1, 2]):
-        two, second = fit(Net(norm=True), (Chunks(), Chunks()), 2, precision="fp64", step=Step(shares=shares))
-        assert difference(two, alone) <= CLOSE
-        assert rows(second)[-1] == pytest.approx(rows(first)[-1], rel=1e-9)
+    two, second = fit(Net(norm=True), (Chunks(), Chunks()), 2, precision="fp64")
+    assert difference(two, alone) <= CLOSE
+    assert rows(second)[-1] == pytest.approx(rows(first)[-1], rel=1e-9)
 
 
 class SumsUp(nnx.Module):
@@ -160,31 +141,20 @@ class SumsUp(nnx.Module):
         return -(X @ self.seen[...])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.long), {"step": Step(shares=[3, 1, 2])}, {"step": Step(optimize="off")}],
-)
-def test_every_sample_once(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("optimize", ["auto", "off"])
+def test_every_sample_once(optimize: Any) -> None:
     """With SGD of rate 1 each step adds the rows of its samples by their number: 16, 16 and 5 of 37."""
     data = np.eye(37, dtype=np.float32), np.zeros(37, np.float32)
-    found, result = fit(SumsUp(37), data, 3, max_epochs=1, lr=1.0, loss=lambda output, _: output.mean(), **options)
+    found, result = fit(
+        SumsUp(37), data, 3, max_epochs=1, lr=1.0, step=Step(optimize=optimize), loss=lambda output, _: output.mean()
+    )
     assert np.allclose(np.sort(found["seen"]), [1 / 16] * 32 + [1 / 5] * 5, rtol=1e-6)
     assert result.rows[0]["samples"] == 37
     assert result.rows[0]["train_acc"] is None
 
 
-def test_how_samples_lie_on_the_devices() -> None:
-    even = division(10, 3, None)
-    assert (len(even.places), even.weights) == (12, None)
-    assert even.places[:10].tolist() == list(range(10))
-    uneven = division(10, 2, [7, 3])
-    assert uneven.weights is not None
-    assert uneven.places[uneven.weights].tolist() == list(range(10))
-    assert uneven.weights.reshape(2, 7).sum(1).tolist() == [7, 3]
-    assert division(8, 2, [1, 1]).weights is None
-    nobody = division(2, 3, [1, 0, 1])
-    assert nobody.weights is not None
-    assert nobody.weights.tolist() == [True, False, True]
+def test_rows_that_only_fill_up_a_part_repeat_the_first_sample() -> None:
+    assert places(10, 3).tolist() == [*range(10), 0, 0]
 
 
 class Centred(nnx.Module):

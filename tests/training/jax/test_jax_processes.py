@@ -25,21 +25,21 @@ from manyhands.book.jax import BOOK
 
 out = sys.argv[1]
 assert BOOK.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
-options = dict(precision="fp64", run=out + "/run", step=mh.Step(shares=json.loads(sys.argv[2])))
+options = dict(precision="fp64", run=out + "/run")
 net = Net(norm=True)
 net.first.kernel[...] += jax.process_index()  # the first process's weights count
-fit(net, (vectors(50), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
+fit(net, (vectors(50), vectors(41)), 2, max_epochs=1, **options)
 options = {{**options, "resume": "auto"}}
-found, result = fit(Net(norm=True), (vectors(50), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
+found, result = fit(Net(norm=True), (vectors(50), vectors(41)), 2, max_epochs=3, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
 trainer = mh.Trainer(1, devices=["virtual:0", "virtual:1"], metrics={{"rows": lambda outputs, targets: len(outputs)}})
 figures, outputs = trainer.evaluate(net, vectors(41)), trainer.predict(net, vectors(41)[0])
 assert figures["rows"] == 41, figures
 assert len(outputs) == 41 if jax.process_index() == 0 else outputs is None
-found, _ = fit(Net(), (Shuffles(), Shuffles()), int(sys.argv[3]), precision="fp64")
+found, _ = fit(Net(), (Shuffles(), Shuffles()), 2, precision="fp64")
 np.savez(f"{{out}}/shuffled{{jax.process_index()}}.npz", **found)
 try:
-    fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), int(sys.argv[3]), precision="fp64")
+    fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), 2, precision="fp64")
 except BadBatch as error:
     print("refused:", error)
 print(json.dumps([rows(result), result.devices]))
@@ -65,9 +65,9 @@ def started(
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Two processes with two devices each; the uneven shares are over all four. Stopped after an epoch, too."""
+    """Two processes with two devices each. Stopped after an epoch, too."""
     port = free_port()
-    both = [started(rank, 2, port, str(tmp_path), "[3, 1, 2, 2]", "2", virtual=2) for rank in range(2)]
+    both = [started(rank, 2, port, str(tmp_path), virtual=2) for rank in range(2)]
     try:
         outputs = [process.communicate(timeout=240) for process in both]
     finally:

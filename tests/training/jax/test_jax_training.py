@@ -106,8 +106,6 @@ def test_a_step_of_ones_own() -> None:
     for model in (theirs, own):
         mh.Trainer(1, devices=devices(2), quiet=True).fit(model, Points())
     assert difference(numbers(own), numbers(theirs)) < 1e-6
-    with pytest.raises(BadSettings, match=r"training_step.*leave out shares"):
-        mh.Trainer(1, devices=devices(2), step=Step(shares=[2, 1]), quiet=True).fit(own, Points())
 
 
 def test_the_callers_model_keeps_its_place_its_kind_and_its_modes() -> None:
@@ -207,7 +205,7 @@ def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_sent_without_being_said() -> None:
     """What goes to the devices in a step is sent on purpose: JAX's guard against hidden copies has nothing to say."""
-    for options in ({}, {"step": Step(optimize="off")}, {"step": Step(shares=[2, 1])}):
+    for options in ({}, {"step": Step(optimize="off")}):
         net = Net(norm=True)
         with jax.transfer_guard_host_to_device("disallow"):
             fit(net, (vectors(48), vectors(41)), 2, schedule=lambda done: 1 - done, **options)
@@ -267,8 +265,6 @@ def test_linen_modules_that_cannot_be_trained() -> None:
         fit(nnx.bridge.ToNNX(LinenNet(), rngs=nnx.Rngs(0)), vectors())
     with pytest.raises(BadSettings, match=r"Silent keeps batch_stats.*use_running_average=not train"):
         fit(linen_net(Silent()), vectors())
-    with pytest.raises(BadSettings, match="statistics of a Linen module"):
-        fit(AroundLinen(), vectors(), 2, step=Step(shares=[2, 1]))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.long), "Explicit"])
@@ -358,12 +354,3 @@ def test_labels_of_a_loader_are_looked_at() -> None:
         fit(Net(), (X, y.astype(np.float32)))
     with pytest.raises(BadLabels, match=r"give y\.reshape\(-1\)"):
         fit(Net(), [(X, y[:, None])], batch_size=64)
-
-
-def test_uneven_shares_need_one_answer_per_sample() -> None:
-    with pytest.raises(BadSettings, match=r"22 rows with an array of shape \(\).*Leave out shares"):
-        fit(nnx.Sequential(Net(), lambda X: X.mean()), vectors(), 2, step=Step(shares=[2, 1]), loss=lambda a, t: a)
-    tokens = nnx.Sequential(lambda X: X.reshape(-1, 3), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), lambda X: X.reshape(-1, 6),
-                            nnx.Linear(6, CLASSES, rngs=nnx.Rngs(0)))  # fmt: skip
-    with pytest.raises(BadSettings, match="44 rows of 22"):
-        fit(tokens, vectors(), 2, step=Step(shares=[2, 1]))

@@ -83,7 +83,7 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
 
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
         copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
-        value = objective(copy, batch, None, training=True)
+        value = objective(copy, batch, training=True)
         size = batches.rows(batch)
         return (value.loss * size, size) if value.count is None else (value.loss, value.count)
 

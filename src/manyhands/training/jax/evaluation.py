@@ -25,7 +25,6 @@ from manyhands.training.data.sources import Arrays, Source, Stream, Structure, a
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import batches, feed, running_sums
-from manyhands.training.jax.feed import Division, division
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import Resident, State, StepInput, Steps
@@ -57,8 +56,8 @@ class Evaluation:
         """Loss and accuracy; ``arrays`` are the data on the devices, if they live there."""
         total, outputs = self.world.put_copy(running_sums.from_figures(Figures())), _outputs(take)
         prepare, with_outputs = prepared_by(data), take is not None
-        for window, rows, divided in self._batches(data, arrays):
-            total, pair = self.steps.test(state, total, rows, divided, prepare, with_outputs=with_outputs)
+        for window, rows in self._batches(data, arrays):
+            total, pair = self.steps.test(state, total, rows, window.size, prepare, with_outputs=with_outputs)
             self._limit_steps_in_flight(total)
             outputs.add((pair, window.size))
             alive()
@@ -73,34 +72,29 @@ class Evaluation:
             whole = prepared(batch)
             return whole if batches.is_dict(whole) else inputs.of(whole)
 
-        for window, rows, divided in self._batches(data, None):
+        for window, rows in self._batches(data, None):
             assert not isinstance(rows, Resident)
-            output = self.steps.predict(state, rows, divided, prepare)
+            output = self.steps.predict(state, rows, window.size, prepare)
             self._limit_steps_in_flight(output)
             outputs.add(((output, None), window.size))
             alive()
         outputs.finish()
 
-    def _batches(
-        self, data: Source, arrays: tuple[jax.Array, ...] | None
-    ) -> Iterator[tuple[Window, StepInput, Division]]:
+    def _batches(self, data: Source, arrays: tuple[jax.Array, ...] | None) -> Iterator[tuple[Window, StepInput]]:
         """Every batch in the order of the data, divided over the devices; ``arrays``: the data, if they live there."""
-        devices = len(self.world.devices)
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
             for window, parts in loader_batches.agreed(batches, self._all_have, data.loader):
-                divided = division(window.size, devices, None)
-                yield window, feed.sent(parts, divided, self.world), divided
+                yield window, feed.sent(parts, window.size, self.world)
             return
         order = np.arange(data.count)
         batch_size = self.settings.batch_size
         size = _even(data.count, batch_size_for(batch_size)) if self.is_mean else whole_size(data, batch_size)
         for window in windows(Cursor(), data.count, size):
-            divided = division(window.size, devices, None)
             if arrays is not None:
-                yield window, Resident(arrays, start=self.world.number(window.start, np.int32)), divided
+                yield window, Resident(arrays, start=self.world.number(window.start, np.int32))
             else:
-                yield window, feed.rows_of(data, order, window, divided, self.world), divided
+                yield window, feed.rows_of(data, order, window, self.world)
 
     def _all_have(self, number: int) -> bool:
         if self.world.size == 1:

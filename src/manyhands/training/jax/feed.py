@@ -2,19 +2,14 @@
 
 Sending is not waited for: the host gathers the next batch while the devices work.
 
-A step is one program over all devices, and each device holds the same number of rows. If samples are divided evenly,
-the compiler cuts the batch itself, and pads it if it does not divide: ten samples on three devices are rows of four,
-and the last two rows are padding. With shares, each device has its own number of samples, and every device as many rows
-as the largest share; the rows left over repeat a sample of the batch, with weight zero::
+A step is one program over all devices, and each device holds the same number of rows. Where a batch does not divide,
+rows that repeat its first sample fill up the last device's part; the program leaves them out::
 
-    division(10, 2, [7, 3]).places    [0 1 2 3 4 5 6 | 7 8 9 0 0 0 0]
-                           .weights   [1 1 1 1 1 1 1 | 1 1 1 0 0 0 0]
+    places(10, 3)    [0 1 2 3 | 4 5 6 7 | 8 9 0 0]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +18,6 @@ from numpy.typing import NDArray
 
 from manyhands import machine
 from manyhands.backends.jax import devices as backend
-from manyhands.shares import sizes as sizes_of
 from manyhands.training.data.order import Window
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax.world import World
@@ -31,29 +25,10 @@ from manyhands.training.jax.world import World
 _MOST = 0.25  # of the memory that is free
 
 
-@dataclass(frozen=True)
-class Division:
-    """For each row on the devices: which sample of the batch is there, and whether it counts.
-
-    Without weights only rows at the very end do not count: those from ``size`` on.
-    """
-
-    size: int
-    places: NDArray[np.int32]
-    weights: NDArray[np.bool_] | None
-
-
-def division(size: int, devices: int, shares: Sequence[float] | None) -> Division:
-    sizes = sizes_of(size, devices, shares)
-    rows = max(sizes)
-    if shares is None or min(sizes) == rows:
-        places = np.arange(-(-size // devices) * devices, dtype=np.int32)
-        return Division(size, np.where(places < size, places, 0), None)
-    firsts = np.cumsum([0, *sizes[:-1]])
-    row = np.arange(rows)
-    weights = row[None, :] < np.array(sizes)[:, None]
-    places = np.where(weights, firsts[:, None] + row[None, :], 0).astype(np.int32)
-    return Division(size, places.reshape(-1), weights.reshape(-1))
+def places(size: int, devices: int) -> NDArray[np.int32]:
+    """For each row on the devices, which sample of the batch is there; those from ``size`` on only fill up."""
+    rows = np.arange(-(-size // devices) * devices, dtype=np.int32)
+    return np.where(rows < size, rows, 0)
 
 
 def resident(source: Source | None, world: World) -> tuple[jax.Array, ...] | None:
@@ -71,12 +46,12 @@ def resident(source: Source | None, world: World) -> tuple[jax.Array, ...] | Non
     return tuple(map(world.put, source.arrays))
 
 
-def rows_of(source: Arrays, order: NDArray[np.int64], window: Window, division: Division, world: World) -> Any:
+def rows_of(source: Arrays, order: NDArray[np.int64], window: Window, world: World) -> Any:
     """A batch of the epoch's order, gathered on the host and sent in parts."""
-    numbers = order[window.start : window.stop][division.places]
+    numbers = order[window.start : window.stop][places(window.size, len(world.devices))]
     return tuple(world.put(rows, in_parts=True) for rows in source.rows(numbers))
 
 
-def sent(parts: tuple[NDArray[Any], ...], division: Division, world: World) -> Any:
+def sent(parts: tuple[NDArray[Any], ...], size: int, world: World) -> Any:
     """A batch of a loader's, sent in parts."""
-    return tuple(world.put(part[division.places], in_parts=True) for part in parts)
+    return tuple(world.put(part[places(size, len(world.devices))], in_parts=True) for part in parts)

@@ -23,7 +23,6 @@ from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
 from manyhands.training.jax import checks, feed, linen, running_sums
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
-from manyhands.training.jax.feed import Division, division
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
@@ -60,7 +59,7 @@ class JaxLearner:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.optimizer_name = job.optimizer_name
-        self.shares = job.settings.fixed_shares
+        self.shares: list[float] | None = None
         self.notes: list[str] = []
         self.steps = Steps(job.skeleton, job.objective, job.optimizer, world, job.dtype, job.settings)
         self.state: State = self._first_state(job.optimizer)
@@ -74,7 +73,6 @@ class JaxLearner:
         self.arrays = feed.resident(job.train, world) if job.settings.step.optimize != "off" else None
         self.test_arrays = feed.resident(job.test, world) if job.settings.step.optimize != "off" else None
         self._rate: tuple[float, jax.Array] | None = None
-        self._divisions: dict[int, Division] = {}
         self._say_how()
 
     def _first_state(self, optimizer: Any) -> State:
@@ -116,20 +114,19 @@ class JaxLearner:
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
                     checks.look(self.job.labels, data.nested(parts))
-                yield window, feed.sent(parts, self._divided(window.size), self.world)
+                yield window, feed.sent(parts, window.size, self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
         resident = None if self.arrays is None else Resident(self.arrays, self.world.put(order.astype(np.int32)))
         self.state["at"] = self.world.put_copy(np.array([cursor.sample, cursor.step], np.int32))
         for window in windows(cursor, data.count, self.settings.batch_size):
-            divided = self._divided(window.size)
-            yield window, resident or feed.rows_of(data, order, window, divided, self.world)
+            yield window, resident or feed.rows_of(data, order, window, self.world)
 
     def step(self, window: Window, batch: StepInput, factor: float | None) -> None:
         self._limit_steps_in_flight()
         rate = self._factor(1.0 if factor is None else factor)
-        how = self._divided(window.size), prepared_by(self.job.train)
-        self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, *how)
+        prepare = prepared_by(self.job.train)
+        self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, window.size, prepare)
         self._under_way.append(self.sums)
 
     def _factor(self, factor: float) -> jax.Array:
@@ -142,11 +139,6 @@ class JaxLearner:
         """Wait for an earlier step, not the last one: otherwise steps would be queued without end."""
         while len(self._under_way) >= self.world.in_flight:
             jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy
-
-    def _divided(self, size: int) -> Division:
-        if size not in self._divisions:
-            self._divisions[size] = division(size, len(self.world.devices), self.shares)
-        return self._divisions[size]
 
     # Figures: every process has those of all
 

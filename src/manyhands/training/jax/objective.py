@@ -1,8 +1,6 @@
 """What a step minimises: the loss of a model and a batch, and the number of correct predictions if there are classes.
 
-The loss sees the whole batch, on any number of devices, so it may be any function of it. With uneven shares
-(:mod:`.feed`) the model also computes rows that only fill up a device's part; its outputs for them are removed
-before the loss sees them.
+The loss sees the whole batch, on any number of devices, so it may be any function of it.
 """
 
 from __future__ import annotations
@@ -16,12 +14,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from numpy.typing import NDArray
 
-from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
@@ -31,7 +26,6 @@ from manyhands.training.jax.batches import Batch
 from manyhands.training.loss.own_step import LossSum, call_step, is_default, step_name
 
 Loss = Callable[[Any, Any], Any]
-Rows = NDArray[np.bool_]  # which rows of a batch are samples
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +48,7 @@ class Value:
 
 
 class Objective(Protocol):
-    def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
-        """The loss of the rows that are samples (None: all of them)."""
+    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value: ...
 
     def is_mean(self, model: nnx.Module) -> bool:
         """Whether the loss is known to be a mean over samples; any other loss gets batches of a documented size."""
@@ -79,7 +72,7 @@ class Supervised:
             return self.loss
         return cross_entropy if has_default_loss(model) else model.loss
 
-    def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
+    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value:
         target, loss = batches.needed_target(batch), self.loss_of(model)
         output = output_of(model, *batches.arguments_of(model, batch))
         if loss is cross_entropy and not (isinstance(output, jax.Array) and isinstance(target, jax.Array)):
@@ -90,8 +83,6 @@ class Supervised:
             )
         if self.labels is not None:
             self.labels.learn(output.shape)
-        if samples is not None:
-            output, target = _only(samples, output), _only(samples, target)
         correct = _correct(output, target, one_hot=loss is cross_entropy)
         return replace(_value(loss(output, target), "the loss", correct), output=output)
 
@@ -103,7 +94,7 @@ class OwnStep:
     def is_mean(self, model: nnx.Module) -> bool:
         return False
 
-    def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
+    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value:
         name = step_name(model, training=training)
         with _axes_explained(model):
             value, accuracy = call_step(model, name, batches.as_given(batch))
@@ -125,16 +116,6 @@ def cross_entropy(y_hat: jax.Array, y: jax.Array) -> jax.Array:
     if y.shape == y_hat.shape:
         return optax.losses.softmax_cross_entropy(y_hat, y)
     return optax.losses.softmax_cross_entropy_with_integer_labels(y_hat, y)
-
-
-def check_shares(objective: Objective) -> None:
-    """Refuse uneven shares if it is not known which outputs belong to padding rows."""
-    if not isinstance(objective, Supervised):
-        raise BadSettings(
-            "uneven shares pad every device's part of the batch, and training_step(batch) does not show which of the "
-            "model's outputs belong to padding: leave out shares, or give the trainer a "
-            "loss(output, target), which may return the mean or mh.LossSum(total, count)"
-        )
 
 
 def predicted(model: nnx.Module, batch: Batch) -> Any:
@@ -200,21 +181,6 @@ def _not_taken(model: Any, inputs: Batch, named: Mapping[str, Any], error: Excep
             "it takes all parts, and returns the mean loss or mh.LossSum(total, count)"
         )
     return str(refusals.not_taken(model, [part.shape[1:] for part in jax.tree.leaves((inputs, dict(named)))], error))
-
-
-def _only(samples: Rows, output: Any) -> Any:
-    """The outputs, or the targets, for the rows that are samples."""
-
-    def only(leaf: jax.Array) -> jax.Array:
-        if leaf.shape[:1] != samples.shape:
-            raise BadSettings(
-                "uneven shares pad every device's part of the batch, and the model answers "
-                f"{counted(len(samples), 'row')} with an array of shape {leaf.shape}: to remove the padding it needs "
-                "one row per sample. Leave out shares"
-            )
-        return leaf[np.flatnonzero(samples)]
-
-    return jax.tree.map(only, output)
 
 
 def _value(value: Any, name: str, correct: jax.Array | None) -> Value:

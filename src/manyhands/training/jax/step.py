@@ -19,7 +19,7 @@ the gradients of the sums. Ten samples with ``accumulate=3`` are micro-batches o
 
 Micro-batches of equal size are one loop of the compiled program (``lax.scan``), so activations of only one of them are
 in memory; a shorter last one follows it. A micro-batch takes every k-th row of the batch, so that each device has a
-part of it. With uneven shares micro-batches differ in which rows count, and the loop is unrolled.
+part of it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
-from numpy.typing import NDArray
 
-from manyhands.amounts import counted
-from manyhands.errors import BadSettings
 from manyhands.training.jax import batches, linen, running_sums
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.batches import Batch
-from manyhands.training.jax.feed import Division
-from manyhands.training.jax.objective import Objective, Rows, output_of, predicted
+from manyhands.training.jax.objective import Objective, output_of, predicted
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
@@ -87,27 +81,27 @@ class Steps:
 
     # What the learner calls
 
-    def train(self, state: State, so_far: Sums, factor: Any, rows: StepInput, division: Division, prepare: Any) -> Any:
-        """The state and the sums after one step."""
-        return self._program(self._train, division, prepare, donated=True)(state, so_far, factor, rows)
+    def train(self, state: State, so_far: Sums, factor: Any, rows: StepInput, size: int, prepare: Any) -> Any:
+        """The state and the sums after one step, of a batch of that size."""
+        return self._program(self._train, size, prepare, donated=True)(state, so_far, factor, rows)
 
     def test(
-        self, state: State, so_far: Sums, rows: StepInput, division: Division, prepare: Any, *, with_outputs: bool
+        self, state: State, so_far: Sums, rows: StepInput, size: int, prepare: Any, *, with_outputs: bool
     ) -> tuple[Sums, Any]:
         """The sums with the figures of a batch; and, ``with_outputs``, the model's outputs and the targets."""
-        program = self._program(self._test, division, prepare, with_outputs=with_outputs)
+        program = self._program(self._test, size, prepare, with_outputs=with_outputs)
         return program(_numbers(state), so_far, rows)  # type: ignore[no-any-return]
 
-    def predict(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
+    def predict(self, state: State, rows: Batch, size: int, prepare: Any) -> Any:
         """The model's outputs for a batch; ``prepare`` returns its inputs alone."""
-        return self._program(self._predict, division, prepare)(_numbers(state), rows)
+        return self._program(self._predict, size, prepare)(_numbers(state), rows)
 
     def _program(
-        self, method: Callable[..., Any], division: Division, prepare: Any, *, donated: bool = False, **options: bool
+        self, method: Callable[..., Any], size: int, prepare: Any, *, donated: bool = False, **options: bool
     ) -> Callable[..., Any]:
-        key = (method.__name__, division.size, len(division.places), prepare, *options.values())
+        key = (method.__name__, size, prepare, *options.values())
         if key not in self._programs:
-            function = functools.partial(method, division=division, prepare=prepare, **options)
+            function = functools.partial(method, size=size, prepare=prepare, **options)
             self._programs[key] = jax.jit(
                 function, donate_argnums=0 if donated else (), out_shardings=self.world.everywhere
             )
@@ -115,66 +109,59 @@ class Steps:
 
     # The programs
 
-    def _train(
-        self, state: State, so_far: Sums, factor: Any, rows: StepInput, *, division: Division, prepare: Any
-    ) -> Any:
+    def _train(self, state: State, so_far: Sums, factor: Any, rows: StepInput, *, size: int, prepare: Any) -> Any:
         if not isinstance(rows, Resident):
 
             def batch_of(part: Any) -> Batch:
                 return prepare(self.world.divided(part))  # type: ignore[no-any-return]
 
-            return self._update(state, so_far, factor, self._real(rows, division), batch_of, division)
+            return self._update(state, so_far, factor, self._real(rows, size), batch_of, size)
 
-        numbers = jax.lax.dynamic_slice_in_dim(rows.order, state["at"][0], division.size)
-        if division.weights is not None:
-            numbers = numbers[division.places]
+        numbers = jax.lax.dynamic_slice_in_dim(rows.order, state["at"][0], size)
 
         def gathered(numbers: Any) -> Batch:
             return prepare(self.world.divided(_gathered(rows.arrays, self.world.divided(numbers))))  # type: ignore[no-any-return]
 
-        return self._update(state, so_far, factor, numbers, gathered, division)
+        return self._update(state, so_far, factor, numbers, gathered, size)
 
     def _test(
-        self, numbers: Any, so_far: Sums, rows: StepInput, *, division: Division, prepare: Any, with_outputs: bool
+        self, numbers: Any, so_far: Sums, rows: StepInput, *, size: int, prepare: Any, with_outputs: bool
     ) -> tuple[Sums, Any]:
         model = self._evaluating(numbers)
-        batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
-        value = self.objective(model, batch, None, training=False)
+        batch = _as_parameters(prepare(self._real(rows, size)), numbers["parameters"])
+        value = self.objective(model, batch, training=False)
         self.tests_count_correct = value.correct is not None
-        so_far = running_sums.add(so_far, value.loss, value.correct, division.size, divisor=value.count)
+        so_far = running_sums.add(so_far, value.loss, value.correct, size, divisor=value.count)
         if not with_outputs:
             return so_far, None
         # The model's own step does not return its output.
         output = predicted(self._evaluating(numbers), batch) if value.output is None else value.output
         return so_far, (output, batches.target_of(batch))
 
-    def _predict(self, numbers: Any, rows: Batch, *, division: Division, prepare: Any) -> Any:
-        batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
+    def _predict(self, numbers: Any, rows: Batch, *, size: int, prepare: Any) -> Any:
+        batch = _as_parameters(prepare(self._real(rows, size)), numbers["parameters"])
         model = self._evaluating(numbers)
         return predicted(model, batch) if batches.is_dict(batch) else output_of(model, batch)
 
-    def _real(self, rows: StepInput, division: Division) -> Batch:
+    def _real(self, rows: StepInput, size: int) -> Batch:
         """The rows of a batch, without those at the end that only fill up the last device's part."""
         if isinstance(rows, Resident):
-            real = tuple(jax.lax.dynamic_slice_in_dim(array, rows.start, division.size) for array in rows.arrays)
+            real = tuple(jax.lax.dynamic_slice_in_dim(array, rows.start, size) for array in rows.arrays)
         else:
-            real = rows if division.weights is not None else tuple(part[: division.size] for part in rows)
+            real = tuple(part[:size] for part in rows)
         divided: Batch = self.world.divided(real)
         return divided
 
     def _update(
-        self, state: State, so_far: Sums, factor: Any, rows: Any, batch_of: Callable[[Any], Batch], division: Division
+        self, state: State, so_far: Sums, factor: Any, rows: Any, batch_of: Callable[[Any], Batch], size: int
     ) -> tuple[State, Sums]:
         """``batch_of`` makes a batch of ``rows``: its samples, or their numbers."""
         before = state["parameters"]
         if self.settings.step.accumulate > 1:
-            loss, numbers, correct, gradients = self._in_micro_batches(state, rows, batch_of, division)
+            loss, numbers, correct, gradients = self._in_micro_batches(state, rows, batch_of)
         else:
             loss_of = jax.value_and_grad(self._loss, has_aux=True)
-            batch = batch_of(rows)
-            (loss, (numbers, value)), gradients = loss_of(
-                before, state["random"], state["rest"], batch, division.weights
-            )
+            (loss, (numbers, value)), gradients = loss_of(before, state["random"], state["rest"], batch_of(rows))
             correct = value.correct
         if clip := self.settings.gradient_clip_val:
             scale = clip / jnp.maximum(optax.global_norm(gradients), clip)
@@ -191,8 +178,8 @@ class Steps:
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
         position, step = state["at"]
-        so_far = running_sums.add(so_far, loss, correct, division.size, step)
-        return {**after, "at": jnp.stack([position + division.size, step + 1])}, so_far
+        so_far = running_sums.add(so_far, loss, correct, size, step)
+        return {**after, "at": jnp.stack([position + size, step + 1])}, so_far
 
     def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
         if not jnp.issubdtype(average.dtype, jnp.inexact):
@@ -201,36 +188,32 @@ class Steps:
         moved = average + (weight - average) * (1 - self.decay)  # type: ignore[operator]
         return jnp.where(average == weight, weight, moved)  # infinity, as in a mask, stays
 
-    def _in_micro_batches(
-        self, state: State, rows: Any, batch_of: Callable[[Any], Batch], division: Division
-    ) -> tuple[Any, Any, Any, Any]:
+    def _in_micro_batches(self, state: State, rows: Any, batch_of: Callable[[Any], Batch]) -> tuple[Any, Any, Any, Any]:
         """Loss, numbers, correct predictions and gradients of a batch that is processed in parts."""
 
-        def total_of(parameters: Any, batch: Batch, numbers: Any, samples: Rows | None) -> tuple[Any, Any]:
-            _, (after, value) = self._loss(parameters, numbers["random"], numbers["rest"], batch, samples)
-            size = batches.rows(batch) if samples is None else int(samples.sum())
+        def total_of(parameters: Any, batch: Batch, numbers: Any) -> tuple[Any, Any]:
+            _, (after, value) = self._loss(parameters, numbers["random"], numbers["rest"], batch)
+            size = batches.rows(batch)
             total = value.loss * size if value.count is None else value.loss
             count = jnp.asarray(size if value.count is None else value.count, total.dtype)
             return total, (count, after, jnp.zeros((), jnp.int32) if value.correct is None else value.correct)
 
-        def work(rows: Any, numbers: Any, samples: Rows | None) -> Sum:
+        def work(rows: Any, numbers: Any) -> Sum:
             of_sum = jax.value_and_grad(total_of, has_aux=True)
-            (total, (count, after, correct)), gradients = of_sum(state["parameters"], batch_of(rows), numbers, samples)
+            (total, (count, after, correct)), gradients = of_sum(state["parameters"], batch_of(rows), numbers)
             return Sum(total, count, correct, gradients, after)
 
         numbers = {part: state[part] for part in ("random", "rest")}
-        whole = accumulated(work, rows, numbers, division, self.settings.step.accumulate)
+        whole = accumulated(work, rows, numbers, self.settings.step.accumulate)
         gradients = jax.tree.map(lambda gradient: gradient / whole.count.astype(gradient.dtype), whole.gradients)
         return whole.total / whole.count, whole.numbers, whole.correct, gradients
 
-    def _loss(
-        self, parameters: Any, random: Any, rest: Any, batch: Batch, samples: Rows | None
-    ) -> tuple[jax.Array, Any]:
+    def _loss(self, parameters: Any, random: Any, rest: Any, batch: Batch) -> tuple[jax.Array, Any]:
         model = self.skeleton.model({"parameters": parameters, "random": random, "rest": rest})
-        model = counting_only(models.training(model, self.skeleton), samples)
+        model = models.training(model, self.skeleton)
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=True)
-        value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
+        value = self.objective(model, _as_parameters(batch, parameters), training=True)
         value = value.plus(linen.sown_losses(model, in_parts=self.settings.step.accumulate > 1))
         self.counts_correct = value.correct is not None
         numbers = self.skeleton.numbers(model)
@@ -280,25 +263,23 @@ class Sum:
     numbers: Any  # the model's random numbers and statistics after them
 
 
-# From rows, the numbers of the model before them and which rows count, to their sum and the numbers after them.
-Work = Callable[[Any, Any, NDArray[np.bool_] | None], Sum]
+def accumulated(work: Callable[[Any, Any], Sum], rows: Any, numbers: Any, parts: int) -> Sum:
+    """The sum over all micro-batches of a batch, whose rows are a tree of arrays.
 
-
-def accumulated(work: Work, rows: Any, numbers: Any, division: Division, parts: int) -> Sum:
-    """The sum over all micro-batches of a batch, whose rows are a tree of arrays."""
-    if division.weights is not None:
-        return _unrolled(work, rows, numbers, division.weights, parts)
-    size = -(-division.size // parts)
-    loops, rest = divmod(division.size, size)
+    ``work``: from rows and the numbers of the model before them to their sum.
+    """
+    whole = batches.rows(rows)
+    size = -(-whole // parts)
+    loops, rest = divmod(whole, size)
 
     def in_loops(array: jax.Array) -> jax.Array:
         return jnp.swapaxes(array[: loops * size].reshape(size, loops, *array.shape[1:]), 0, 1)
 
     def body(so_far: Sum, micro: Any) -> tuple[Sum, None]:
-        return _plus(so_far, work(micro, so_far.numbers, None)), None
+        return _plus(so_far, work(micro, so_far.numbers)), None
 
     micro_batches = jax.tree.map(in_loops, rows)
-    shapes = jax.eval_shape(lambda: work(jax.tree.map(lambda array: array[0], micro_batches), numbers, None))
+    shapes = jax.eval_shape(lambda: work(jax.tree.map(lambda array: array[0], micro_batches), numbers))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     so_far = Sum(nothing.total, nothing.count, nothing.correct, nothing.gradients, numbers)
     so_far, _ = jax.lax.scan(body, so_far, micro_batches)
@@ -307,56 +288,6 @@ def accumulated(work: Work, rows: Any, numbers: Any, division: Division, parts: 
     return so_far
 
 
-def _unrolled(work: Work, rows: Any, numbers: Any, weights: NDArray[np.bool_], parts: int) -> Sum:
-    so_far: Sum | None = None
-    for part in range(min(parts, len(weights))):
-        samples = weights[part::parts]
-        if not samples.any():
-            continue
-        micro = jax.tree.map(lambda array, part=part: array[part::parts], rows)
-        now = work(micro, numbers if so_far is None else so_far.numbers, samples)
-        so_far = now if so_far is None else _plus(so_far, now)
-    assert so_far is not None  # a batch has samples
-    return so_far
-
-
 def _plus(so_far: Sum, now: Sum) -> Sum:
     gradients = jax.tree.map(jnp.add, so_far.gradients, now.gradients)
     return Sum(so_far.total + now.total, so_far.count + now.count, so_far.correct + now.correct, gradients, now.numbers)
-
-
-# Padding rows, which only fill up a device's part of a batch. NNX's ``BatchNorm`` takes a mask, but a model's author
-# seldom passes one on: so the layers of a model that lives for one trace get a class that adds it.
-
-
-def counting_only(model: nnx.Module, samples: NDArray[np.bool_] | None) -> nnx.Module:
-    """Let every BatchNorm of the model take its statistics over the rows that are samples (None: all of them)."""
-    if samples is None:
-        return model
-    weights = jnp.asarray(samples)
-    for _, layer in nnx.iter_modules(model):
-        if linen.keeps_statistics(layer):
-            raise BadSettings(
-                "uneven shares pad every device's part of the batch, and the statistics of a Linen module would count "
-                "the padding: leave out shares, or write the model with nnx.BatchNorm"
-            )
-        if isinstance(layer, nnx.BatchNorm):
-            object.__setattr__(layer, "__class__", _masked(type(layer), weights))
-    return model
-
-
-def _masked(kind: Any, weights: jax.Array) -> Any:
-    def call(self: Any, x: jax.Array, *arguments: Any, mask: jax.Array | None = None, **others: Any) -> jax.Array:
-        if len(x) != len(weights):
-            raise BadSettings(
-                f"uneven shares pad every device's part of the batch, and a {kind.__name__} sees "
-                f"{counted(len(x), 'row')} of {counted(len(weights), 'sample')}: it cannot know which are padding. "
-                "Leave out shares"
-            )
-        rows = weights.reshape(-1, *[1] * (x.ndim - 1))
-        output: jax.Array = kind.__call__(
-            self, x, *arguments, mask=rows if mask is None else rows & mask.astype(bool), **others
-        )
-        return output
-
-    return type(kind.__name__, (kind,), {"__call__": call})

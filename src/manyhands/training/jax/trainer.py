@@ -27,7 +27,7 @@ from manyhands.training.evaluation.metrics import collect_outputs, evaluate_to_d
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.evaluation import Evaluator
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import Objective, call_of, check_shares, cross_entropy, explained, objective_for
+from manyhands.training.jax.objective import Objective, call_of, cross_entropy, explained, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
@@ -71,7 +71,7 @@ class Trainer(BaseTrainer):
         "activation_checkpointing": "set it in the model: wrap its blocks in jax.checkpoint (nnx.remat)",
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes virtual CPU devices",
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
-        "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
+        "shares": "a step in JAX is one program over all devices, with as many rows on each; leave it out",
         "optimize='max'": "a step in JAX is always compiled, by XLA; leave it out",
         "batch_stats='per_device'": "a step in JAX is one program over the whole batch, and so are BatchNorm's "
         "statistics; leave it out, or give 'global'",
@@ -178,8 +178,6 @@ class Trainer(BaseTrainer):
         skeleton = Skeleton(model, settings.step.wrt)
         objective = objective_for(model, self.options.loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
-        if settings.step.shares is not None and len(here.devices) > 1:
-            check_shares(objective)
         parameters, chosen = skeleton.numbers(model)["parameters"], self.options.optimizer
         optimizer, name = optimizers.optimizer_for(
             model, chosen, settings.lr, parameters, scheduled=self.options.schedule is not None
