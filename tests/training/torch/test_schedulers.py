@@ -111,7 +111,7 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
     # An evaluation that only the end of a job brings is no figure that the resumed job has seen.
     for steps in (result.steps * 3 // 8, result.steps):
         within = {"max_epochs": 4, "run": tmp_path / "within", "resume": "auto", "limits": mh.Limits(max_steps=steps)}
-        cut, ended = fit(mlp(), data, 1, **how, **within, schedule=mh.PerEpoch(plateau))
+        cut, _ = fit(mlp(), data, 1, **how, **within, schedule=mh.PerEpoch(plateau))
     assert same(whole, cut)
     trainer, numbers = mh.Trainer(1, loss="mse", schedule=mh.PerEpoch(plateau, "val_acc")), (torch.rand(8, 4),) * 2
     with pytest.raises(BadSettings, match=r"PerEpoch\(monitor='val_acc'\): .*the targets are float32"):

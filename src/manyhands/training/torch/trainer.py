@@ -133,9 +133,9 @@ class Trainer(BaseTrainer):
 
     def _check_parts(self, model: torch.nn.Module, job: Job, ranks: int) -> None:
         """A batch is processed in parts: check that they make the update of the whole."""
-        from manyhands.training.torch.preflight import gradient_hooks, loss_trial
+        from manyhands.training.torch.preflight import loss_trial
 
-        gradient_hooks.check(model, job.settings.step, ranks)
+        checks.check_gradient_hooks(model)
         loss_trial.check_loss(model, job, ranks, self._launched_device() if launcher.is_launched() else self.ranks[0])
 
     def _launched_device(self) -> torch.device:

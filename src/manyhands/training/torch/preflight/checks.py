@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.errors import BadLabels, BadSettings, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, why_no_classes
@@ -122,6 +123,18 @@ def note_sum(job: Job) -> None:
             "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on "
             "the batch size. To minimise the sum, multiply lr by the batch size"
         )
+
+
+def check_gradient_hooks(model: torch.nn.Module) -> None:
+    """Refuse hooks of parameters where a batch is processed in parts: they would see the gradients of these."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and compat.has_gradient_hooks(parameter):
+            raise BadSettings(
+                f"the parameter {name!r} has a hook, which would act on the gradient of each part of a batch (on "
+                "several devices, with accumulate), before these are added up. To clip, give "
+                "Trainer(gradient_clip_val=...). For anything else let the optimizer call it, which sees the gradient "
+                "of the whole batch: optimizer.register_step_pre_hook(...)"
+            )
 
 
 # Labels

@@ -2,8 +2,8 @@
 
 Functions and classes of a notebook travel by value (cloudpickle). So do parametrised modules, which PyTorch refuses to
 pickle: it creates a class for each at run time, in which the parametrised tensors are properties. The bytes hold the
-base class and the names of those tensors; the worker creates the class again. Hooks of parameters and optimizers, which
-PyTorch leaves out, travel with them. A module of Python's that is an object of its own class, as
+base class and the names of those tensors; the worker creates the class again. Hooks of optimizers, which PyTorch leaves
+out, travel with them. A module of Python's that is an object of its own class, as
 ``torch.backends.cudnn``, is imported by the worker; what is from a module that the worker could not import, because the
 caller loaded it by its path, travels by value.
 """
@@ -86,10 +86,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if base is not None and parametrize.is_parametrized(value):
                 names = list(value.parametrizations)  # type: ignore[arg-type]
                 return _parametrised, (base, names), vars(value), None, None, _fill
-        if isinstance(value, (torch.nn.Parameter, torch.optim.Optimizer)) and any(compat.hooks_of(value).values()):
+        if isinstance(value, torch.optim.Optimizer) and any(compat.hooks_of(value).values()):
             reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            state = reduced[2] if len(reduced) > 2 else None
-            return *reduced[:2], (state, compat.hooks_of(value)), None, None, _hook
+            return *reduced[:2], (reduced[2], compat.hooks_of(value)), None, None, _hook
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)  # cloudpickle knows plain modules alone
         return super().reducer_override(value)
@@ -142,12 +141,10 @@ def _parametrised(base: type[torch.nn.Module], names: list[str]) -> torch.nn.Mod
     return module
 
 
-def _hook(value: Any, state: tuple[Any, dict[str, Any]]) -> None:
-    """Give a parameter or an optimizer its hooks, once it is there: a hook may hold what it is hooked to."""
-    of_optimizer, hooks = state
-    if of_optimizer is not None:
-        value.__setstate__(of_optimizer)
-    compat.set_hooks(value, hooks)
+def _hook(optimizer: Any, state: tuple[Any, dict[str, Any]]) -> None:
+    """Give an optimizer its hooks, once it is there: a hook may hold what it is hooked to."""
+    optimizer.__setstate__(state[0])
+    compat.set_hooks(optimizer, state[1])
 
 
 def _fill(module: torch.nn.Module, state: dict[str, Any]) -> None:
