@@ -88,7 +88,6 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     if rewrites.only_detaches(module):
         return module.forward
     rewrites.keep_effects(module)
-    count = rewrites.keep_unused(module)
     places = _Places()
     name = lines_of(module, "a graph")
 
@@ -108,16 +107,13 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
         keep_inference_input_mutations=True,
     )
     run = compile_graphs(module, inputs)
-    if count is None and not spent and not cleared:
+    if not spent and not cleared:
         return run
 
     def call(*arguments: Any) -> Sequence[Any]:
         for number in cleared:  # before the new gradients need memory
             arguments[number].grad = None
-        results: Sequence[Any] = run(*arguments)[:count]
-        if spent:
-            results = [compat.spent(value) if n in spent else value for n, value in enumerate(results)]
-        return results
+        return [compat.spent(value) if n in spent else value for n, value in enumerate(run(*arguments))]
 
     return call
 

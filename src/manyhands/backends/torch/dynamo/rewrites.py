@@ -1,6 +1,6 @@
 """Rewrites of the graphs that Dynamo and aot_autograd capture, before they are planned.
 
-Dynamo's graph keeps what has an effect although nothing reads it. In the pure graphs of aot_autograd, copies that only
+Dynamo's graph keeps checks although nothing reads them. In the pure graphs of aot_autograd, copies that only
 pass a value on go, and what is planned is cut out of them.
 """
 
@@ -38,35 +38,6 @@ def keep_effects(module: GraphModule) -> None:
         operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
         if isinstance(operation, compat.OpOverload) and not compat.schema(operation).returns:
             has_side_effect(operation)
-
-
-def keep_unused(module: GraphModule) -> int | None:
-    """Return unused values as results, so that they are computed: that may draw random numbers, or raise.
-
-    Gives the number of the other results; None if no value is unused.
-    """
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    results: Any = output.args[0]
-    arguments = {memory for node in module.graph.nodes if not _is_call(node) for memory in _memories_of_example(node)}
-    calls = [node for node in module.graph.nodes if _is_call(node) and not node.users]
-    # What is written to an argument stays in a graph anyway.
-    unused = [node for node in calls if (memory := _memories_of_example(node)) and not memory & arguments]
-    if not unused:
-        return None
-    # Detached: otherwise what they are computed from would get gradients of zeros.
-    with module.graph.inserting_before(output):
-        output.args = ((*results, *(module.graph.call_method("detach", (node,)) for node in unused)),)
-    module.recompile()
-    return len(results)
-
-
-def _is_call(node: Node) -> bool:
-    return node.op.startswith("call_")
-
-
-def _memories_of_example(node: Node) -> set[int]:
-    result = node.meta.get("example_value")
-    return {compat.memory_id(result)} if isinstance(result, torch.Tensor) else set()
 
 
 def only_detaches(module: GraphModule) -> bool:
