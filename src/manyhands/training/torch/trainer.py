@@ -192,19 +192,7 @@ class Trainer(BaseTrainer):
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
         from manyhands.training.torch.workers import pool
 
-        sent = _on_host(job)
-        try:
-            final_state = pool.pool_for(self.ranks).run(sent, dispatcher.event)
-        except pool.Interrupted as interrupted:
-            if interrupted.final_state is None:
-                interrupted.add_note("The workers did not answer in time: the model is unchanged.")
-            else:
-                _restore_final_state(job, interrupted.final_state)
-                step = interrupted.final_state["step"]
-                interrupted.add_note(
-                    f"The model has the weights that it had after {counted(step, 'step')} of training."
-                )
-            raise
+        final_state = pool.pool_for(self.ranks).run(_on_host(job), dispatcher.event)
         _restore_final_state(job, final_state)
         result: Result = final_state["result"]
         if result.signal is not None:

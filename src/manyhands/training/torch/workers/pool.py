@@ -3,8 +3,6 @@
 If a worker dies or raises, the job ends within a second: the others are stopped, and the error names the rank and has
 its traceback. A worker that hangs makes no step while the others wait for it: it is recognised by its silence, a signal
 makes it write its stack, and the error names it. A signal that asks the caller to stop is passed on to the first rank.
-When the caller is interrupted at once (the second Ctrl-C), the current weights are fetched before the workers are
-stopped.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import secrets
 import signal
 import subprocess
@@ -38,18 +35,9 @@ from manyhands.training.torch.workers import fork_server, job_bytes
 _START_SECONDS = 120
 _STDOUT = 1
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
-_HOME_SECONDS = (5, 60)  # how long an interrupted job waits for the weights: at least, and at most
 _STACK_SECONDS = 5  # how long a hanging worker may take to write its stack
 # In the errors of a rank that lost another one: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Gloo", "gloo")
-
-
-class Interrupted(KeyboardInterrupt):
-    """An interrupted job, with what its first rank sent back (None: it did not answer in time)."""
-
-    def __init__(self, final_state: dict[str, Any] | None) -> None:
-        super().__init__()
-        self.final_state = final_state
 
 
 @dataclass
@@ -163,34 +151,12 @@ class Pool:
                 if asked is None and (asked := stopping.current_requests().asked) is not None:
                     self._send(self.workers[0], "signal", asked)
                 self._check(job.settings.workers.hang_seconds)
-        except KeyboardInterrupt as interrupt:
-            try:
-                final_state = self._request_weights(job)
-            finally:
-                self.stop()
-            raise Interrupted(final_state) from interrupt
         except BaseException:
             self.stop()
             raise
         first = self.workers[0].outcome
         assert first is not None
         return first
-
-    def _request_weights(self, job: Job) -> dict[str, Any] | None:
-        """The weights of the rank with the largest share, after its current step; None if it does not answer.
-
-        The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
-        """
-        shares = job.settings.fixed_shares
-        worker = self.workers[0 if shares is None else shares.index(max(shares))]
-        until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            worker.connection.send(("interrupt", None))
-            while (left := until - time.monotonic()) > 0 and worker.connection.poll(left):
-                message: dict[str, Any] = worker.connection.recv()
-                if message["kind"] in ("stopped", "done", "error"):
-                    return message if "weights" in message else None
-        return None
 
     def _send(self, worker: _Worker, kind: str, content: Any) -> None:
         try:

@@ -3,8 +3,7 @@
 Started by :mod:`.pool`: forked from a process that has loaded PyTorch (:mod:`.fork_server`), or for a GPU as
 ``python -m manyhands.training.torch.workers.worker ADDRESS RANK``. It does not import the caller's main module, so
 scripts need no ``if __name__ == "__main__"`` and notebooks work, also when the caller has used CUDA already. When the
-caller goes away, so does the worker. When the caller is interrupted, one rank is asked for the weights: it ends its job
-between two steps and sends them back.
+caller goes away, so does the worker.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.workers import job_bytes
 
-_ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
-
 
 def main(address: str, rank: int, key: str) -> None:
     # The caller asks a rank that makes no more steps for its stack.
@@ -60,15 +57,11 @@ def _do(caller: _Caller, connection: Connection) -> None:
         connection.send({"kind": "error", "type": type(error).__name__, "text": str(error), "traceback": trace})
 
 
-class _StopRequested(BaseException):
-    """Ends a job between two steps."""
-
-
 class _Caller:
     """The caller, at the other end of the connection: its jobs, its answers to events, and its requests to stop."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._interrupted = connection, threading.Event()
+        self._connection = connection
         self.jobs: queue.Queue[tuple[bytes, dict[str, Any]]] = queue.Queue()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
 
@@ -89,19 +82,11 @@ class _Caller:
             requests.ask(content)
         elif kind == "wish":  # of callbacks that were not asked: stop the training
             requests.wish = content
-        elif kind == "interrupt":  # end the job between two steps, and send the weights
-            self._interrupted.set()
 
     def say(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Send an event. They come between steps only: model and optimizer are those after a whole step."""
+        """Send an event; returns the answer to one that asks."""
         self._connection.send(event)
-        answer = None
-        while event.get("asks") and answer is None and not self._interrupted.is_set():
-            with contextlib.suppress(queue.Empty):
-                answer = self._answers.get(timeout=_ANSWER_SECONDS)
-        if self._interrupted.is_set():
-            raise _StopRequested
-        return answer
+        return self._answers.get() if event.get("asks") else None
 
 
 def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
@@ -119,13 +104,8 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         if job.purpose != "fit":
             return evaluation.in_worker(job, here, say)
         loop, worker = loop_of(job, here, say)
-        try:
-            result = loop.fit()
-            worker.update_caller_model()
-        except _StopRequested:
-            if worker.sharded:  # the ranks stand at different steps: they cannot gather the weights together
-                raise
-            return {"kind": "stopped", "step": loop.cursor.step, **_final_state(job, worker)}
+        result = loop.fit()
+        worker.update_caller_model()
         final_state = _final_state(job, worker) if here.first else {}
         result.notes = worker.notes
         return {"kind": "done", "step": loop.cursor.step, "result": result, **final_state}
