@@ -69,7 +69,7 @@ class Step(_Topic):
             device cannot hold. The same update; checkpoints are the same. PyTorch only. Default: False, every device
             holds all of them.
         optimize: How the same step is run. ``"auto"``: data stay on the device, and what the device and the model allow
-            is done; on one GPU the step is captured in a CUDA graph, with weight gradients on lanes of their own and
+            is done; on GPUs the step is captured in CUDA graphs, with weight gradients on lanes of their own and
             fused normalisation (PyTorch). ``"max"``: compiled by PyTorch's compiler as well, which takes half a minute
             and pays in long jobs of nets whose time goes into many small kernels. ``"off"``: plain steps, as you would
             write them; ``precision="auto"`` is that of the weights then. PyTorch, and all but ``"max"`` in JAX.
