@@ -29,7 +29,7 @@ from manyhands.training.data.position import Position
 from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
 from manyhands.training.learner import Learner, Say
 from manyhands.training.result import Result
-from manyhands.training.running_sums import Figures, NanCheck, add, means_by_name, or_none
+from manyhands.training.running_sums import Figures, NanCheck, add, means_by_name, means_of_logged, or_none
 from manyhands.training.schedules import Schedule, ScheduleOfJob
 from manyhands.training.settings import ENDLESS, Settings
 from manyhands.training.stopping import Ending, StopNow
@@ -274,6 +274,7 @@ class Loop:
         tested, metrics = self._evaluate(cursor.epoch + 1) if evaluates else (None, {})
         self.report.alive()
         self.learner.reset()
+        logged = means_of_logged(sums) | (means_of_logged(tested) if tested else {})
         row = {
             "epoch": cursor.epoch + 1,
             "step": cursor.step,
@@ -287,6 +288,7 @@ class Loop:
             "whole": over and self.position.last_row <= cursor.step - cursor.batch,  # no other row in this epoch
             **self.report.rates(),
         }
+        row |= {name: or_none(value) for name, value in logged.items() if row.get(name) is None}
         self.position.last_row = cursor.step
         self.position.begin_row()
         if counts:

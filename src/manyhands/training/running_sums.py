@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LossIsNotANumber
@@ -14,16 +14,22 @@ from manyhands.errors import LossIsNotANumber
 if TYPE_CHECKING:
     from manyhands.training.data.position import Position
 
+Sum = tuple[float, float]  # of values times their weights, and of the weights
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over samples; the first step whose loss was NaN or infinite; whether correct predictions are counted."""
+    """Sums over samples; the first step whose loss was NaN or infinite; whether correct predictions are counted.
+
+    ``logged``: of what a model logs itself, by name, the sum and its weight.
+    """
 
     loss_sum: float = 0.0
     correct: float = 0.0
     count: float = 0.0
     bad_step: int | None = None
     counted: bool = False
+    logged: Mapping[str, Sum] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -37,14 +43,16 @@ class Figures:
         """These figures, where the sum of losses is to be divided by a weight and not by the number of samples."""
         return dataclasses.replace(self, loss_sum=self.loss_sum * self.count / weight if weight else math.nan)
 
-    def as_json(self) -> list[float | bool | None]:
+    def as_json(self) -> list[Any]:
         """For a checkpoint, which is only written while every loss was a number."""
-        return [or_none(self.loss_sum), self.correct, self.count, self.counted]
+        logged = {name: [or_none(total), weight] for name, (total, weight) in self.logged.items()}
+        return [or_none(self.loss_sum), self.correct, self.count, self.counted, logged]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Figures:
-        loss, correct, count, counted = values
-        return cls(math.nan if loss is None else loss, correct, count, None, counted)
+        loss, correct, count, counted, logged = values
+        sums = {name: (_or_nan(total), weight) for name, (total, weight) in logged.items()}
+        return cls(_or_nan(loss), correct, count, None, counted, sums)
 
 
 def add(parts: Sequence[Figures]) -> Figures:
@@ -56,7 +64,18 @@ def add(parts: Sequence[Figures]) -> Figures:
         sum(part.count for part in parts),
         min(bad, default=None),
         any(part.counted for part in parts),
+        added_up((part.logged, 1) for part in parts),
     )
+
+
+def added_up(parts: Iterable[tuple[Mapping[str, Sum], int]]) -> dict[str, Sum]:
+    """Logged sums, each taken so many times, added up by name."""
+    sums: dict[str, Sum] = {}
+    for logged, times in parts:
+        for name, (total, weight) in logged.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + times * total, before[1] + times * weight
+    return sums
 
 
 def figures_of_process(parts: Sequence[Figures], rank: int, size: int) -> Figures:
@@ -64,7 +83,9 @@ def figures_of_process(parts: Sequence[Figures], rank: int, size: int) -> Figure
     if len(parts) == size:
         return parts[rank]
     everything = add(parts)
-    return everything if rank == 0 else Figures(counted=everything.counted)
+    if rank == 0:
+        return everything
+    return Figures(counted=everything.counted, logged=dict.fromkeys(everything.logged, (0.0, 0.0)))
 
 
 def or_none(value: float) -> float | None:
@@ -72,10 +93,19 @@ def or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def means_by_name(figures: Figures, part: str) -> dict[str, float]:
-    """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc."""
-    means = {f"{part}_loss": figures.loss}
-    return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
+    """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc; and what was logged."""
+    accuracy = {f"{part}_acc": figures.accuracy} if figures.counted else {}
+    return {**means_of_logged(figures), f"{part}_loss": figures.loss, **accuracy}
+
+
+def means_of_logged(figures: Figures) -> dict[str, float]:
+    """What the model itself has logged, by name."""
+    return {name: total / weight for name, (total, weight) in figures.logged.items() if weight}
 
 
 # NaN

@@ -377,7 +377,11 @@ class BaseTrainer(Evaluating):
             followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
         rates = any(callback.wants_rates for callback in callbacks)
         known = monitored.known_figures(metrics, validates=self.test_source is not None, rates=rates)
-        monitored.check_monitors(followed, known, why_not)
+        monitored.check_monitors(followed, known, why_not, may_log=self._may_log(model))
+
+    def _may_log(self, model: Any) -> bool:
+        """Whether the model may log metrics of its own."""
+        return False
 
     def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
         """Why these data have no accuracy, if that is known before the first step; None: there may be one."""

@@ -158,7 +158,7 @@ def test_progress_can_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
         "val_acc": None,
         "seconds": 1.0,
     }
-    event = {"kind": "epoch", "epoch": 1, "step": 4, "row": row, "sums": [2.0, 0.0, 4.0, False]}
+    event = {"kind": "epoch", "epoch": 1, "step": 4, "row": row, "sums": [2.0, 0.0, 4.0, False, {}]}
     for quiet, given in ((False, False), (False, True), (True, True)):
         shows = Shows()
         with begun([shows] if given else [], quiet=quiet)[0] as dispatcher:

@@ -29,13 +29,13 @@ def begun(callbacks: list[Callback], run: Path | None, step: int = 0, states: An
 
 def steps(dispatcher: Dispatcher, step: int, loss: float) -> None:
     """The sums of an epoch after so many steps of one sample each."""
-    sums = [loss * step, 0.0, float(step), False]
+    sums = [loss * step, 0.0, float(step), False, {}]
     dispatcher.event({"kind": "steps", "epoch": 1, "step": step, "sums": sums, "rates": {}})
 
 
 def row(dispatcher: Dispatcher, step: int, **figures: float) -> None:
     row = {"epoch": 1, "step": step, "whole": True, **figures}
-    dispatcher.event({"kind": "epoch", "epoch": 1, "step": step, "row": row, "sums": [0.0, 0.0, 0.0, False]})
+    dispatcher.event({"kind": "epoch", "epoch": 1, "step": step, "row": row, "sums": [0.0, 0.0, 0.0, False, {}]})
 
 
 class Slow(Logger):

@@ -20,7 +20,7 @@ from manyhands.training.callbacks.curves import Picture
 from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
 from manyhands.training.result import Result
-from manyhands.training.running_sums import Figures, means_by_name
+from manyhands.training.running_sums import Figures, added_up, means_by_name
 from manyhands.training.settings import ENDLESS, Settings
 
 Event = dict[str, Any]
@@ -233,6 +233,7 @@ class StepMeans:
             self._carried.correct + sums.correct - self._reported.correct,
             self._carried.count + sums.count - self._reported.count,
             counted=sums.counted or self._carried.counted,
+            logged=added_up([(self._carried.logged, 1), (sums.logged, 1), (self._reported.logged, -1)]),
         )
 
     def state(self) -> list[Any]:

@@ -107,12 +107,15 @@ def followed_by(callbacks: Iterable[Callback]) -> dict[str, str]:
     return {f"{type(each).__name__}({each.monitored!r})": each.monitored for each in callbacks if each.monitored}
 
 
-def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: Callable[[str], str | None]) -> None:
+def check_monitors(
+    followed: Mapping[str, str], known: Sequence[str], why_not: Callable[[str], str | None], *, may_log: bool
+) -> None:
     """Refuse, before the first step, to follow a metric that there will not be.
 
-    ``followed``: who follows which figure; ``why_not``: why a metric that might be there is not.
+    ``followed``: who follows which metric; ``why_not``: why a metric that might be there is not; ``may_log``: the model
+    may log any.
     """
-    for who, name in followed.items():
+    for who, name in followed.items() if not may_log else ():
         if not is_known(name, known):
             raise BadSettings(f"{who}: {missing_metric(name, known)}")
         if (why := why_not(name)) is not None:

@@ -20,7 +20,7 @@ from manyhands import tree
 from manyhands.errors import BadSettings, ManyhandsError, MetricFailed, type_in_words
 from manyhands.training.evaluation.pieces import Join, Pieces
 from manyhands.training.learner import Take
-from manyhands.training.running_sums import Figures, or_none
+from manyhands.training.running_sums import Figures, means_of_logged, or_none
 
 _RESERVED = ("loss", "acc")
 _HOW = 'metrics={"mae": function} or a list: functions f(outputs, targets), or metric objects of the framework'
@@ -261,7 +261,8 @@ def evaluate_to_dict(learner: Evaluates, metrics: Metrics) -> dict[str, Any]:
 def named_results(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
     """The result of ``Trainer.evaluate``: without an accuracy if there are no classes."""
     accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}
-    return {"loss": or_none(figures.loss), **accuracy, **values}
+    logged = {name: or_none(value) for name, value in means_of_logged(figures).items()}
+    return {**logged, "loss": or_none(figures.loss), **accuracy, **values}
 
 
 def collect_outputs(predict: Callable[[Callable[[], None], Take], Any], join: Join) -> Any:

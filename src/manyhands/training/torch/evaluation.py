@@ -43,7 +43,7 @@ from manyhands.training.torch.objective import Objective, mixes_samples, placed,
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.state.module_state import evaluating
-from manyhands.training.torch.step import running_sums, steps
+from manyhands.training.torch.step import logged, steps
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
@@ -85,7 +85,7 @@ class Evaluation:
             from manyhands.training.torch.fast.captured_forward import CapturedForward
 
             self._forward = {
-                name: CapturedForward(function, recorder, model) for name, function in self._forward.items()
+                name: CapturedForward(function, recorder, model, self._sums) for name, function in self._forward.items()
             }
 
     @property
@@ -114,8 +114,7 @@ class Evaluation:
                 outputs.add(measure((shard.whole, number), shard.size), shard.size)
                 alive()
         outputs.finish()
-        parts = self.world.gather(running_sums.as_tensor(self._sums.read()))
-        of_all = add([running_sums.from_tensor(part) for part in parts])
+        of_all = add([pickle.loads(part) for part in self.world.gather_bytes(pickle.dumps(self._sums.read()))])
         return of_all.weighed(sum(float(part) for part in self.world.gather(self._counts)))
 
     def _measure(self, numbered: tuple[Batch, int], size: int, *, with_outputs: bool = False) -> Any:
@@ -123,11 +122,13 @@ class Evaluation:
         batch, self.objective.batch_idx = numbered
         batch, pair = self.number_format.cast(batch), None
         with self.number_format.scope(self.world.device):
-            both, loss, correct = self.objective.as_sum(self.model, batch)
+            with logged.collected() as values:
+                both, loss, correct = self.objective.as_sum(self.model, batch)
             if with_outputs:
                 pair = self._rounded(self._recorded_outputs.take(batch)), target_of(self.model, batch)
         both = both or LossSum(loss.double() * size, size)
         self._counts += both.count
+        self._sums.log(values, size)
         self._sums.add(both.total, correct, size, 0, weight=1 / size)
         return pair
 

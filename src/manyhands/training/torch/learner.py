@@ -8,6 +8,7 @@ step makes the host wait: shards are on their way before they are needed and los
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,6 @@ from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.schedulers import Rates, schedulers_of
 from manyhands.training.torch.state import checkpoint, job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
-from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
@@ -152,8 +152,7 @@ class Rank:
         return self.rates.by_name()
 
     def read(self) -> list[Figures]:
-        sums = running_sums.as_tensor(self.metrics.read())
-        return [running_sums.from_tensor(figures) for figures in self.world.gather(sums)]
+        return [pickle.loads(figures) for figures in self.world.gather_bytes(pickle.dumps(self.metrics.read()))]
 
     def reset(self) -> None:
         self.metrics.reset()

@@ -41,6 +41,7 @@ from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
+from manyhands.training.torch.step.logged import attached, may_log
 from manyhands.training.trainer import BaseTrainer
 
 _OF_NCCL = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
@@ -105,6 +106,9 @@ class Trainer(BaseTrainer):
         objective = objective_for(model, self.options.loss)
         return checks.why_no_accuracy(objective, model, source, training=training)
 
+    def _may_log(self, model: Any) -> bool:
+        return may_log(model)
+
     @staticmethod
     def _is_array(part: Any) -> bool:
         return isinstance(part, torch.Tensor | np.ndarray)
@@ -122,7 +126,7 @@ class Trainer(BaseTrainer):
         before = checks.copied(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
-        with own_step.plots_taken_over(model), _explained(dataclasses.replace(job, model=before)):
+        with own_step.plots_taken_over(model), attached(model), _explained(dataclasses.replace(job, model=before)):
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
@@ -270,7 +274,7 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        with own_step.plots_taken_over(model), _explained(job):
+        with own_step.plots_taken_over(model), attached(model), _explained(job):
             with modes_preserved(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)

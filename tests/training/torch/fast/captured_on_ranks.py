@@ -99,7 +99,8 @@ def main() -> None:
             "job": name, "rank": RANK, "apart": max(difference(captured, plain), *losses), "replays": recorder.replays,
             "signals": recorder.started_after_signals, "notes": result.notes,
         }  # fmt: skip
-        print(json.dumps(found), flush=True)
+        sys.stdout.write(f"{json.dumps(found)}\n")  # at once: both ranks write to the same place
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import CLASSES, mlp, vectors
 
 from manyhands.training.torch.fast import python_state
+from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.undo import StepUndo
 
 
@@ -53,7 +54,7 @@ class Changing(nn.Module):
 )  # fmt: skip
 def test_what_python_does_is_seen(kind: str, said: str | None) -> None:
     net = Changing(kind)
-    watch = python_state.Watch([net, None])
+    watch = python_state.Watch([net, None], RunningSums(torch.device("cpu")))
     found = []
     for _ in range(3):
         random.random()  # between the steps others may draw
@@ -72,7 +73,7 @@ def test_hooks() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optimizer)
     assert python_state.hooks(net, optimizer) is None
-    watch = python_state.Watch([net])
+    watch = python_state.Watch([net], RunningSums(torch.device("cpu")))
     for _ in range(2):
         watch.before()
         net(vectors()[0]).sum().backward()
@@ -105,7 +106,7 @@ def test_a_rate_that_is_changed_in_a_step_is_seen() -> None:
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    watch = python_state.Watch([net], optimizer)
+    watch = python_state.Watch([net], RunningSums(torch.device("cpu")), optimizer)
     found = []
     for _ in range(2):
         watch.before()

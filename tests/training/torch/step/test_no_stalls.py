@@ -227,4 +227,4 @@ def test_a_look_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     job = Job(model, objective_for(model, None), source((X, y)), None, Settings(1, 8), momentum)
     monkeypatch.setattr(running_sums.RunningSums, "peek", running_sums.RunningSums.read)
-    assert "cpu" in waits(job, monkeypatch, looks=0).found
+    assert "tolist" in waits(job, monkeypatch, looks=0).found

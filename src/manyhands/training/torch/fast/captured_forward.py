@@ -14,6 +14,7 @@ from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.inputs import LoadedPart, LoaderInputs
 from manyhands.training.torch.fast.recorder import Recorder, Replay
 from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.running_sums import RunningSums
 
 Forward = Callable[[Batch, int], Any]  # of a batch and its samples
 
@@ -34,11 +35,11 @@ class CapturedForward:
     It is called as such until a kind of batch has come back twice, and for good if it cannot be captured.
     """
 
-    def __init__(self, function: Forward, recorder: Recorder, model: torch.nn.Module) -> None:
+    def __init__(self, function: Forward, recorder: Recorder, model: torch.nn.Module, sums: RunningSums) -> None:
         self._function, self._recorder = function, recorder
         self._inputs = LoaderInputs()
         self._graphs: dict[Hashable, _Graph] = {}
-        self._watch = python_state.Watch([model])
+        self._watch = python_state.Watch([model], sums)
         self._is_captured = True
 
     def __call__(self, batch: Batch, size: int) -> Any:

@@ -105,7 +105,8 @@ class CapturedStep:
         self.steps = Counter[str]()
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = python_state.hooks(step.model, step.optimizer)
-        self._watch = python_state.Watch([step.model, getattr(step.objective, "loss", None)], step.optimizer)
+        roots = [step.model, getattr(step.objective, "loss", None)]
+        self._watch = python_state.Watch(roots, step.metrics, step.optimizer)
 
     def __call__(self, window: Window, shard: Shard | None, batch_idx: int = 0) -> bool:
         """Make the step of a batch; False where it has to be made plainly (``ended``: all later ones, too)."""

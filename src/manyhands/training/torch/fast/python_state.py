@@ -5,9 +5,9 @@ choice repeats, a list is appended to once. So the trainer compares the model's 
 graph would freeze whatever changes. Changes in the first step are ignored, because many models fill a cache in it.
 
 The comparison covers the attributes of every module (numbers, strings, lengths of collections, and tensors that are
-neither parameters nor buffers), the optimizer's options per parameter group, random numbers of Python, NumPy and
-PyTorch's CPU generator (the GPU's generator works in a graph), and hooks. For example, a model with ``self.calls += 1``
-in its forward pass, after each of three steps::
+neither parameters nor buffers), the optimizer's options per parameter group, plain numbers that are logged, random
+numbers of Python, NumPy and PyTorch's CPU generator (the GPU's generator works in a graph), and hooks. For example, a
+model with ``self.calls += 1`` in its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
@@ -27,6 +27,7 @@ import torch
 from manyhands.backends.torch import compat
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.state.module_state import OF_EVERY_MODULE
+from manyhands.training.torch.step.running_sums import RunningSums
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_KINDS = 32  # of steps that are remembered
@@ -35,8 +36,11 @@ _MOST_KINDS = 32  # of steps that are remembered
 class Watch:
     """Compares the Python state of some modules, and of an optimizer, from step to step."""
 
-    def __init__(self, roots: Sequence[object], optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, roots: Sequence[object], sums: RunningSums, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """``sums``: which the steps log to."""
+        self._optimizer, self._sums = optimizer, sums
         self._modules = [
             (f"{type(root).__name__}{'.' if name else ''}{name}", module)
             for root in roots
@@ -62,6 +66,10 @@ class Watch:
                     f"the model draws random numbers from {name}, and a graph would repeat one draw: let torch draw "
                     "them on the model's device"
                 )
+        if (number := self._sums.logged_number) is not None:
+            return (
+                f"the model logs {number!r} as a plain number, which a graph would freeze: log a tensor of its device"
+            )
         seen, before = self._attributes(), self._seen.get(kind)
         changed = [name for name in seen if before is not None and seen[name] != before.get(name)]
         self._seen = {**dict(list(self._seen.items())[-_MOST_KINDS:]), kind: seen}

@@ -93,7 +93,7 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], fi
     rank.steps.precision.half_before = saved.get("half")
     if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
         rank.feed.shares = saved["shares"]
-    rank.metrics.restore(figures.loss_sum, figures.correct, figures.count, counted=figures.counted)
+    rank.metrics.restore(figures)
 
 
 def _restore_randomness(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:

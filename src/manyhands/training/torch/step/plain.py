@@ -24,6 +24,7 @@ from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import Gradients, LocalGradients
 from manyhands.training.torch.state.module_state import statistics_kept
+from manyhands.training.torch.step import logged
 from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.part import LossOf, Part, Step, Turn
 from manyhands.training.torch.step.running_sums import RunningSums
@@ -87,7 +88,8 @@ class PlainStep(Step):
         around_backward: AbstractContextManager[Any] | None = None,
     ) -> torch.Tensor:
         self.gradients.arm(last)
-        loss, count, correct = (loss_of or self.loss_of)(batch, size)
+        with logged.collected() as values:
+            loss, count, correct = (loss_of or self.loss_of)(batch, size)
         self.gradients.note_loss(loss)
         # A sum is taken as a part of the batch's samples, too: gradients of a whole sum would be too large for float16.
         share = loss * (size / turn.whole) if count is None else loss / turn.whole
@@ -100,6 +102,7 @@ class PlainStep(Step):
             self._total += loss.detach()
             self._count += count
             self.metrics.count(correct, size, counted=self._counts)
+        self.metrics.log(values, size)
         return loss
 
     def loss_of(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

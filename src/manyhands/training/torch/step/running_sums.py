@@ -6,26 +6,37 @@ arrived; :meth:`RunningSums.read` waits, and is for the end of an epoch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import zlib
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
+from manyhands.errors import BadSettings
 from manyhands.training.running_sums import Figures
 from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.step import logged
 
-_LOSS, _CORRECT, _COUNT, _BAD_STEP = range(4)
+# Behind the first four numbers: which names were logged, by how many ranks, and a sum and a weight for each name.
+_LOSS, _CORRECT, _COUNT, _BAD_STEP, _NAMES, _RANKS, _LOGGED = range(7)
 
 
 class RunningSums:
-    """Four numbers on the device: sum of losses, correct predictions, samples, first bad step (or infinity)."""
+    """Numbers on the device: sum of losses, correct predictions, samples, first bad step (or infinity), logged values.
+
+    Their place is fixed, for the graphs of captured steps add to them.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(_LOGGED + 2 * logged.MOST, dtype=torch.float64, device=device)
         self.counts_correct = False
+        self._names: dict[str, int] = {}  # that were logged, and where their sums are; in the same order on every rank
+        self.logged_number: str | None = None  # a name whose value a graph would freeze
         self._arrival: Arrival[torch.Tensor] | None = None
         self._shown: Figures | None = None
         self._sent: deque[_Sent] = deque()
@@ -33,7 +44,7 @@ class RunningSums:
 
     def reset(self) -> None:
         self.sums.zero_()
-        self.sums[_BAD_STEP:].fill_(math.inf)
+        self.sums[_BAD_STEP].fill_(math.inf)
         self._arrival, self._shown = None, None
         self._sent.clear()
 
@@ -64,6 +75,26 @@ class RunningSums:
         if counted:
             self.sums[_COUNT] += count
 
+    def log(self, values: Iterable[logged.Value], size: int) -> None:
+        """Add what a pass over so many samples has logged."""
+        for name, value, weight in ((each.name, each.value, each.weight) for each in values if size):
+            place, weight = self._place_of(name), size if weight is None else weight
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                shape = tuple(value.shape)
+                raise BadSettings(f"self.log({name!r}, tensor of shape {shape}): log one number, as value.mean()")
+            if not isinstance(value, torch.Tensor) or value.device != self.sums.device:
+                self.logged_number = name
+            if isinstance(value, torch.Tensor):
+                self.sums[place].add_(value.reshape(()).to(torch.float64), alpha=weight)
+            else:
+                self.sums[place] += value * weight
+            self.sums[place + 1] += weight
+
+    def _place_of(self, name: str) -> int:
+        if name not in self._names and len(self._names) == logged.MOST:
+            raise BadSettings(f"self.log({name!r}, ...): a model may log {logged.MOST} names")
+        return self._names.setdefault(name, _LOGGED + 2 * len(self._names))
+
     def mark(self, loss: torch.Tensor, step: torch.Tensor | int) -> None:
         """Remember the step if it is the first whose loss is NaN."""
         now = step.double() if isinstance(step, torch.Tensor) else self.sums.new_full((), step)
@@ -73,7 +104,7 @@ class RunningSums:
     def peek(self) -> Figures | None:
         """The newest figures that are on the host already; never waits."""
         if self._arrival is not None and self._arrival.ready():
-            self._shown = self._figures(self._arrival.result())
+            self._shown = self._figures(self._arrival.result().tolist())
             self._arrival = None
         if self._arrival is None:
             self._arrival = backend.start_move(self.sums.clone(), torch.device("cpu"))
@@ -81,28 +112,35 @@ class RunningSums:
 
     def send(self, step: int, world: World) -> None:
         """Send the sums over all ranks on their way to the host; never waits."""
-        self._sent.append(_Sent(step, self.sums[:_BAD_STEP].clone(), world))
+        sums = self.sums.clone()
+        sums[_NAMES], sums[_RANKS] = _digest(self._names), bool(self._names)
+        self._sent.append(_Sent(step, sums, world))
 
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
         """The figures that have arrived on the host, with their steps; ``wait``: all that were sent."""
         figures = []
         while self._sent and (wait or self._sent[0].is_ready()):
             sent = self._sent.popleft()
-            loss, correct, count = sent.sums()
-            figures.append((sent.step, Figures(loss, correct, count, None, self.counts_correct)))
+            figures.append((sent.step, dataclasses.replace(self._figures(sent.sums()), bad_step=None)))
         return figures
 
     def read(self) -> Figures:
-        return self._figures(self.sums.cpu())
+        return self._figures(self.sums.tolist())
 
-    def restore(self, loss_sum: float, correct: float, count: float, *, counted: bool) -> None:
+    def restore(self, figures: Figures) -> None:
         """Go on from the sums of a checkpoint."""
-        self.sums[:_BAD_STEP] = torch.tensor([loss_sum, correct, count], dtype=torch.float64)
-        self.counts_correct = counted
+        counts = (figures.loss_sum, figures.correct, figures.count)
+        self.sums[:_BAD_STEP] = torch.tensor(counts, dtype=torch.float64)
+        self.counts_correct = figures.counted
+        for name, sums in figures.logged.items():
+            place = self._place_of(name)
+            self.sums[place : place + 2] = torch.tensor(sums, dtype=torch.float64)
 
-    def _figures(self, sums: torch.Tensor) -> Figures:
-        loss, correct, count, bad = sums.tolist()
-        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
+    def _figures(self, sums: Sequence[float]) -> Figures:
+        loss, correct, count, bad, names, ranks, *_ = sums
+        same = names == ranks * _digest(self._names)  # on all ranks whose sums these are
+        by_name = {name: (sums[place], sums[place + 1]) for name, place in self._names.items()} if same else {}
+        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct, by_name)
 
 
 class _Sent:
@@ -130,11 +168,5 @@ class _Sent:
         return arrival.result().tolist()
 
 
-def as_tensor(figures: Figures) -> torch.Tensor:
-    bad = math.inf if figures.bad_step is None else figures.bad_step
-    return torch.tensor([figures.loss_sum, figures.correct, figures.count, bad, figures.counted], dtype=torch.float64)
-
-
-def from_tensor(values: torch.Tensor) -> Figures:
-    loss, correct, count, bad, counted = values.tolist()
-    return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), bool(counted))
+def _digest(names: Iterable[str]) -> float:
+    return float(zlib.crc32("\0".join(names).encode()))

@@ -29,6 +29,7 @@ from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
 from manyhands.training.torch.objective import checked
 from manyhands.training.torch.optimizers import Key, Several
 from manyhands.training.torch.state.module_state import statistics_kept
+from manyhands.training.torch.step import logged
 from manyhands.training.torch.step.part import Part, Step, Turn
 from manyhands.training.torch.step.plain import PlainStep
 
@@ -120,7 +121,9 @@ class OwnUpdates(Step):
         # Without samples the statistics of layers must not change.
         with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
             user: Any = self.model
-            user.training_step(self.number_format.cast(batch), self._updates)
+            with logged.collected() as values:
+                user.training_step(self.number_format.cast(batch), self._updates)
+        self.metrics.log(values, size)
         none = self.metrics.sums.new_zeros(())
         if size and not turn.counted:
             self.metrics.add(none, None, size, turn.step)
