@@ -22,15 +22,15 @@ FOLDERS = {
     "placement": (780, 900),
     "schedule": (1_400, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (27_460, 21_000),
+    "training": (27_620, 21_000),
     "words and modules": (1_560, 1_400),
 }
-FILES = (367, 320)  # of Python
+FILES = (368, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (6_025, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (45_150, 37_000)  # without the auditor's corpus
+TEST_LINES = (45_300, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:
