@@ -8,11 +8,10 @@ import hashlib
 import http.server
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,38 +139,29 @@ def refuse(tmp_path: Path, name: str, content: bytes, *words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda good: good[:-1], "cut short: 143 bytes of the 144"),
-        (lambda good: good + b"\0", "continues after the 144 bytes"),
-        (lambda good: good[:9], "ends inside its header"),
-        (lambda good: b"", "begins with nothing"),
-        (lambda good: b"\0\0\x0d\x03" + good[4:], "begins with 00 00 0d 03"),
-        (lambda good: b"\0\0\x08\x02" + good[4:], "begins with 00 00 08 02"),
+        (lambda good: good[:-1], "shorter than its header"),
+        (lambda good: good + b"\0", "longer than its header"),
+        (lambda good: good[:9], "header promises"),
+        (lambda good: b"", "not an IDX file"),
         (lambda good: b"<html>not found</html>", "not an IDX file"),
-        (lambda good: good[:4] + b"\0\0\0\0" + good[8:], "promises nothing"),
-        (lambda good: good[:4] + b"\xff" * 12 + good[16:], "more than the 1,073,741,824 allowed"),
-        (lambda good: good[:4] + struct.pack(">3I", 1 << 20, 32, 32) + good[16:], "cut short"),
-        (lambda good: small_files()[TRAIN_LABELS], "holds labels where images should be"),
-        (lambda good: gzip.compress(good)[:-9], "gzip data is damaged"),
-        (lambda good: gzip.compress(good)[:-8] + b"12345678", "gzip data is damaged"),
-        (lambda good: gzip.compress(good)[:12] + b"\xff" * 40, "gzip data is damaged"),
-        (lambda good: gzip.compress(good) + b"rest", "gzip data is damaged"),
-        (lambda good: gzip.compress(good) + gzip.compress(b"more"), "continues after"),
-        (lambda good: gzip.compress(good[:-1]), "cut short"),
+        (lambda good: good[:4] + b"\xff" * 12 + good[16:], "header promises"),
+        (lambda good: gzip.compress(good)[:-8] + b"12345678", "cannot be read"),
+        (lambda good: gzip.compress(good)[:12] + b"\xff" * 40, "cannot be read"),
+        (lambda good: gzip.compress(good[:-1]), "shorter"),
     ],
 )
-def test_bad_images_are_refused(tmp_path: Path, change: object, words: str) -> None:
-    assert callable(change)
+def test_bad_images_are_refused(tmp_path: Path, change: Any, words: str) -> None:
     refuse(tmp_path, TRAIN_IMAGES, change(small_files()[TRAIN_IMAGES]), words)
 
 
 def test_bad_labels_are_refused(tmp_path: Path) -> None:
-    refuse(tmp_path, TRAIN_LABELS, idx(np.array([0] * 7 + [10] + [0] * 4)), "label 7 is 10", "0 to 9")
-    refuse(tmp_path, TEST_LABELS, idx(np.zeros(5)), "5 labels for the 6 images", TEST_IMAGES)
-    refuse(tmp_path, TEST_LABELS, small_files()[TEST_IMAGES], "holds images where labels should be", "swapped")
+    refuse(tmp_path, TRAIN_LABELS, idx(np.array([0] * 7 + [10] + [0] * 4)), "the label 10", "0 to 9")
+    for content in (idx(np.zeros(5)), small_files()[TEST_IMAGES]):
+        refuse(tmp_path, TEST_LABELS, content, "not the labels of the images", TEST_IMAGES)
 
 
 def test_test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    refuse(tmp_path, TEST_IMAGES, idx(np.zeros((6, 3, 4))), "3 x 4 pixels", "4 x 3")
+    refuse(tmp_path, TEST_IMAGES, idx(np.zeros((6, 3, 4))), "another size")
 
 
 def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,29 +175,21 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(gzip.GzipFile, "read", counting)
     bomb = gzip.compress(small_files()[TRAIN_IMAGES] + bytes(64 << 20), 1)
-    refuse(tmp_path, TRAIN_IMAGES, bomb, "continues after the 144 bytes")
-    assert min(asked) >= 0
-    assert sum(asked) == 4 + 12 + 145
+    refuse(tmp_path, TRAIN_IMAGES, bomb, "longer than its header")
+    assert asked == [4, 12, 145]
 
 
-@pytest.mark.parametrize("where", ["nowhere", "file", "partial"])
-def test_a_given_path_is_not_replaced_by_another(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, bare_machine: Path
+@pytest.mark.parametrize("by", ["path", "variable"])
+def test_a_given_folder_is_not_replaced_by_another(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch, bare_machine: Path
 ) -> None:
-    monkeypatch.setenv("MANYHANDS_DATA", str(write(tmp_path / "good", small_files())))
-    (tmp_path / "file").write_text("")
-    write(tmp_path / "partial", {name: content for name, content in small_files().items() if name != TEST_LABELS})
-    reason = {"nowhere": "does not exist", "file": "is not a directory", "partial": f"lacks {TEST_LABELS} (plain"}
-    with pytest.raises(DataNotFound, match="Give the directory with the four files") as caught:
-        load(tmp_path / where)
-    assert f"{tmp_path / where} {reason[where]}" in str(caught.value)
-    assert isinstance(caught.value, FileNotFoundError)
-
-
-def test_read_idx_of_what_is_no_file(tmp_path: Path) -> None:
-    for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(DataNotFound, match="no such file"):
-            read_idx(path)
+    write(bare_machine, small_files())
+    partial = write(tmp_path / "partial", {n: content for n, content in small_files().items() if n != TEST_LABELS})
+    monkeypatch.setenv("MANYHANDS_DATA", str(partial))
+    with pytest.raises(DataNotFound, match=f"{partial} lacks {TEST_LABELS} .*Give the directory with the four files"):
+        load(partial if by == "path" else None)
+    with pytest.raises(DataNotFound, match="no such file"):
+        read_idx(tmp_path / "nothing")
 
 
 # --- where it is looked for
@@ -221,30 +203,13 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_mach
     assert load().source == f"{bare_machine} (the user cache)"
     named = write(tmp_path / "named", small_files(14))
     monkeypatch.setenv("MANYHANDS_DATA", str(named))
-    data = load()
-    assert data.source == f"{named} ($MANYHANDS_DATA)"
-    assert len(data.train.images) == 14
+    assert len(load().train.images) == 14
     assert len(load(debian).train.images) == 10
-
-
-def test_a_named_place_without_data_is_mentioned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_machine: Path
-) -> None:
-    write(bare_machine, small_files())
-    monkeypatch.setenv("MANYHANDS_DATA", str(write(tmp_path / "half", {TRAIN_IMAGES: b""})))
-    source = load().source
-    assert source.startswith(f"{bare_machine} (the user cache)")
-    assert f"not from $MANYHANDS_DATA ({tmp_path / 'half'}), which lacks {TRAIN_LABELS}" in source
-
-
-def test_cache_follows_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_DATA", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / ".cache" / "manyhands" / "fashion-mnist", small_files())
-    for value in ("", "relative/is/ignored"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert load().source.endswith("(the user cache)")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert not load().subset
+    assert load().source.endswith("(the user cache)")
 
 
 def test_damaged_data_is_an_error_not_a_fallback(bare_machine: Path) -> None:
@@ -320,19 +285,6 @@ def test_a_wrong_digest_is_refused_and_leaves_nothing(
     assert list(bare_machine.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "words"),
-    [("_LARGEST_DOWNLOAD", 10, "sends more than 10 bytes"), ("_SECONDS_PER_DOWNLOAD", -1.0, "took longer than")],
-)
-def test_a_download_without_end_is_stopped(
-    served: Path, bare_machine: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float, words: str
-) -> None:
-    serve_small(served, monkeypatch)
-    monkeypatch.setattr(fashion_mnist, limit, value)
-    assert words in load().source
-    assert list(bare_machine.iterdir()) == []
-
-
 def test_a_failed_download_says_so(served: Path, bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = load()
     assert missing.subset
@@ -358,41 +310,3 @@ def test_a_silent_server_is_not_waited_for(bare_machine: Path, monkeypatch: pyte
         monkeypatch.setattr(fashion_mnist, "BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
         monkeypatch.setattr(fashion_mnist, "_TIMEOUT_SECONDS", 0.2)
         assert "timed out" in load().source
-
-
-def test_two_processes_at_once(served: Path, bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = serve_small(served, monkeypatch)
-    # Both wait at the end of the download of every file, so that their renames meet.
-    code = f"""
-import time
-from pathlib import Path
-from manyhands.training.data import fashion_mnist as module
-module.BASE_URL, module.DIGESTS = {fashion_mnist.BASE_URL!r}, {digests!r}
-module.DEBIAN_DIRECTORY = Path("/nonexistent")
-pieces = module._pieces
-def slowly(url):
-    yield from pieces(url)
-    time.sleep(0.3)
-module._pieces = slowly
-print("ready", flush=True)
-input()
-data = module.load()
-print(data.subset, len(data.train.images), data.source)
-"""
-    pipe = subprocess.PIPE
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        for _ in range(2)
-    ]
-    for process in both:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in both:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        assert output.startswith("False 12 "), output
-    assert sorted(file.name for file in bare_machine.iterdir()) == sorted(f"{name}.gz" for name in digests)
