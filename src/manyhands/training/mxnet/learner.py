@@ -61,7 +61,6 @@ class GluonLearner:
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
         self.metrics = RunningSums(self.devices[0])
         self.whole_step = Step(trainer, objective, self.metrics, settings.gradient_clip_val)
-        self.draws = _draws_numbers(model) or not objective.is_gluons
         if several:
             self.notes.append(
                 "batch normalisation: each device takes the statistics of its own samples, and the model has those of "
@@ -81,8 +80,7 @@ class GluonLearner:
     def step(self, window: Window, batch: Shards, factor: float | None) -> None:
         if factor is not None and self.base_rate is not None:
             self.trainer.set_learning_rate(self.base_rate * factor)
-        if self.draws:
-            self._seed(window.step)
+        self._seed(window.step)
         self.whole_step(batch, window.size, window.step)
 
     def _seed(self, step: int) -> None:
@@ -168,13 +166,3 @@ class GluonLearner:
 def _mixed(*parts: int) -> int:
     """One seed of several numbers, well mixed."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
-
-
-def _draws_numbers(model: Any) -> bool:
-    """Whether a layer may draw random numbers: Gluon's own say so, others are not known."""
-    random = (mx.gluon.nn.Dropout, mx.gluon.rnn.RecurrentCell, mx.gluon.rnn.rnn_layer._RNNLayer)
-    for layer in replicas.layers(model):
-        known = type(layer).__module__.startswith(("mxnet.gluon.", "manyhands."))
-        if isinstance(layer, random) or not known:
-            return True
-    return False

@@ -130,8 +130,3 @@ def native(array: NDArray[Any], device: mx.Context | None = None) -> Any:
     kind = _WIDER.get(array.dtype.name, array.dtype.name)
     module = mx.np if mx.util.is_np_array() else mx.nd
     return module.array(array, dtype=kind, ctx=device or mx.current_context())
-
-
-def take(array: Any, numbers: Any) -> Any:
-    """The rows of those numbers, gathered on the device."""
-    return (mx.np if isinstance(array, mx.np.ndarray) else mx.nd).take(array, numbers, axis=0, mode="clip")
