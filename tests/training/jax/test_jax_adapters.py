@@ -148,16 +148,6 @@ def test_linen_weights_with_names_of_axes_come_back_with_them() -> None:
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_an_axis_of_pmap_is_refused_by_name() -> None:
-    class Synchronised(linen.Module):
-        @linen.compact
-        def __call__(self, X: Any, train: bool = False) -> Any:
-            return linen.BatchNorm(use_running_average=not train, axis_name="batch")(linen.Dense(CLASSES)(X))
-
-    with pytest.raises(BadSettings, match=r"Synchronised computes over an axis .*leave out axis_name"):
-        mh.Trainer(1, batch_size=16, lr=0.1, quiet=True).fit(Synchronised(), vectors())
-
-
 def test_a_linen_module_is_trained_as_it_is() -> None:
     """Its statistics and dropout are those of training, and what was learned is bound to it."""
     X, y = vectors(48)

@@ -96,8 +96,7 @@ class OwnStep:
 
     def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value:
         name = step_name(model, training=training)
-        with _axes_explained(model):
-            value, accuracy = call_step(model, name, batches.as_given(batch))
+        value, accuracy = call_step(model, name, batches.as_given(batch))
         correct = None if accuracy is None else jnp.round(accuracy * batches.rows(batch))
         return _value(value, f"{name} of {type(model).__name__}", correct)
 
@@ -139,26 +138,11 @@ def call_of(model: nnx.Module) -> Callable[..., Any]:
 def explained(model: Any, inputs: Batch, named: Mapping[str, Any]) -> Iterator[None]:
     """Turn an error of the model for these inputs into one that describes the user's data, or the model."""
     try:
-        with _axes_explained(model):
-            yield
+        yield
     except (TypeError, ValueError) as error:
         if isinstance(error, (ManyhandsError, jax.errors.JAXTypeError)):
             raise
         raise BadBatch(_not_taken(model, inputs, named, error)) from error
-
-
-@contextlib.contextmanager
-def _axes_explained(model: Any) -> Iterator[None]:
-    try:
-        yield
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        name, reason = _name(model), str(error).partition(".")[0]
-        raise BadSettings(
-            f"{name} computes over an axis of jax.pmap ({reason}): leave out axis_name. The trainer's step is one "
-            "program over the whole batch, on all devices"
-        ) from error
 
 
 def _name(model: Any) -> str:
