@@ -48,7 +48,7 @@ def cases(bench: Bench) -> dict[str, Case]:
         "quiet": Case((False,)),
         "callbacks": Case(([noting(bench)],)),
         "loggers": Case(([bench.mh.CSVLogger(every=1)],)),
-        "shares": Case(([3, 1], "measured"), two),
+        "shares": Case(((3, 1), "measured"), two),
         "accumulate": Case((2,)),
         "micro_batch_size": Case((3,)),
         "batch_stats": Case(("global", "per_device"), two),
