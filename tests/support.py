@@ -35,6 +35,13 @@ def free_port() -> int:
             return port
 
 
+def leave_graphs_as_they_are() -> None:
+    """Let TensorFlow run graphs as they are traced: a test runs each a few times, and optimising it takes longer."""
+    import tensorflow
+
+    tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+
 def examples(usual: int) -> int:
     """How many random programs a test tries: as many as usual, or as ``MANYHANDS_EXAMPLES`` says."""
     return int(os.environ.get("MANYHANDS_EXAMPLES", usual))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import leave_graphs_as_they_are
 from training_bench import MOST, Bench
 
 from manyhands.book import recipes
@@ -15,6 +16,8 @@ from manyhands.book import recipes
 def own_recipes(framework: str, mh: Any) -> Any:
     """The framework's recipes, with virtual CPU devices before it starts."""
     mh.Trainer(1, devices=f"cpu:{MOST}")
+    if framework == "tensorflow":
+        leave_graphs_as_they_are()
     return recipes.of(framework)
 
 
