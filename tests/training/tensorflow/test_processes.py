@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from keras_cases import fit, mixed, mlp, tensors, unequal, vectors
 from support import free_port
 
 from manyhands.cli import parity
-from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.errors import BadSettings
 from manyhands.training.launcher import Place
 from manyhands.training.options import Step
 from manyhands.training.tensorflow import world
@@ -123,27 +122,9 @@ def test_a_trainer_that_comes_after_the_model_says_so(monkeypatch: pytest.Monkey
     assert os.environ["WORLD_SIZE"] == "2"
 
 
-def test_processes_learn_each_others_addresses() -> None:
-    port = free_port()
-    found: dict[int, list[str]] = {}
-
-    def come(rank: int) -> None:
-        found[rank] = world.addresses(Place(rank, 3, rank, 3, "127.0.0.1", port), seconds=20)
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert found[0] == found[1] == found[2]
-    assert len(set(found[0])) == 3
-
-
-def test_who_does_not_come_is_named() -> None:
-    with pytest.raises(WorkerFailed, match=r"\[1\] did not come"):
-        world.addresses(Place(0, 2, 0, 2, "127.0.0.1", free_port()), seconds=0.3)
-    with pytest.raises(WorkerFailed, match="did not reach the first one"):
-        world.addresses(Place(1, 2, 1, 2, "127.0.0.1", free_port()), seconds=0.3)
+def test_several_machines_need_the_addresses_of_all_processes() -> None:
+    with pytest.raises(BadSettings, match=r"1 of 2 processes are on this machine.*set TF_CONFIG"):
+        world._resolver(Place(0, 2, 0, 1, "first.machine", 29500))
 
 
 @pytest.mark.parametrize("text", ["no JSON", "{}", '{"cluster": {"worker": []}, "task": {"index": 0}}', "[1]"])

@@ -4,20 +4,15 @@ One process with several devices is a ``MirroredStrategy``. Several processes, s
 ``MultiWorkerMirroredStrategy``. TensorFlow sets up such a job before its first tensor or never: the trainer is then
 created before the model.
 
-TensorFlow wants to know the address of every process; a launcher gives only that of the first (``MASTER_ADDR``,
-``MASTER_PORT``). So each takes a free port and reports it to the first, at the port after the launcher's own, which
-belongs to the job; the first answers all of them with the list. A report is one line of JSON, ``[2,
-"10.0.0.3:41234"]``. Where ``TF_CONFIG`` is set, it has all addresses, and no connection is made.
+TensorFlow wants to know the address of every process. On one machine they are the ports behind the launcher's own
+(``MASTER_PORT``), which belongs to the job; of several machines ``TF_CONFIG`` has all addresses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands.backends.tensorflow import devices as backend
-from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.errors import BadSettings
 from manyhands.training import launcher
 from manyhands.training.data.sources import Array
 
-_SECONDS = 300.0  # that processes wait for the last one
 _joined: World | None = None
 
 
@@ -171,61 +165,13 @@ def _resolver(place: launcher.Place) -> Any:
     """Who takes part in the job, as TensorFlow wants to know it."""
     if "TF_CONFIG" in os.environ:
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if place.local_size < place.size:
+        raise BadSettings(
+            f"{place.local_size} of {place.size} processes are on this machine, and TensorFlow wants to know the "
+            'addresses of all: set TF_CONFIG in each, {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
+            '"worker", "index": 0}}'
+        )
+    workers = [f"{place.address}:{place.port + 1 + rank}" for rank in range(place.size)]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": addresses(place)}), task_type="worker", task_id=place.rank, rpc_layer="grpc"
+        tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=place.rank, rpc_layer="grpc"
     )
-
-
-def addresses(place: launcher.Place, seconds: float = _SECONDS) -> list[str]:
-    """The address of every process of the job, in order; waits until all have come."""
-    return _collect(place, seconds) if place.rank == 0 else _report(place, seconds)
-
-
-def _collect(place: launcher.Place, seconds: float) -> list[str]:
-    """The first process: collect all addresses, then send the list to every process."""
-    by_rank = {0: f"{place.address}:{_free_port(place.address)}"}
-    guests: list[socket.socket] = []
-    with contextlib.ExitStack() as opened:
-        server = opened.enter_context(socket.create_server((place.address, place.port + 1)))
-        server.settimeout(seconds)
-        try:
-            while len(by_rank) < place.size:
-                guests.append(opened.enter_context(server.accept()[0]))
-                guests[-1].settimeout(seconds)
-                rank, address = json.loads(guests[-1].makefile().readline())
-                by_rank[rank] = address
-        except TimeoutError:
-            missing = sorted(set(range(place.size)) - set(by_rank))
-            raise WorkerFailed(
-                f"of {place.size} processes {missing} did not come to {place.address}:{place.port + 1} within "
-                f"{seconds:g} seconds: did they start, and can they reach this machine?"
-            ) from None
-        everybody = [by_rank[rank] for rank in range(place.size)]
-        for guest in guests:
-            guest.sendall(json.dumps(everybody).encode() + b"\n")
-    return everybody
-
-
-def _report(place: launcher.Place, seconds: float) -> list[str]:
-    """The other processes: report rank and address, and wait for the list."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            with socket.create_connection((place.address, place.port + 1), timeout=seconds) as first:
-                address = first.getsockname()[0]
-                first.sendall(json.dumps([place.rank, f"{address}:{_free_port(address)}"]).encode() + b"\n")
-                everybody: list[str] = json.loads(first.makefile().readline())
-                return everybody
-        except (OSError, ValueError) as error:
-            if time.monotonic() > end:
-                raise WorkerFailed(
-                    f"process {place.rank} did not reach the first one at {place.address}:{place.port + 1} within "
-                    f"{seconds:g} seconds ({error})"
-                ) from None
-            time.sleep(0.1)
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
