@@ -71,16 +71,3 @@ def test_a_resumed_captured_job_ends_bit_equal(tmp_path: Path) -> None:
     parts, again, _ = trained(2, optimize="auto", make=dense, run=tmp_path / "parts", resume="auto")
     assert difference(whole, parts) == 0
     assert again.rows[1]["val_loss"] == result.rows[1]["val_loss"]
-
-
-def test_weights_are_those_of_a_job_without_an_average(tmp_path: Path) -> None:
-    """Evaluations put the average into the memory that the graph reads: the weights must be back for the next step."""
-    trained(optimize="auto", run=tmp_path / "run")
-    with_average, without = net(), net()
-    state = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", lr=0.05)
-    state.fit(without, (IMAGES, LABELS), (IMAGES[:77], LABELS[:77]))
-    from manyhands.training.checkpoints import store
-    from manyhands.training.torch.state import job_state
-
-    job_state.restore_model(with_average, store.load(tmp_path / "run" / "checkpoints").blobs["model"])
-    assert difference(with_average, without) < 1e-10

@@ -168,29 +168,6 @@ def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> N
     assert copies_of(fast) == (False, False)
 
 
-def test_copies_that_cannot_be_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> Any:
-        raise CannotCompile("the copies are not in the graph")
-
-    monkeypatch.setattr(graph_copies, "_node", refused)
-    fast = Forced(of_all_kinds, 4, "graph")
-    for number in range(5):
-        one = arguments(number)
-        assert_same(fast(*one), of_all_kinds(*one))
-    assert copies_of(fast) == (False, False)
-
-
-def test_many_results_are_copied_by_the_graph() -> None:
-    def function(x: Any, y: Any) -> list[Any]:
-        return [x * number for number in range(200)]
-
-    fast = Forced(function, 2, "graph")
-    results = [fast(*arguments(number)) for number in range(5)]
-    for number, result in enumerate(results):
-        assert_same(result, function(*arguments(number)))
-    assert copies_of(fast) == (True, True)
-
-
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_a_result_that_is_there_twice_is_one_tensor(lanes: int) -> None:
     """A gradient that is given back, too: who changes it in place changes the parameter's."""

@@ -256,22 +256,6 @@ def test_weights_on_another_device_do_not_fit() -> None:
     assert not kernels.fits(one["x"], one["weight"].cpu())
 
 
-def test_many_launches_at_once_do_not_meet() -> None:
-    """On several streams: each launch counts its blocks in a place of its own."""
-    one = layer((256, 64, 28, 28), torch.bfloat16)
-    expected = statistics(one["x"], None, None, 0.1, 1e-5)
-    streams = [torch.cuda.Stream() for _ in range(8)]
-    torch.cuda.synchronize()
-    results = []
-    for number in range(80):
-        with torch.cuda.stream(streams[number % 8]):
-            results.append(statistics(one["x"], None, None, 0.1, 1e-5))
-    torch.cuda.synchronize()
-    for mean, rstd in results:
-        assert torch.equal(mean, expected[0])
-        assert torch.equal(rstd, expected[1])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "shape", [(256, 128, 14, 14), (3, 8, 5, 7), (2, 1000, 1, 3), (64, 512, 4, 4), (100, 64)], ids=str
