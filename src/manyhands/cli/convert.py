@@ -107,8 +107,7 @@ def convert(run: Path, target: str, out: Path | None = None, *, table: Any = Non
     with named_refusals(new_run.path):
         train = {"train": {**config["train"], "framework": target}} if "train" in config else {}
         new_run.config = {**config, **train, "converted_from": str(run)}
-        for row in before.metrics():
-            new_run.append_metrics(row)
+        new_run.write_rows(before.metrics())
     state = {name: checkpoint.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
     store.save(new_run.checkpoints, checkpoint.step, state, {"model": save(dict(tensors))})
     return new_run.path

@@ -105,7 +105,7 @@ def run_of(folder: Path, framework: str, weights: Tensors) -> Path:
     run.config = {}
     state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 4, "shuffle": True}
     state |= {"last_row": 4, "batches_before": None, "seconds_of_row": 0.0, "seconds": 0.0}
-    state |= {"settings": {"batch_size": 4, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True]], "shares": None}
+    state |= {"settings": {"batch_size": 4, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True, {}]], "shares": None}
     state |= {"framework": framework, "optimizer_type": None}
     store.save(run.checkpoints, 4, state, {"model": save(weights)})
     return folder

@@ -70,15 +70,6 @@ def test_rows_within_epochs_are_drawn_over_steps() -> None:
     assert list(axes.get_lines()[0].get_xdata()) == [50, 80]
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 3, 4, 37])
-def test_epochs_are_counted_whole(epochs: int) -> None:
-    pytest.importorskip("matplotlib")
-    from manyhands.training.callbacks.curves import _figure
-
-    figure = _figure([{"epoch": epoch + 1, "train_loss": 1.0, "val_acc": 0.5} for epoch in range(epochs)], "")
-    assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -238,15 +229,6 @@ def test_an_update_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < len(terminal.written) < 1000  # it is drawn a few times a second
 
 
-def test_a_bar_that_is_stopped_shows_the_cursor_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    bar = ProgressBar(epochs=1, stream=terminal)
-    bar.update(1, 10, epoch=1, loss=0.5)
-    bar.stop()
-    assert terminal.getvalue().endswith("\x1b[?25h")
-
-
 # Events of a job
 
 
@@ -255,20 +237,6 @@ def started(max_epochs: int) -> tuple[progress.Progress, Training]:
     shown.on_fit_start(training)
     training.epoch, training.batches = 1, 25
     return shown, training
-
-
-def test_the_estimate_is_of_the_first_steps_after_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert doctest.testmod(progress).failed == 0
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    shown, training = started(4)
-    for seconds, step in [(20.0, 1), (20.5, 2), (21.0, 3), (30.0, 21)]:  # the first step takes 20 seconds
-        now[0], training.step = seconds, step
-        shown.on_progress(training, {"batch": step, "samples": step})
-    shown.on_fit_end(training)
-    assert capsys.readouterr().err == "about 50 seconds to go\n"  # 97 steps of half a second
 
 
 def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
@@ -284,6 +252,7 @@ def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
 
 
 def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctest.testmod(progress).failed == 0
     row = {"epoch": 1, "train_loss": 0.5, "train_acc": 0.75, "val_loss": 0.4, "val_acc": 0.8, "seconds": 1.5}
     shown, training = started(2)
     shown.on_epoch_end(training, {**row, "val_f1": 0.7, "val_matrix": [[1, 2], [3, 4]]})

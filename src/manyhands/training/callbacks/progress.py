@@ -12,14 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from manyhands.amounts import counted
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-
-_MEASURED = 1.0  # seconds of steps, after the first ones, that the estimate is based on
-_SHORT = 5.0  # seconds; what takes less needs no estimate
 
 
 class Progress(Callback):
@@ -34,15 +30,11 @@ class Progress(Callback):
     def on_fit_start(self, training: Training) -> None:
         self._bar = ProgressBar(training.max_epochs)
         self._epoch_began = (time.perf_counter(), 0, 0)  # with the epoch, and the samples of it that were done then
-        self._warmed_up: tuple[float, int] | None = None  # when the first steps were done, and how many they were
-        self._estimated = False
         self._validation: dict[str, float | None] = {}  # of the last evaluation
 
     def on_progress(self, training: Training, figures: Values) -> None:
         if self._bar is None or not training.batches:
             return
-        if not self._estimated:
-            self._estimate(self._bar, training, int(figures["batch"]))
         self._bar.update(
             int(figures["batch"]),
             training.batches,
@@ -76,23 +68,6 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.line(text)
 
-    def _estimate(self, bar: ProgressBar, training: Training, batch: int) -> None:
-        """Say once how long the rest takes at the speed of the steps so far, the first ones (warm-up) apart."""
-        now = time.perf_counter()
-        if self._warmed_up is None:
-            self._warmed_up = (now, training.step)
-            return
-        seconds, steps = now - self._warmed_up[0], training.step - self._warmed_up[1]
-        if seconds < _MEASURED or steps < 1:
-            return
-        self._estimated = True
-        ends = [training.max_steps - training.step] if training.max_steps is not None else []
-        if training.max_epochs is not None and training.batches is not None:
-            ends.append(training.batches * (training.max_epochs - training.epoch + 1) - batch)
-        left = min(ends, default=0) * seconds / steps
-        if left >= _SHORT:
-            bar.line(f"about {_duration(left)} to go")
-
     def _samples_per_second(self, epoch: int, samples: int) -> float | None:
         then, epoch_then, samples_then = self._epoch_began
         now = time.perf_counter()
@@ -114,20 +89,6 @@ def row_line(row: Mapping[str, Any], where: str = "epoch") -> str:
     named["seconds"] = row["seconds"]
     shown = ", ".join(f"{name} {value:.3f}" for name, value in named.items() if isinstance(value, (int, float)))
     return f"{where} {row[where]}: {shown}"
-
-
-def _duration(seconds: float) -> str:
-    """A duration, rounded as an estimate is.
-
-    >>> [_duration(seconds) for seconds in (8.2, 41, 61, 600, 9000)]
-    ['10 seconds', '40 seconds', '1 minute', '10 minutes', '2.5 hours']
-    """
-    if seconds < 55:
-        return f"{max(5, 5 * round(seconds / 5))} seconds"
-    if seconds < 5400:
-        minutes = round(seconds / 60)
-        return counted(minutes, "minute")
-    return f"{seconds / 3600:.1f} hours"
 
 
 _PAUSE = 0.1  # seconds between two redraws

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,24 +85,17 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._may_be_torn = True
         self.unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._lock: filelock.FileLock | None = None
         self._lock_note: str | None = None
         self._is_new = False  # whether this job began the run
         self._next_config: dict[str, Any] | None = None  # what `commit` will write
-        self._config_before: bytes | None = None  # of the run that this job resumes; None once it is committed
-
-    def __repr__(self) -> str:
-        return f"RunFolder({str(self.path)!r})"
 
     @classmethod
     def create(cls, root: Path = Path("runs"), name: str | None = None) -> RunFolder:
         """A new folder, named after the time unless a name is given; a number follows if the name is taken."""
         root = Path(root)
-        wanted = time.strftime("%Y-%m-%d-%H%M%S") if name is None else name
-        if wanted in ("", ".", "..") or Path(wanted).name != wanted or "\\" in wanted or "\0" in wanted:
-            raise BadRunFolder(f"name={name!r} is not a folder's name. Put the path before it into root.")
+        wanted = name or time.strftime("%Y-%m-%d-%H%M%S")
         path, number = root / wanted, 1
         with named_refusals(root):
             root.mkdir(parents=True, exist_ok=True)
@@ -181,10 +173,7 @@ class RunFolder:
         return None
 
     def release(self) -> None:
-        """Unlock the run; a job that has trained nothing leaves an existing one as it was."""
-        with contextlib.suppress(OSError):
-            if self._config_before is not None and self.config_path.read_bytes() != self._config_before:
-                files.replace(self.config_path, self._config_before)
+        """Unlock the run."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self.path / _LOCK).unlink()  # before the lock is released, so that no other job holds it yet
@@ -204,21 +193,20 @@ class RunFolder:
             self._next_config = {**plan.config, "settings": dict(settings)}
             if self._is_new:
                 self.commit()
-            else:
-                self._config_before = self.config_path.read_bytes()
         return note
 
-    def commit(self) -> None:
-        """Write the new config.json, now that the first step was made."""
-        if self._next_config is None:
-            return
-        self._config_before = None
+    def commit(self, chosen: tuple[str, str] | None = None) -> None:
+        """Write the new config.json, now that the first step was made.
+
+        ``chosen``: which precision ``"auto"`` is, and why; a resumed run keeps its first reason.
+        """
         before = self.config if self.config_path.exists() else {}
-        after = {**before, **self._next_config}
+        after = {**before, **(self._next_config or {})}
+        if chosen is not None and before.get("chosen", {}).get("precision") != chosen[0]:
+            after["chosen"] = dict(zip(("precision", "why"), chosen, strict=True))
         if after != before:
             with named_refusals(self.path):
                 self.config = after
-        self._next_config = None
 
     def withdraw(self) -> None:
         """Undo a job whose first step failed: delete a new run's folder."""
@@ -253,13 +241,6 @@ class RunFolder:
     def step_path(self) -> Path:
         return self.path / "step.txt"
 
-    def record_precision(self, precision: str, why: str) -> None:
-        """Record in config.json which precision ``"auto"`` was, and why; a resumed run keeps its first reason."""
-        config = self.config
-        if config.get("chosen", {}).get("precision") != precision:
-            with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
-                self.config = {**config, "chosen": {"precision": precision, "why": why}}
-
     def write_step(self, words: str) -> None:
         """Write step.txt: the parts of a step of this run."""
         files.replace(self.step_path, (words + "\n").encode())
@@ -282,66 +263,42 @@ class RunFolder:
         text = files.exact_json(dict(value), "config", indent=2) + "\n"
         files.replace(self.config_path, text.encode())
 
-    def add_row(self, row: dict[str, Any]) -> str | None:
-        """Append a row to metrics.jsonl. If a full disk refuses it: the warning. The next call tries it again."""
-        self.unwritten.append(row)
+    # Rows. The file is replaced for each of them, so it is never torn.
+
+    def add_row(self, row: Mapping[str, Any]) -> str | None:
+        """Add a row to metrics.jsonl; NaN becomes null. The warning of a full disk; the next call tries again."""
+        self.unwritten.append({key: _or_null(value) for key, value in row.items()})
         try:
-            while self.unwritten:
-                self.append_metrics(self.unwritten[0])
-                del self.unwritten[0]
+            self.write_rows([*self.metrics(), *self.unwritten])
         except OSError as error:
             return (
                 f"the figures of epoch {row['epoch']} could not be written to {self.metrics_path}: "
                 f"{error.strerror or error}. Training continues"
             )
+        self.unwritten = []
         return None
 
-    def append_metrics(self, row: Mapping[str, float | int | str | None]) -> None:
-        """Add one row and hand it to the system, so that a kill does not lose it. NaN and infinity become null."""
-        line = files.exact_json({key: _or_null(value) for key, value in row.items()}, "row") + "\n"
-        if self._may_be_torn:
-            self._repair()
-        self._may_be_torn = True  # until this line is whole: the disk may be full
-        with open(self.metrics_path, "ab") as file:
-            file.write(line.encode())
-        self._may_be_torn = False
+    def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        files.replace(self.metrics_path, "".join(files.exact_json(dict(row), "row") + "\n" for row in rows).encode())
 
     def metrics(self, until: float = math.inf) -> list[dict[str, Any]]:
-        """Every row up to a step, oldest first, without a last line that a kill cut short."""
-        return [row for _, row in self._rows() if not _is_after(row.get("step"), until)]
+        """Every row up to a step, oldest first."""
+        try:
+            lines = self.metrics_path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        try:
+            rows: list[dict[str, Any]] = [files.read_json(line) for line in lines]
+            return [row for row in rows if row["step"] <= until]
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadRunFolder(f"{self.metrics_path} was changed: it has a line that is no row ({error}).") from error
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows of later steps: for a run that resumes from an earlier one."""
-        lines = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
-        if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(lines):
+        rows = self.metrics(step)
+        if len(rows) < len(self.metrics()):
             with named_refusals(self.path):
-                files.replace(self.metrics_path, lines)
-        self._may_be_torn = False
-
-    def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """Each line of the file, and its row."""
-        try:
-            lines = list(io.BytesIO(self.metrics_path.read_bytes()))  # unlike splitlines, cuts at newlines only
-        except FileNotFoundError:
-            return []
-        rows = []
-        for number, line in enumerate(lines, start=1):
-            row = _parse(line)
-            if row is not None:
-                rows.append((line, row))
-            elif number < len(lines):
-                raise BadRunFolder(
-                    f"{self.metrics_path}, line {number}, is not a JSON object. Only the last line can be cut short "
-                    "by a kill, so the file was changed: correct or remove that line."
-                )
-        return rows
-
-    def _repair(self) -> None:
-        """Cut off a torn last line, or the next row would be glued to it."""
-        whole = sum(len(line) for line, _ in self._rows())
-        if self.metrics_path.exists() and self.metrics_path.stat().st_size > whole:
-            with open(self.metrics_path, "r+b") as file:
-                file.truncate(whole)
+                self.write_rows(rows)
 
 
 @contextlib.contextmanager
@@ -357,17 +314,3 @@ def named_refusals(path: Path) -> Iterator[None]:
 
 def _or_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_after(value: Any, step: float) -> bool:
-    return isinstance(value, int | float) and value > step
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = files.read_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None

@@ -66,7 +66,7 @@ class Saver:
         if note is not None:
             self._report.warn(note)
         self._begun = self._position.cursor, self._position.last_row
-        return [row for row in self.run.metrics(self._position.last_row) if "epoch" in row]
+        return self.run.metrics(self._position.last_row)
 
     def commit(self) -> None:
         """Take over the existing run, now that the first step (or an evaluation) has succeeded.
@@ -76,7 +76,7 @@ class Saver:
         if self.run is None or self._begun is None:
             return
         (begun, last_row), self._begun = self._begun, None
-        self.run.commit()
+        self.run.commit(getattr(self._learner, "chosen_precision", None))
         self.run.truncate_metrics(last_row)
         for folder in self.run.folders_of_checkpoints():
             store.drop_after(folder, begun.step)

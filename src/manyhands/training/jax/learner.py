@@ -54,6 +54,7 @@ class JaxLearner:
     """The state of a job while it runs; a :class:`~manyhands.training.learner.Learner`."""
 
     framework = "jax"
+    chosen_precision: tuple[str, str] | None = None  # by precision="auto", and why
 
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.settings = job, world, job.settings

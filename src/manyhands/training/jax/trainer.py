@@ -20,7 +20,7 @@ from flax import nnx
 from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
-from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
+from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import collect_outputs, evaluate_to_dict
@@ -140,8 +140,8 @@ class Trainer(BaseTrainer):
                 "metrics": self._metrics(),
             }
             loop = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options)
-            if run is not None and loop.first and settings.precision == "auto":
-                RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))
+            if settings.precision == "auto":
+                learner.chosen_precision = _chosen(learner.job.dtype)
             result = loop.fit()
         kind, per_rank = backend.neutral(self._natives()[0]).kind, len(here.devices) // here.size
         result.devices = self.device_names if here.size == 1 else launcher.device_names(kind, per_rank)

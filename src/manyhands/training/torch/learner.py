@@ -63,6 +63,7 @@ class Rank:
 
     framework = "torch"
     keeps_precision = True  # of a checkpoint, with precision="auto"
+    chosen_precision: tuple[str, str] | None = None  # by precision="auto", and why
 
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.settings = job, world, job.settings

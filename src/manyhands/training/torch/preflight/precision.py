@@ -31,7 +31,6 @@ import torch
 from manyhands import machine
 from manyhands.backends.torch import compat
 from manyhands.errors import ManyhandsError
-from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
@@ -156,8 +155,7 @@ class AutoPrecision:
         rank = self._rank
         rank.notes = [str(choice), *(note for note in rank.notes if note != self._note)]
         self._note = str(choice)
-        if rank.job.run is not None and rank.world.first:
-            RunFolder(rank.job.run.path).record_precision(choice.precision, choice.why)
+        rank.chosen_precision = choice.precision, choice.why
 
     def step(self, make: Callable[[], None], begin_again: Callable[[], None]) -> None:
         """Make a step; the first one in float32 if it fails in bfloat16, after ``begin_again()``."""
