@@ -115,9 +115,17 @@ class OwnUpdates(Step):
         self.passes(turn, self._batch(shard if size else None, whole), size, last=True)
         self.update(turn)
 
+    def begin(self, turn: Turn) -> None:
+        # Losses of the step before keep its graph alive, and with it nodes that wait for the stream which it ran on.
+        for step in self._steps:
+            step.gradients.begin()
+        for each in self._updates.values():
+            each.turn = turn
+        super().begin(turn)
+
     def passes(self, turn: Turn, batch: Batch, size: int, **_: Any) -> torch.Tensor:
         for each in self._updates.values():
-            each.turn, each.size = turn, size
+            each.size = size
         # Without samples the statistics of layers must not change.
         with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
             user: Any = self.model
