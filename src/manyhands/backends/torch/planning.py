@@ -32,8 +32,7 @@ from manyhands.backends.torch.run.streams import (
     timed_streams,
     why_no_graph,
 )
-from manyhands.backends.torch.run.thread_pool import operation_threads
-from manyhands.backends.torch.run.threads import ThreadRun
+from manyhands.backends.torch.run.threads import ThreadRun, VirtualRun, operation_threads
 
 threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide among themselves
 Tensor = Any  # for the planner, which imports no framework
@@ -187,20 +186,17 @@ def rounded(tensors: Sequence[Any], by: float) -> list[Any]:
 
 def as_written(trace: Trace) -> Run:
     """Runs a graph operation by operation, as it was captured."""
-    run = _AsWritten(trace)
-    return (VirtualRun(trace, run) if virtual.count() else run).replay
+    trace = trace.unsplit or trace
+    if virtual.count():
+        count = len(trace.steps)
+        return VirtualRun(trace, Plan(["cpu"], [0] * count, range(count), {}), torch.get_num_threads()).replay
 
-
-class _AsWritten:
-    concurrent = True
-
-    def __init__(self, trace: Trace) -> None:
-        self._graph = (trace.unsplit or trace).module
-
-    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
         # The casts and the gradients are already in the graph: operations must not add them again.
         with torch.no_grad(), compat.no_autocast() if compat.is_any_autocast_enabled() else nullcontext():
-            return list(self._graph(*inputs))
+            return list(trace.module(*inputs))
+
+    return run
 
 
 def timed(trace: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
@@ -236,28 +232,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
-def thread_run(trace: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
+def thread_run(trace: Trace, plan: Plan, count: int) -> ThreadRun:
     """The lanes of a plan on threads of the CPU, ``count`` in all."""
-    run = ThreadRun(trace, plan, count)
-    return VirtualRun(trace, run) if virtual.count() else run
-
-
-class VirtualRun:
-    """A run on the tensors inside virtual tensors; each virtual device is a lane. Its results are on these devices."""
-
-    concurrent = True
-
-    def __init__(self, trace: Trace, run: Replay) -> None:
-        self._run = run
-        self._devices = [value.meta["val"].device if isinstance(value, Node) else None for value in trace.outputs]
-
-    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        with virtual.no_hooks():
-            results = self._run.replay([virtual.inside(tensor) for tensor in inputs])
-        return [
-            virtual.VirtualTensor(result, device) if device is not None and virtual.is_virtual(device) else result
-            for result, device in zip(results, self._devices, strict=True)
-        ]
+    return (VirtualRun if virtual.count() else ThreadRun)(trace, plan, count)
 
 
 def with_threads(run: Run, count: int) -> Run:
@@ -270,7 +247,7 @@ def with_threads(run: Run, count: int) -> Run:
     return limited
 
 
-def synchronous_run(trace: Trace, plan: Plan) -> ThreadRun | VirtualRun:
+def synchronous_run(trace: Trace, plan: Plan) -> ThreadRun:
     """The plan's order in the caller's thread."""
     return thread_run(trace, torch_threads.in_order(plan), torch.get_num_threads())
 

@@ -12,7 +12,7 @@ import torch
 from manyhands.addresses import Held, content
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
-from manyhands.backends.torch.run.thread_pool import initialize_vector_math
+from manyhands.backends.torch.run.threads import initialize_vector_math
 from manyhands.backends.torch.virtual import VirtualTensor
 
 # Bytes of a tensor that are compared whole; blocks of a larger one. PyTorch itself counts nearly all writes.

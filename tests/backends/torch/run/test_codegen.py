@@ -8,17 +8,13 @@ import traceback
 
 import pytest
 
-from manyhands.backends.torch.run.codegen import function, functions
+from manyhands.backends.torch.run.codegen import function
 
 
 def test_a_function_with_its_names() -> None:
     double = function("doubles", "def double(x):\n    return x * two", {"two": 2})
     assert double(3) == 6
     assert double.__code__.co_filename.startswith("<manyhands doubles ")
-
-
-def test_functions_come_in_the_order_of_the_source() -> None:
-    assert [one() for one in functions("pair", "def b(): return 2\ndef a(): return 1", {})] == [2, 1]
 
 
 def test_a_traceback_shows_the_line() -> None:

@@ -98,7 +98,7 @@ def test_memory_goes_as_soon_as_its_lane_knows_all_users_to_be_over(program: Any
     made = schedule(graph(tasks), [Lane("gpu:0", "compute", number) for number in range(count)])
     users = {m: {i for i, task in enumerate(tasks) if m in task.reads | task.writes} for m in range(6)}
     makers = {m: next((i for i, task in enumerate(tasks) if m in task.writes), None) for m in range(6)}
-    wanted = {m: (made.lane_of[maker], users[m]) for m, maker in makers.items() if maker is not None}
+    wanted = {m: ({made.lane_of[maker]}, users[m]) for m, maker in makers.items() if maker is not None}
     before: list[set[int]] = [set() for _ in tasks]
     last: dict[int, int] = {}
     for task in made.order:
@@ -106,11 +106,11 @@ def test_memory_goes_as_soon_as_its_lane_knows_all_users_to_be_over(program: Any
         before[task] = {task}.union(*(before[one] for one in past))
         last[made.lane_of[task]] = task
     expected = {}
-    for memory, (lane, own) in wanted.items():
+    for memory, ((lane,), own) in wanted.items():
         known = [task for task in made.order if made.lane_of[task] == lane and own <= before[task]]
         if known:
             expected[memory] = known[0]
-    assert codegen._points(planning.plan_of(made), wanted) == expected
+    assert codegen.points(planning.plan_of(made), wanted) == expected
 
 
 def test_a_host_number_in_a_kernel_is_not_captured() -> None:

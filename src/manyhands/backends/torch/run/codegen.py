@@ -11,14 +11,14 @@ depends on timing, and no ``record_stream`` is needed.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import linecache
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -29,6 +29,7 @@ from manyhands.schedule.lanes import Clocks, Schedule
 
 _aten = torch.ops.aten
 _numbers = itertools.count()
+_Key = TypeVar("_Key", int, str)
 
 # The start and end of each task: CUDA events, or seconds on the host's clock.
 Stamps = dict[int, list[Any]]
@@ -53,19 +54,13 @@ def plan_of(schedule: Schedule) -> Plan:
 
 
 def function(label: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """The one function that ``source`` defines; ``names`` are its globals."""
-    return functions(label, source, names)[0]
-
-
-def functions(label: str, source: str, names: dict[str, Any]) -> list[Callable[..., Any]]:
-    """The functions that ``source`` defines, in its order; ``label`` is the file's name in tracebacks."""
+    """The function that ``source`` defines; ``names`` are its globals, ``label`` the file's name in tracebacks."""
     filename = f"<manyhands {label} {next(_numbers)}>"
-    before = set(names)
     exec(compile(source, filename, "exec"), names)
-    defined = [value for name, value in names.items() if name not in before and name != "__builtins__"]
+    defined: Callable[..., Any] = names[source.partition("def ")[2].partition("(")[0]]
     # Without a modification time, linecache does not look for the file.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    weakref.finalize(defined[0], linecache.cache.pop, filename, None)
+    weakref.finalize(defined, linecache.cache.pop, filename, None)
     return defined
 
 
@@ -96,17 +91,17 @@ class Code:
 def generate(
     trace: Trace,
     plan: Plan,
-    streams: Sequence[torch.cuda.Stream] | None,
+    streams: Sequence[torch.cuda.Stream],
     *,
     static: bool = False,
     stamps: Stamps | None = None,
 ) -> Code:
-    """The code of a run; without streams (one lane, or a CPU) it has no waits.
+    """The code of a run on a stream for each lane.
 
     ``static``: copies to the host go to the same memory on every run, which a CUDA graph requires. ``stamps`` receives
     the start and end of every task: two CUDA events, or two times of the host's clock.
     """
-    code = Code(streams=streams is not None, static=static, stamps=stamps)
+    code = Code(streams=True, static=static, stamps=stamps)
     inputs = "".join(f"{node.name}, " for node in trace.inputs)
     if inputs:
         code.lines.append(f"{inputs}= inputs")
@@ -197,11 +192,11 @@ def on_cpu(step: Step) -> bool:
 class _Marks:
     """Writes the lines about streams: which one is current, what it waits for, which events others wait for."""
 
-    def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, code: Code) -> None:
-        self._trace, self._plan, self._code, self._streams = trace, plan, code, streams
+    def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream], code: Code) -> None:
+        self._trace, self._plan, self._code = trace, plan, code
         self._waited = {other for others in plan.waits.values() for other in others}
-        self._used = gpu_lanes(trace, plan) if streams else []
-        self._names = {lane: code.name(streams[lane]) for lane in self._used} if streams else {}
+        self._used = gpu_lanes(trace, plan)
+        self._names = {lane: code.name(streams[lane]) for lane in self._used}
         self._set = code.name(torch.cuda.set_stream)
         self._events: dict[int, str] = {}
         self._first = self._current = self._used[0] if self._used else 0
@@ -217,8 +212,6 @@ class _Marks:
                 self._code.lines.append(f"{self._names[lane]}.wait_event({start})")
 
     def before(self, task: int) -> None:
-        if not self._streams:
-            return
         host = on_cpu(self._trace.steps[task])
         lane = self._plan.lane_of[task]
         for other in self._plan.waits.get(task, ()):
@@ -257,7 +250,7 @@ class _Marks:
 
     def after(self, task: int) -> None:
         step = self._trace.steps[task]
-        if not self._streams or on_cpu(step):
+        if on_cpu(step):
             return
         # The host waits for such a copy, as in plain execution, because the caller may overwrite its source next.
         blocking = step.task.kind == "copy in" and not step.node.kwargs.get("non_blocking")
@@ -317,47 +310,38 @@ def release_points(trace: Trace, plan: Plan) -> dict[int, int]:
             makers.setdefault(memory, task)
         for node in step.nodes:
             held |= trace.storages[node]
-    return _points(plan, {m: (plan.lane_of[makers[m]], users[m]) for m in makers if m in held and m not in callers})
+    return points(plan, {m: ({plan.lane_of[makers[m]]}, users[m]) for m in makers if m in held and m not in callers})
 
 
-def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict[int, int]:
-    """For each memory, the first task of its lane at which all of its users are known to be done.
+def points(plan: Plan, wanted: Mapping[_Key, tuple[Iterable[int], Iterable[int]]]) -> dict[_Key, int]:
+    """By key, the first task of one of these lanes at which all of these users are known to be done; none: omitted.
 
-    A lane's clock says how far each other lane is known to have come. Each lane has one heap per user lane. A memory
-    waits in the heap of a user lane that is not yet known to be far enough. Once that lane is, the memory either has
-    its point or moves to the heap of the next such lane.
+    ``wanted`` has the lanes and the users. A lane's clock says how far each other lane is known to have come, and it
+    only goes forward: so the place is found by bisection.
     """
-    place: dict[int, int] = {}
-    counts: dict[int, int] = {}
-    for task in plan.order:
-        place[task] = counts.get(plan.lane_of[task], 0)
-        counts[plan.lane_of[task]] = place[task] + 1
-    clocks = Clocks(max(plan.lane_of, default=-1) + 1)
-    heaps: dict[int, dict[int, list[tuple[int, int, dict[int, int]]]]] = {lane: {} for lane in counts}
-    for memory, (lane, users) in wanted.items():
-        needed: dict[int, int] = {}
-        for user in users:
-            other = plan.lane_of[user]
-            needed[other] = max(needed.get(other, -1), place[user])
-        other, value = next(iter(needed.items()))
-        heapq.heappush(heaps[lane].setdefault(other, []), (value, memory, needed))
+    count = max(plan.lane_of, default=-1) + 1
+    clocks = Clocks(count)
+    tasks: list[list[int]] = [[] for _ in range(count)]  # of each lane
+    known: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(count)]  # of each other lane, at these
     waited = {other for others in plan.waits.values() for other in others}
-    points: dict[int, int] = {}
-    later: list[tuple[int, tuple[int, int, dict[int, int]]]] = []
     for task in plan.order:
         lane = plan.lane_of[task]
         for other in plan.waits.get(task, ()):
             clocks.wait(lane, other)
         clocks.issue(lane, task, waited_for=task in waited)
-        for key, heap in heaps[lane].items():
-            while heap and heap[0][0] <= clocks.known(lane, key):
-                _, memory, needed = heapq.heappop(heap)
-                missing = next((k for k, value in needed.items() if clocks.known(lane, k) < value), None)
-                if missing is None:
-                    points[memory] = task
-                else:
-                    later.append((missing, (needed[missing], memory, needed)))
-        for key, entry in later:
-            heapq.heappush(heaps[lane].setdefault(key, []), entry)
-        later.clear()
-    return points
+        tasks[lane].append(task)
+        for other in range(count):
+            known[lane][other].append(clocks.known(lane, other))
+    number = {task: place for place, task in enumerate(plan.order)}
+    found: dict[_Key, int] = {}
+    for key, (lanes, users) in wanted.items():
+        last: dict[int, int] = {}  # the place of the last user, on each lane
+        for user in users:
+            last[plan.lane_of[user]] = max(last.get(plan.lane_of[user], 0), clocks.place[user])
+        there: list[int] = []
+        for lane in lanes:
+            place = max(bisect_left(known[lane][other], place) for other, place in last.items())
+            there += tasks[lane][place : place + 1]
+        if there:
+            found[key] = min(there, key=number.__getitem__)
+    return found

@@ -29,7 +29,7 @@ from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.streams import Gpus, capturing
-from manyhands.backends.torch.run.thread_pool import operation_threads
+from manyhands.backends.torch.run.threads import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
 from manyhands.schedule.task import Task
 
