@@ -2,8 +2,7 @@
 
 Each group says what it is for and why nothing public serves. All are there in PyTorch 2.11 to 2.13. When a new
 release moves or drops one, this folder fails to import, or its test names what is missing: one place to mend. Dynamo
-and Inductor have a file, and so have fake tensors and the attributes of public objects; other modules get all names
-from here, as ``compat.name``.
+and Inductor have a file each; other modules get all names from here, as ``compat.name``.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo import guards as _guards
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -23,7 +23,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.parallel import _functions as parallel_functions
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as _of_optimizers
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils import _device as default_device
@@ -43,35 +48,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from manyhands.backends.torch.compat.attributes import (
-    BUFFERS,
-    HOOKS_OF_EVERY_MODULE,
-    HOOKS_OF_FORWARD,
-    HOOKS_OF_MODULES,
-    HOOKS_OF_OPTIMIZERS,
-    HOOKS_OF_PARAMETERS,
-    MODULES,
-    PARAMETERS,
-    BatchNorm,
-    Convolution,
-    Dropout,
-    autocast_like,
-    base,
-    check_input,
-    forward_ad_level,
-    function_class,
-    has_gradient_hooks,
-    hooks_of,
-    inner_schedulers,
-    is_compiled,
-    is_mark,
-    parametrise,
-    run_last,
-    saved,
-    schema,
-    set_hooks,
-    sparse_parts,
-)
 from manyhands.backends.torch.compat.dynamo import (
     DispatchModeWithoutDynamo,
     ForwardGraph,
@@ -283,3 +259,113 @@ def pause(cycles: int) -> None:
     Nothing public takes a device's time.
     """
     torch.cuda._sleep(cycles)
+
+
+# Private attributes of public objects: operations, modules, tensors, nodes of autograd
+
+# The dicts of a module that hold its tensors and the modules in it.
+PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+
+# The dicts that hold hooks; those of a parameter are None until the first hook.
+HOOKS_OF_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS_OF_MODULES = (*HOOKS_OF_FORWARD, "_backward_pre_hooks", "_backward_hooks")
+HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# The hooks that run for every module, in the same order as HOOKS_OF_MODULES.
+HOOKS_OF_EVERY_MODULE: list[dict[int, Any]] = [
+    getattr(nn.modules.module, f"_global{name}") for name in HOOKS_OF_MODULES
+]
+
+_MARKS = frozenset(("_compiled_call_impl", "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
+_MARKS_OF_SHARDING = "__composable_api"  # how their names begin
+
+
+def schema(operation: object) -> Any:
+    """The schema of an operation: its arguments and results, and which of them it writes; None for other objects."""
+    return getattr(operation, "_schema", None)
+
+
+def autocast_like(context: Any, device_type: str) -> torch.autocast:
+    """A context that casts as this one, for devices of another type."""
+    return torch.autocast(device_type, context.fast_dtype, context._enabled, context._cache_enabled)
+
+
+def forward_ad_level() -> int:
+    """How many levels of forward-mode derivatives are open, less one."""
+    return forward_ad._current_level
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or ``torch.compile(module)`` returned this module."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, of one that ``torch.compile(module)`` returned."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_mark(attribute: str) -> bool:
+    """Whether compiling or sharding a module sets an attribute of this name."""
+    return attribute in _MARKS or attribute.startswith(_MARKS_OF_SHARDING)
+
+
+def check_input(layer: BatchNorm, x: torch.Tensor) -> None:
+    """Raise the layer's error if the tensor has the wrong number of dimensions."""
+    layer._check_input_dim(x)
+
+
+def parametrise(module: nn.Module, names: list[str]) -> None:
+    """Give a module the class that ``register_parametrization`` gives it, with a property for each of the tensors."""
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+
+
+def inner_schedulers(scheduler: object) -> list[Any]:
+    """The schedulers in a SequentialLR or ChainedScheduler; none for other schedulers."""
+    return list(vars(scheduler).get("_schedulers", ()))
+
+
+def base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of; None if it is no view."""
+    return tensor._base
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a COO tensor; the public methods refuse one that is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def hooks_of(value: torch.Tensor | torch.optim.Optimizer) -> dict[str, Any]:
+    """The dicts with the hooks of a tensor's gradient, or of an optimizer's steps, by the names of their attributes."""
+    names = HOOKS_OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else HOOKS_OF_PARAMETERS
+    return {name: hooks for name in names if (hooks := getattr(value, name, None)) is not None}
+
+
+def set_hooks(value: torch.Tensor | torch.optim.Optimizer, hooks: dict[str, Any]) -> None:
+    """Give a tensor or an optimizer the hooks that :func:`hooks_of` returned."""
+    for name, registered in hooks.items():
+        setattr(value, name, registered)
+
+
+def run_last(tensor: torch.Tensor, number: int) -> None:
+    """Let a hook run after all others that wait for the accumulation of this gradient; ``number``: its handle's id."""
+    hooks = tensor._post_accumulate_grad_hooks
+    if next(reversed(hooks)) != number:
+        hooks[number] = hooks.pop(number)  # PyTorch calls them in the order of their insertion
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of a tensor, or for its accumulation."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node of autograd has saved for its backward pass under this name; RuntimeError if it is freed."""
+    return getattr(node, f"_saved_{name}")
+
+
+def function_class(node: Any) -> Any:
+    """The ``torch.autograd.Function`` whose backward pass a node is; None for PyTorch's own operations."""
+    return getattr(node, "_forward_cls", None)

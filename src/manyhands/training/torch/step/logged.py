@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings, type_in_words
 
 MOST = 32  # names of a job
@@ -79,7 +80,7 @@ def collected() -> Iterator[list[Value]]:
 @contextlib.contextmanager
 def attached(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model has ``log`` and ``log_dict``, unless its class has its own, other than Lightning's."""
-    attributes = vars(getattr(model, "_orig_mod", model))  # of a compiled model those of the model itself
+    attributes = vars(compat.uncompiled(model))  # of a compiled model those of the model itself
     methods = {name: method for name, method in zip(_METHODS, (log, log_dict), strict=True) if _is_free(model, name)}
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)
