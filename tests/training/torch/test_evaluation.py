@@ -130,20 +130,11 @@ def test_outputs_of_several_devices_keep_their_structure_too() -> None:
         Inputs(),
         DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True),
         DataLoader(Inputs(), batch_size=50),
-        [(X[:100], Y[:100]), (X[100:], Y[100:])],
     ],
-    ids=["array", "pair", "dataset", "inputs", "shuffled loader", "loader of inputs", "list of batches"],
+    ids=["array", "pair", "dataset", "inputs", "shuffled loader", "loader of inputs"],
 )
 def test_any_data_is_predicted_in_its_order(data: Any) -> None:
     net = torch.nn.Linear(4, 2)
-    if isinstance(data, list):
-        with pytest.raises(BadBatch, match="may be batches, or a data set whose entries are samples"):
-            quiet().predict(net, data)
-        batches = data
-
-        def data() -> Any:
-            return iter(batches)
-
     torch.testing.assert_close(quiet().predict(net, data), net(X).detach())
 
 

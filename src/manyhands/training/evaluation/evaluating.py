@@ -7,13 +7,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import options, refusals
 from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.loader_batches import first_batches
-from manyhands.training.data.sources import as_numpy
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.settings import Settings
 
@@ -59,9 +57,7 @@ class Evaluating(abc.ABC):
                 * ``X``, an array with one row per sample
                 * a tuple of arrays of the same length: ``(X, y)`` (y is not used), ``(A, B)`` for a model that takes
                   two inputs, ``(A, B, y)``
-                * a list of arrays: batches, one after the other. For a model that needs several inputs, these
-                * a list of tuples: batches (in PyTorch give a loader, or a function that makes batches: there a list is
-                  a data set, and each entry a sample)
+                * a list of arrays: the inputs of a model that needs several
                 * a dict of arrays by name (PyTorch, JAX, Keras)
                 * a data set or a loader of the framework, or a function that makes batches; each batch is an array, a
                   tuple or a dict as above
@@ -74,39 +70,24 @@ class Evaluating(abc.ABC):
             raise BadSettings(f"predict(targets={targets!r}): give True, False or None")
         fit_arguments.check_order("predict", model, data)
         inputs = self._inputs_of(model, targets)
-        source, settings = self._in_order(self._one_data_set(data, inputs), "predict", limit_batches)
+        if self._may_be_batches(data, inputs):
+            raise BadBatch(
+                f"a list of {counted(len(data), 'entry', 'entries')} may be batches, or one data set: for one data set "
+                "give a tuple, (X, y), for batches a function that makes them, lambda: iter(batches)"
+            )
+        data = tuple(data) if isinstance(data, list) and all(map(self._is_array, data)) else data
+        source, settings = self._in_order(data, "predict", limit_batches)
         return self._predict(model, source, settings, inputs)
 
-    def _one_data_set(self, data: Any, inputs: Inputs) -> Any:
-        """Data for prediction: of a list of arrays its samples as one array, or the inputs of a model with several."""
+    def _may_be_batches(self, data: Any, inputs: Inputs) -> bool:
+        """Whether it is a list of arrays, and the model needs one input; or a list of tuples of arrays with rows."""
         if not isinstance(data, list) or not data:
-            return data
+            return False
         if all(map(self._is_array, data)):
-            return tuple(data) if inputs.needed > 1 else self._batches_as_one(data)
-        if all(isinstance(batch, (tuple, list)) and batch and all(map(self._is_array, batch)) for batch in data):
-            return self._list_of_batches(data)
-        return data
-
-    def _list_of_batches(self, batches: list[Any]) -> Any:
-        """A list of tuples of arrays: one data set with the samples of all."""
-        counts = {len(batch) for batch in batches}
-        if len(counts) > 1:
-            raise BadBatch(f"the batches of the list have {', '.join(map(str, sorted(counts)))} parts: give equal ones")
-        return tuple(self._batches_as_one(list(part)) for part in zip(*batches, strict=True))
-
-    def _batches_as_one(self, batches: list[Any]) -> Any:
-        shapes = {tuple(batch.shape[1:]) for batch in batches}
-        if len(shapes) > 1 or not all(batch.shape for batch in batches):
-            shown = ", ".join(str(tuple(batch.shape)) for batch in batches[:4])
-            raise BadBatch(
-                f"a list of arrays is a list of batches, and the samples of these have unequal shapes ({shown}"
-                f"{', ...' if len(batches) > 4 else ''}): for one data set with targets give a tuple, (X, y); for "
-                "batches of unequal shapes a loader, or a function that makes them"
-            )
-        return self._concatenated(batches)
-
-    def _concatenated(self, arrays: list[Any]) -> Any:
-        return np.concatenate(list(map(as_numpy, arrays)))
+            return inputs.needed < 2
+        if not all(isinstance(entry, tuple) and entry and all(map(self._is_array, entry)) for entry in data):
+            return False
+        return all(part.ndim and len(part) == len(entry[0]) for entry in data for part in entry if entry[0].ndim)
 
     @abc.abstractmethod
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:

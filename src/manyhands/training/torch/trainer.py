@@ -285,20 +285,6 @@ class Trainer(BaseTrainer):
         checks.check_is_module(model)
         return inputs_of(model.forward, type(model).__name__, targets)
 
-    def _list_of_batches(self, batches: list[Any]) -> Any:
-        """A list of tuples is a data set of samples in PyTorch: refuse one whose entries look like batches."""
-        if all(part.ndim and len(part) == len(batch[0]) for batch in batches for part in batch if batch[0].ndim):
-            raise BadBatch(
-                f"a list of {counted(len(batches), 'tuple')} of arrays may be batches, or a data set whose entries "
-                "are samples. For batches give the loader that made them, or a function, lambda: iter(batches); for "
-                "samples "
-                "DataLoader(samples, batch_size=256)"
-            )
-        return batches
-
-    def _concatenated(self, arrays: list[Any]) -> Any:
-        return torch.cat([torch.as_tensor(array) for array in arrays])
-
     def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         job = self._other_job(model, source, settings, "predict")
         job.inputs = inputs
