@@ -363,29 +363,17 @@ class BaseTrainer(Evaluating):
         return dispatcher_for(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
 
     def _check_monitors(self, model: Any) -> None:
-        """Refuse callbacks and schedulers that follow a metric that there will not be."""
-        sources = {"train_acc": self.train_source, "val_acc": self.test_source}
-
-        def why_not(name: str) -> str | None:
-            source = sources.get(name)
-            return None if source is None else self._why_no_accuracy(model, source, training=name == "train_acc")
-
+        """Refuse callbacks that follow a metric that there will not be."""
+        if self._may_log(model):
+            return
         callbacks, metrics = self._callbacks(), self._metrics(model).names
-        followed = monitored.followed_by(callbacks)
-        schedule = self.options.schedule
-        if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
-            followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
         rates = any(callback.wants_rates for callback in callbacks)
         known = monitored.known_figures(metrics, validates=self.test_source is not None, rates=rates)
-        monitored.check_monitors(followed, known, why_not, may_log=self._may_log(model))
+        monitored.check_monitors(callbacks, known)
 
     def _may_log(self, model: Any) -> bool:
         """Whether the model may log metrics of its own."""
         return False
-
-    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        """Why these data have no accuracy, if that is known before the first step; None: there may be one."""
-        return None
 
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers, checked."""

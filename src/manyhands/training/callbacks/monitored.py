@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,28 +102,11 @@ def several_values(who: str, name: str, value: object) -> BadSettings:
     )
 
 
-def followed_by(callbacks: Iterable[Callback]) -> dict[str, str]:
-    """Who follows which metric."""
-    return {f"{type(each).__name__}({each.monitored!r})": each.monitored for each in callbacks if each.monitored}
-
-
-def check_monitors(
-    followed: Mapping[str, str], known: Sequence[str], why_not: Callable[[str], str | None], *, may_log: bool
-) -> None:
-    """Refuse, before the first step, to follow a metric that there will not be.
-
-    ``followed``: who follows which metric; ``why_not``: why a metric that might be there is not; ``may_log``: the model
-    may log any.
-    """
-    for who, name in followed.items() if not may_log else ():
-        if not is_known(name, known):
-            raise BadSettings(f"{who}: {missing_metric(name, known)}")
-        if (why := why_not(name)) is not None:
-            figures = ", ".join(figure for figure in known if not figure.endswith("_acc"))
-            raise BadSettings(
-                f"{who}: there is no metric {name!r}, because {why}. There are {figures}; metrics={{'name': function}} "
-                "adds others"
-            )
+def check_monitors(callbacks: Iterable[Callback], known: Sequence[str]) -> None:
+    """Refuse, before the first step, to follow a metric that there will not be."""
+    for each in callbacks:
+        if each.monitored and not is_known(each.monitored, known):
+            raise BadSettings(f"{type(each).__name__}({each.monitored!r}): {missing_metric(each.monitored, known)}")
 
 
 def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:

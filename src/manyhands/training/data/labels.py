@@ -26,20 +26,6 @@ def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
     )
 
 
-def why_no_classes(dtype: str, shape: Sequence[int]) -> str | None:
-    """Why targets of this kind are no class numbers, one per sample; None: they may be."""
-    if "float" in dtype:
-        return f"the targets are {dtype} and no class numbers"
-    if len(shape) != 1:
-        return f"the targets have shape {tuple(shape)}, and one class number per sample is needed"
-    return None
-
-
-def why_no_classes_in(arrays: Sequence[NDArray[Any]]) -> str | None:
-    """The same of the last of the arrays (inputs, targets)."""
-    return why_no_classes(arrays[-1].dtype.name, arrays[-1].shape) if len(arrays) == 2 else None
-
-
 @dataclass
 class ClassLabels:
     """Refuses labels that are no class numbers, and those that the model has no output for.

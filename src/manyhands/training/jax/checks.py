@@ -14,14 +14,14 @@ import numpy as np
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.data.labels import ClassLabels, why_no_classes_in
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import batches
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.batches import Arguments
-from manyhands.training.jax.objective import Objective, Supervised, cross_entropy, objective_for
+from manyhands.training.jax.objective import Objective, Supervised, cross_entropy
 from manyhands.training.jax.skeleton import Skeleton
-from manyhands.training.loss import loss_trial, own_step
+from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
 
 
@@ -45,17 +45,6 @@ def look(labels: ClassLabels, batch: Any) -> None:
     target = batches.target_of(batch)
     if isinstance(target, np.ndarray):
         labels.look(target)
-
-
-def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
-    """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
-    objective = objective_for(model, loss)
-    if not isinstance(objective, Supervised):
-        return own_step.why_no_accuracy(model, training=training)
-    if not isinstance(data, Arrays) or data.structure is not None:
-        return None
-    one_hot = objective.loss_of(model) is cross_entropy and data.arrays[-1].ndim == 2
-    return None if one_hot else why_no_classes_in(data.arrays)
 
 
 def first_inputs(module: Any, data: Source) -> Arguments:

@@ -87,9 +87,6 @@ class Trainer(BaseTrainer):
         if callable(lr):  # a schedule of Optax: the optimizer is made with it
             self.optimizer, self.lr = optimizers.OPTIMIZERS.created(None, self.options.optimizer, lr), None
 
-    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        return checks.why_no_accuracy(model, self.options.loss, source, training=training)
-
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         structure = Structure(dicts=True)
         if is_random_access(data):

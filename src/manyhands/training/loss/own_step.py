@@ -115,15 +115,6 @@ def call_step(model: Any, name: str, batch: Any) -> tuple[Any, Any | None]:
         return plotted_loss(returned, plotted, lambda: model.training_step(batch)), plotted.get("acc")
 
 
-def why_no_accuracy(model: Any, *, training: bool) -> str | None:
-    """Why there will be no accuracy of a model with its own step; None: its validation step plots something."""
-    name = step_name(model, training=training)
-    code = getattr(getattr(type(model), name, None), "__code__", None)
-    if name == "validation_step" and plots_itself(model) and "plot" in getattr(code, "co_names", ()):
-        return None
-    return f"{name} computes the loss itself, and the trainer does not see the outputs"
-
-
 def resolve_loss(loss: Any, by_name: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
     """The loss for a function, an object, a class or a name; ``kinds`` of losses need no call to be one."""
     if isinstance(loss, str) and loss.lower() in by_name:

@@ -16,13 +16,13 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import launcher, refusals
-from manyhands.training.data.labels import ClassLabels, why_no_classes, why_no_classes_in
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Batch, Source
-from manyhands.training.loss import loss_trial, own_step
+from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.feed import Look
-from manyhands.training.mxnet.objective import Objective, checked_output, objective_for
+from manyhands.training.mxnet.objective import Objective, checked_output
 from manyhands.training.mxnet.state import initialise
 
 _FEW = 2
@@ -94,19 +94,6 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
         if isinstance(data, Arrays):
             look(data.arrays)
     return look
-
-
-def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
-    """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
-    objective = objective_for(model, loss)
-    if objective.loss is None:
-        return own_step.why_no_accuracy(model, training=training)
-    if not isinstance(data, Arrays):
-        return None
-    arrays = data.arrays
-    if objective.of_classes and len(arrays) == 2:  # class numbers may be floating-point numbers
-        return why_no_classes("int", arrays[-1].shape)
-    return why_no_classes_in(arrays)
 
 
 def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:

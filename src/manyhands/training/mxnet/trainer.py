@@ -70,9 +70,6 @@ class Trainer(BaseTrainer):
                 "from how much of the training is done (0 to 1) to a factor"
             )
 
-    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        return checks.why_no_accuracy(model, self.options.loss, source, training=training)
-
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return _source(data, shuffle=shuffle)
 

@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import ClassLabels, why_no_classes_in
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Source
-from manyhands.training.loss import loss_trial, own_step
+from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.tensorflow.batches import output_of, parts_of
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.model import Function, changed, without_noise
-from manyhands.training.tensorflow.objective import Objective, OwnStep, Supervised, objective_for
+from manyhands.training.tensorflow.objective import Objective, OwnStep, Supervised
 
 _FEW = 2
 _OWN_LOOP = {
@@ -124,17 +124,6 @@ def check_labels(model: Any, objective: Objective, *sources: Source | None) -> L
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.nested(source.arrays))
     return look
-
-
-def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
-    """Why there will be no accuracy, if that is known before the first step; None: there may be one."""
-    check_model(model)
-    objective = objective_for(model, loss)
-    if isinstance(objective, OwnStep):
-        return own_step.why_no_accuracy(model, training=training)
-    if getattr(objective, "accuracy", None) is not None or not isinstance(data, Arrays) or data.structure is not None:
-        return None
-    return why_no_classes_in(data.arrays)
 
 
 def _of_classes(loss: Any) -> bool:

@@ -70,9 +70,6 @@ class Trainer(BaseTrainer):
             devices = self.options.devices
             world.join(on_cpu=devices is not None and all("cpu" in str(device).lower() for device in devices))
 
-    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        return checks.why_no_accuracy(model, self.options.loss, source, training=training)
-
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         batches = self.options.limits.batches if shuffle else None
         return source(repeatable(data, self.options.seed, batches), shuffle=shuffle, structure=Structure())

@@ -102,10 +102,6 @@ class Trainer(BaseTrainer):
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return source(data, shuffle=shuffle)
 
-    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
-        objective = objective_for(model, self.options.loss)
-        return checks.why_no_accuracy(objective, model, source, training=training)
-
     def _may_log(self, model: Any) -> bool:
         return may_log(model)
 

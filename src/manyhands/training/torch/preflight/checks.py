@@ -23,14 +23,12 @@ import torch
 from manyhands.backends.torch import compat
 from manyhands.errors import BadLabels, BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import ClassLabels, why_no_classes
-from manyhands.training.loss import own_step
-from manyhands.training.loss.own_step import step_name
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, as_the_model
-from manyhands.training.torch.data.sources import Arrays, Source, Stream
+from manyhands.training.torch.data.sources import Arrays, Source
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective, OwnStep, Supervised
+from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 
@@ -97,24 +95,6 @@ def _call(model: torch.nn.Module, batch: Batch) -> None:
         dict_batches.output_of(model, as_the_model(model, batch))
     else:
         model(*as_the_model(model, [part for part in batch[:-1] if isinstance(part, torch.Tensor)]))
-
-
-def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, *, training: bool) -> str | None:
-    """Why there will be no accuracy, if a sample or the model's own step shows it; None: there may be one."""
-    if isinstance(objective, OwnStep):
-        name = step_name(model, training=training)
-        if not own_step.is_default(model, name):
-            return own_step.why_no_accuracy(model, training=training)
-    if isinstance(data, Stream):
-        return None
-    batch = data.few(1)
-    if isinstance(batch, Mapping):
-        target = batch.get("labels")
-    else:
-        target = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    if not isinstance(target, torch.Tensor):
-        return None
-    return why_no_classes(str(target.dtype).removeprefix("torch."), (data.count, *target.shape[1:]))
 
 
 def note_sum(job: Job) -> None:
