@@ -151,9 +151,9 @@ def test_predictions_are_the_models_answers_in_order(bench: Bench) -> None:
     model = bench.recipes.model("mlp", 0)
     expected = getattr(bench, f"_{bench.framework}")(model, native(bench, X))
     batches = [native(bench, X[start : start + 200]) for start in (0, 200, 400)]
-    for count in (1, 3):
+    for count, forms in ((1, [(X, y)]), (3, [X, lambda: iter(batches)])):
         trainer = bench.mh.Trainer(1, quiet=True, precision="fp32", **bench.on(count))
-        for data in (X, (X, y), lambda: iter(batches)):
+        for data in forms:
             predicted = as_numpy(trainer.predict(model, data))
             assert predicted.shape == (530, 10)
             np.testing.assert_allclose(predicted, expected, atol=1e-5)

@@ -65,11 +65,11 @@ class Own(Module):
 
 def test_labels_of_any_width_and_of_keras_own_losses() -> None:
     X, y = vectors()
-    plain = fit(mlp(), (X, y)).rows
+    plain = fit(mlp(), (X, y), epochs=1).rows
     keras_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    for kind in ("uint8", "int16", "int32"):
-        assert fit(mlp(), (X, y.astype(kind))).rows[-1]["train_loss"] == plain[-1]["train_loss"]
-    column = fit(mlp(), (X, y[:, None].astype(np.float32)), loss=keras_loss).rows
+    for kind in ("uint8", "int16"):
+        assert fit(mlp(), (X, y.astype(kind)), epochs=1).rows[-1]["train_loss"] == plain[-1]["train_loss"]
+    column = fit(mlp(), (X, y[:, None].astype(np.float32)), loss=keras_loss, epochs=1).rows
     assert column[-1]["train_loss"] == pytest.approx(plain[-1]["train_loss"], rel=1e-5)
 
 

@@ -36,13 +36,6 @@ def test_statistics_over_the_whole_batch(shares: list[float] | None) -> None:
     assert difference(convnet, images(17), 2, step=Step(shares=shares, batch_stats="global")) < 1e-12
 
 
-def test_five_steps_in_float32() -> None:
-    def make() -> Any:
-        return mlp(dtype="float32")
-
-    assert difference(make, vectors(75), 2, epochs=1, step=Step(shares=[3, 2])) < 1e-5
-
-
 def test_penalties_are_the_same_on_any_number_of_devices() -> None:
     def penalised() -> Any:
         return layers.Dense(5, kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(0.1))

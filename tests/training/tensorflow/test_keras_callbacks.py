@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 from keras_cases import fit, mlp, vectors
 
@@ -43,22 +42,6 @@ def test_they_see_keras_names_and_the_weights_of_the_moment(tmp_path: Path) -> N
     assert seen == [0, 1]
     saved = keras.models.load_model(tmp_path / "best.keras")
     assert [one.shape for one in saved.get_weights()] == [one.shape for one in model.get_weights()]
-
-
-def test_early_stopping_ends_the_job_restores_the_best_and_is_resumed(tmp_path: Path) -> None:
-    def stopping() -> Any:
-        return keras.callbacks.EarlyStopping("val_loss", mode="max", patience=3, restore_best_weights=False)
-
-    how: dict[str, Any] = {"run": tmp_path / "run", "epochs": 8}
-    whole = mlp()
-    result = fit(whole, (vectors(), vectors(9)), epochs=8, callbacks=[stopping()])
-    assert len(result.rows) == 4
-    assert "EarlyStopping" in str(result.stopped)
-    fit(mlp(), (vectors(), vectors(9)), **{**how, "epochs": 2}, callbacks=[stopping()])
-    resumed = mlp()
-    assert len(fit(resumed, (vectors(), vectors(9)), **how, resume="auto", callbacks=[stopping()]).rows) == 4
-    for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_early_stopping_restores_the_best_weights_after_a_resume(tmp_path: Path)
     whole, resumed = compiled(mlp(dtype="float32")), compiled(mlp(dtype="float32"))
     result = train(whole, (BATCHES, (X, Y)), epochs=8, callbacks=[stopping()])
     assert len(result.rows) == 4  # the first epoch is the best
+    assert "EarlyStopping" in str(result.stopped)
     train(resumed, (BATCHES, (X, Y)), run=tmp_path / "run", **{**how, "epochs": 2}, callbacks=[stopping()])
     other = compiled(mlp(dtype="float32"))
     again = train(other, (BATCHES, (X, Y)), run=tmp_path / "run", **how, resume="auto", callbacks=[stopping()])

@@ -121,22 +121,6 @@ def test_the_books_classes() -> None:
     assert model.loss(tf.ones((2, 2)), tf.zeros((2, 2))) == 1
 
 
-def test_a_model_that_keras_has_compiled_is_trained_with_its_loss_and_optimizer() -> None:
-    model = mlp(dtype="float32")
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    X, _ = vectors()
-    fit(model, (X, X[:, :CLASSES].astype(np.float32)), epochs=1, optimizer=None, lr=None)
-    assert int(model.optimizer.iterations) == 4
-
-
-def test_a_graph_of_layers_with_two_inputs() -> None:
-    one, other = layers.Input((6,)), layers.Input((6,))
-    model = keras.Model([one, other], layers.Dense(CLASSES)(layers.Add()([one, other])))
-    X, y = vectors(32)
-    result = fit(model, (X, X, y), 2, epochs=3, lr=0.5)
-    assert result.rows[-1]["train_loss"] < result.rows[0]["train_loss"]
-
-
 def test_accuracy_on_one_device_and_on_all() -> None:
     X, y = images(20)
     net = keras.Sequential([layers.Flatten(), layers.BatchNormalization(), layers.Dense(CLASSES)])
