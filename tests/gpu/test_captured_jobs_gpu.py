@@ -55,7 +55,7 @@ MORE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "AdamW, accumulated": (mlp, Rows, {"optimizer": partial(torch.optim.AdamW, lr=0.01), "step": Step(accumulate=2)}),
     "bfloat16": (convnet, images(120), {"precision": "bf16"}),
     "fp16": (convnet, images(120), {"precision": "fp16", "optimizer": SGD}),
-    "fp16, accumulated": (convnet, images(120), {"precision": "fp16", "step": Step(accumulate=2)}),
+    "fp16, accumulated": (mlp, vectors(), {"precision": "fp16", "step": Step(accumulate=2)}),
     "activation checkpoints": (convnet, images(120), {"step": Step(activation_checkpointing=lambda m: m is not None)}),
     "a number": (WithHead, Rows, {}),
     "compiled": (mlp, Rows, {"step": Step(optimize="max")}),

@@ -116,9 +116,6 @@ class OwnUpdates(Step):
         self.update(turn)
 
     def begin(self, turn: Turn) -> None:
-        # Losses of the step before keep its graph alive, and with it nodes that wait for the stream which it ran on.
-        for step in self._steps:
-            step.gradients.begin()
         for each in self._updates.values():
             each.turn = turn
         super().begin(turn)

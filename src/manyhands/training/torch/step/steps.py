@@ -122,7 +122,10 @@ class Steps:
                 rank.rates.set(factor)
         if shard is None and self._has_resident_data:
             shard = rank.feed.shard(window)
-        self.plain(shard, window.size, window.step, number)
+        # Plain steps between captured ones run on their stream: what a model keeps of a step's graph stays on it.
+        recorder = self.recorder if self.captured is not None else None
+        with recorder.running() if recorder is not None else contextlib.nullcontext():
+            self.plain(shard, window.size, window.step, number)
 
     def _say(self, how: str) -> None:
         """Tell the user how the steps run, now and in the job's result."""
