@@ -19,7 +19,7 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.forecast import profile as neutral
 from manyhands.forecast import torch as measured
 from manyhands.forecast.profile import Profile
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 from manyhands.training.torch.ranks import gradient_sum
 
 FP32 = Settings(precision="fp32")

@@ -21,8 +21,7 @@ from test_captured_jobs import JOBS, SGD, Lengths, sequences  # noqa: E402
 from training_cases import Rows, convnet, difference, images, mlp, vectors  # noqa: E402
 
 from manyhands.training.data.order import Window  # noqa: E402
-from manyhands.training.options import Limits, Step, Workers  # noqa: E402
-from manyhands.training.settings import Settings  # noqa: E402
+from manyhands.training.options import Limits, Settings, Step, Workers  # noqa: E402
 from manyhands.training.torch.data.batches import Shard  # noqa: E402
 from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
 from manyhands.training.torch.fast.build import captured_step  # noqa: E402

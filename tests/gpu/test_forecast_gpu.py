@@ -13,8 +13,7 @@ from torch import nn  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.forecast import torch as measured  # noqa: E402
-from manyhands.training.options import Step  # noqa: E402
-from manyhands.training.settings import Settings  # noqa: E402
+from manyhands.training.options import Settings, Step  # noqa: E402
 
 PLAIN = Settings(precision="fp32", step=Step(optimize="off"))
 

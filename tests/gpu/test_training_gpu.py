@@ -19,8 +19,7 @@ from manyhands.training.callbacks.callback import (  # noqa: E402
     CallbackPlan,
 )
 from manyhands.training.loop import Loop  # noqa: E402
-from manyhands.training.options import Step, Workers  # noqa: E402
-from manyhands.training.settings import Settings  # noqa: E402
+from manyhands.training.options import Settings, Step, Workers  # noqa: E402
 from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
 from manyhands.training.torch.job import Job  # noqa: E402
 from manyhands.training.torch.learner import Rank, loop_of  # noqa: E402

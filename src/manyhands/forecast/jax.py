@@ -19,7 +19,7 @@ from manyhands.backends.jax import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.forecast.profile import Profile, StepTime, spread_buckets
 from manyhands.training.jax.trainer import Trainer
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 
 _STEPS, _EPOCHS = 8, 3  # of each fit; the first epoch compiles, and does not count
 _FORWARD = 1 / 3

@@ -14,7 +14,7 @@ from manyhands.forecast.links import Link
 from manyhands.forecast.links import link as known_link
 from manyhands.forecast.scaling import DEVICES, Assumptions, check_devices
 from manyhands.placement.moves import require
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 
 _FRAMEWORKS = {"torch": "torch", "flax": "jax"}  # by the package that a model's class comes from
 _OTHERS = (

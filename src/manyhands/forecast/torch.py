@@ -26,7 +26,7 @@ from manyhands.forecast.memory import Memory, MemoryLine, memory_lines
 from manyhands.forecast.profile import Bucket, Profile, StepTime
 from manyhands.placement.moves import Placement
 from manyhands.training.loss import own_step
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.batches import Batch, as_the_model, cut, map_tensors, pick, rows, tensors_in
 from manyhands.training.torch.job import Job, number_format_for

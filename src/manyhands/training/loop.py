@@ -28,10 +28,10 @@ from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.position import Position
 from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
 from manyhands.training.learner import Learner, Say
+from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, NanCheck, add, means_by_name, means_of_logged, or_none
 from manyhands.training.schedules import Schedule, ScheduleOfJob
-from manyhands.training.settings import ENDLESS, Settings
 from manyhands.training.stopping import Ending, StopNow
 
 # Called after each step of any job of this process: the auditor counts by them.

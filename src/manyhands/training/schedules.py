@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.monitored import is_known, known_figures, missing_metric, several_values
-from manyhands.training.settings import ENDLESS
+from manyhands.training.options import ENDLESS
 
 if TYPE_CHECKING:
     from manyhands.training.data.position import Position

@@ -27,13 +27,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import counted
 from manyhands.training import launcher
-from manyhands.training.learner import Learner
 from manyhands.training.options import Limits
 from manyhands.training.result import Result
+
+if TYPE_CHECKING:
+    from manyhands.training.learner import Learner
 
 _ASK_EVERY = 1.0  # seconds between two questions to the other processes
 _MOST_STEPS = 1000

@@ -14,31 +14,32 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.placement.moves import Placement
-from manyhands.training import batch_size_search, launcher, options, refusals, schedules, stopping
 from manyhands.training import devices as device_choice
+from manyhands.training import launcher, options, refusals, schedules, stopping
 from manyhands.training.callbacks import callback as callback_plans
 from manyhands.training.callbacks import monitored
 from manyhands.training.callbacks.callback import Callback
-from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.logger import Logger
 from manyhands.training.checkpoints.run_folder import RunPlan, checkpoint_to_resume, plan_run
-from manyhands.training.data import fit_arguments, loader_batches
+from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import as_number, first_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.loss import own_step
-from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
+from manyhands.training.options import ENDLESS, BatchStats, Checkpoints, Limits, Precision, Settings, Step, Workers
 from manyhands.training.result import Result
 from manyhands.training.running_sums import NAN_HINT
 from manyhands.training.schedules import Schedule
-from manyhands.training.settings import ENDLESS, Precision, Settings
+
+if TYPE_CHECKING:
+    from manyhands.training.callbacks.dispatcher import Dispatcher
 
 DEFAULT_BATCH = 256
 
@@ -280,7 +281,7 @@ class BaseTrainer(Evaluating):
         only the training figures are known. They may also be given as one: ``fit(model, (train, validation))``, or an
         object with ``train_dataloader`` and ``val_dataloader``.
         """
-        fit_arguments.check_order("fit", model, data)
+        roles.check_order("fit", model, data)
         self._check_step(model)
         self.train_source, self.test_source = self._sources(data, validation)
         if self.options.metrics is not None and self.test_source is None:
@@ -338,6 +339,8 @@ class BaseTrainer(Evaluating):
             of: ``"micro_batch"`` finds the largest ``Step(micro_batch_size=...)`` for the trainer's ``batch_size``.
         """
         self.train_source, self.test_source = self._sources(data)
+        from manyhands.training import batch_size_search
+
         return batch_size_search.find(self, model, maximum, memory, of)
 
     def _trial(self, devices: Sequence[Any], memory: int | None) -> AbstractContextManager[None]:
@@ -358,6 +361,8 @@ class BaseTrainer(Evaluating):
         return False
 
     def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
+        from manyhands.training.callbacks.dispatcher import dispatcher_for
+
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self.options.quiet or not first
         return dispatcher_for(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
@@ -412,7 +417,7 @@ class BaseTrainer(Evaluating):
         """The training data and the validation data (or None), as the framework's sources."""
         data = self._source(data, shuffle=True) if self._is_one_data_set(data) else data
         validation = self._source(validation, shuffle=False) if self._is_one_data_set(validation) else validation
-        train, test = fit_arguments.two_parts(data, validation, self._is_array)
+        train, test = roles.two_parts(data, validation, self._is_array)
         return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
 
     def _is_one_data_set(self, data: Any) -> bool:

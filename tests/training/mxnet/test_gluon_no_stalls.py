@@ -21,9 +21,8 @@ from manyhands.training.loop import Loop
 from manyhands.training.mxnet import optimizers, replicas, running_sums
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
-from manyhands.training.options import Step
+from manyhands.training.options import Settings, Step
 from manyhands.training.schedules import one_cycle
-from manyhands.training.settings import Settings
 
 # Everything in MXNet's library that comes back only when something has been computed.
 WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")

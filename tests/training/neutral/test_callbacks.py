@@ -16,8 +16,8 @@ from manyhands.training.callbacks.monitored import BestCheckpoint, EarlyStopping
 from manyhands.training.callbacks.progress import Progress
 from manyhands.training.callbacks.weights import EMA
 from manyhands.training.checkpoints import store
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 
 
 def begun(

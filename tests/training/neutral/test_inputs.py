@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadBatch
-from manyhands.training.evaluation.inputs import inputs_of
+from manyhands.training.data.roles import inputs_of
 
 
 def two(a: Any, b: Any) -> None: ...

@@ -14,7 +14,7 @@ from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.logger import CSVLogger, Logger
 from manyhands.training.callbacks.services import MLflowLogger, TensorBoardLogger, WandbLogger
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 
 MISSING = {"wandb": WandbLogger, "mlflow": MLflowLogger, "tensorboardX": TensorBoardLogger}
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from manyhands.errors import BadSettings, BadShares, UnknownOption
-from manyhands.training.options import Checkpoints, Step, Workers
-from manyhands.training.settings import Settings
+from manyhands.training.options import Checkpoints, Settings, Step, Workers
 
 
 @pytest.mark.parametrize(

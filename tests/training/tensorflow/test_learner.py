@@ -51,7 +51,7 @@ def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_shown_comes_by_itself() -> None:
     from manyhands.training.data.sources import source
-    from manyhands.training.settings import Settings
+    from manyhands.training.options import Settings
     from manyhands.training.tensorflow import world
     from manyhands.training.tensorflow.objective import objective_for
 

@@ -18,8 +18,7 @@ from training_cases import CLASSES, Rows, difference, fit, mlp, vectors
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.shares import sizes
 from manyhands.training.data.order import Window
-from manyhands.training.options import Step
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings, Step
 from manyhands.training.torch.data.batches import cut
 from manyhands.training.torch.data.sources import Arrays, Samples, Stream, source
 from manyhands.training.torch.job import Job

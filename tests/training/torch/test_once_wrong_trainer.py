@@ -19,8 +19,7 @@ from training_cases import Rows, fit, mlp, vectors
 from manyhands import torch as mh
 from manyhands.book.vocabulary import add_to_class
 from manyhands.errors import BadRunFolder
-from manyhands.training.options import Step, Workers
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings, Step, Workers
 from manyhands.training.torch.job import set_torch_settings, torch_settings
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.workers import pool

@@ -19,9 +19,9 @@ from manyhands.training.callbacks.callback import Callback, CallbackPlan, Traini
 from manyhands.training.callbacks.curves import Picture
 from manyhands.training.callbacks.logger import Logger
 from manyhands.training.callbacks.progress import Progress
+from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, added_up, means_by_name
-from manyhands.training.settings import ENDLESS, Settings
 
 Event = dict[str, Any]
 

@@ -15,8 +15,8 @@ from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.position import Position
 from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved
+from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.running_sums import Figures, NanCheck, add, figures_of_process
-from manyhands.training.settings import ENDLESS, Settings
 from manyhands.training.stopping import Ending
 
 # Settings that may change when a job is resumed, in words.

@@ -14,7 +14,7 @@ from manyhands.amounts import counted
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, epoch_order
 from manyhands.training.learner import Data
-from manyhands.training.settings import ENDLESS, Settings
+from manyhands.training.options import ENDLESS, Settings
 
 
 class Position:

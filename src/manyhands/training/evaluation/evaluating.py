@@ -10,10 +10,10 @@ from typing import Any
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import options, refusals
-from manyhands.training.data import fit_arguments, loader_batches
+from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import first_batches
-from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.settings import Settings
+from manyhands.training.data.roles import Inputs
+from manyhands.training.options import Settings
 
 
 class Evaluating(abc.ABC):
@@ -34,7 +34,7 @@ class Evaluating(abc.ABC):
         ``data``: (X, y) arrays, a data set or a loader of the framework, or a function that makes batches. Under a
         launcher (torchrun) every process calls it with the same data and gets the same figures.
         """
-        fit_arguments.check_order("evaluate", model, data)
+        roles.check_order("evaluate", model, data)
         self._check_step(model)
         source, settings = self._in_order(data, "evaluate", limit_batches)
         return self._evaluate(model, source, settings)
@@ -68,7 +68,7 @@ class Evaluating(abc.ABC):
         """
         if targets not in (None, True, False):
             raise BadSettings(f"predict(targets={targets!r}): give True, False or None")
-        fit_arguments.check_order("predict", model, data)
+        roles.check_order("predict", model, data)
         inputs = self._inputs_of(model, targets)
         if self._may_be_batches(data, inputs):
             raise BadBatch(

@@ -14,13 +14,15 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from manyhands import tree
 from manyhands.errors import BadSettings, ManyhandsError, MetricFailed, type_in_words
 from manyhands.training.evaluation.pieces import Join, Pieces
-from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures, means_of_logged, or_none
+
+if TYPE_CHECKING:
+    from manyhands.training.learner import Take
 
 _RESERVED = ("loss", "acc")
 _HOW = 'metrics={"mae": function} or a list: functions f(outputs, targets), or metric objects of the framework'

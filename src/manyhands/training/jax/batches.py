@@ -18,7 +18,7 @@ import jax
 
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
-from manyhands.training.evaluation.inputs import LABELS
+from manyhands.training.data.roles import LABELS
 
 Batch = tuple[Any, ...]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # by position, and by name

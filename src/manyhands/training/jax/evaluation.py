@@ -21,8 +21,8 @@ from flax import nnx
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
+from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Arrays, Source, Stream, Structure, as_it_is
-from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import batches, feed, running_sums
 from manyhands.training.jax.objective import Objective
@@ -30,8 +30,8 @@ from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import Take
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 
 
 @dataclass

@@ -29,8 +29,8 @@ from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 
 
 @dataclass(frozen=True)

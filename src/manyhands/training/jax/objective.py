@@ -20,7 +20,7 @@ from flax import nnx
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
-from manyhands.training.evaluation.inputs import input_count
+from manyhands.training.data.roles import input_count
 from manyhands.training.jax import batches
 from manyhands.training.jax.batches import Batch
 from manyhands.training.loss.own_step import LossSum, call_step, is_default, step_name

@@ -40,7 +40,7 @@ from manyhands.training.jax.objective import Objective, output_of, predicted
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 
 # A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", AVERAGES of the parameters and of the
 # rest where they are kept, and "at": where in the epoch's order the job stands, and the number of the step.

@@ -21,8 +21,8 @@ from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source
-from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import collect_outputs, evaluate_to_dict
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.evaluation import Evaluator
@@ -30,9 +30,8 @@ from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import Objective, call_of, cross_entropy, explained, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
-from manyhands.training.options import BatchStats
+from manyhands.training.options import BatchStats, Settings
 from manyhands.training.result import Result
-from manyhands.training.settings import Settings
 from manyhands.training.trainer import DEFAULT_BATCH, BaseTrainer
 
 _WITH_BF16 = 8.0  # a GPU's compute capability

@@ -9,8 +9,8 @@ import mxnet as mx
 
 from manyhands import tree
 from manyhands.training.data.order import Cursor
+from manyhands.training.data.roles import Inputs, input_count
 from manyhands.training.data.sources import Batch
-from manyhands.training.evaluation.inputs import Inputs, input_count
 from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
@@ -18,8 +18,8 @@ from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_output
 from manyhands.training.mxnet.running_sums import RunningSums
 from manyhands.training.mxnet.step import evaluate
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 
 _AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
 

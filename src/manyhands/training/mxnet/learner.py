@@ -27,8 +27,8 @@ from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.running_sums import RunningSums
 from manyhands.training.mxnet.step import Step
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 
 
 class GluonLearner:

@@ -19,16 +19,16 @@ from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
+from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Source
-from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, ignore_progress, named_results
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, evaluation, optimizers, replicas
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import Objective, objective_for
+from manyhands.training.options import Settings
 from manyhands.training.result import Result
-from manyhands.training.settings import Settings
 from manyhands.training.trainer import BaseTrainer
 
 

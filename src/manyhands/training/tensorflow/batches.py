@@ -20,8 +20,8 @@ from keras.src.models.functional import Functional
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, ManyhandsError
 from manyhands.training import refusals
+from manyhands.training.data.roles import Inputs, argument_range
 from manyhands.training.data.sources import is_nested
-from manyhands.training.evaluation.inputs import Inputs, argument_range
 from manyhands.training.loss.own_step import is_default
 
 

@@ -11,14 +11,14 @@ import tensorflow as tf
 
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor
+from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import pieces
-from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.metrics import MetricCalls, Metrics, name_of
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 from manyhands.training.tensorflow.batches import inputs_for
 from manyhands.training.tensorflow.feed import Feed
 from manyhands.training.tensorflow.model import Function

@@ -25,8 +25,8 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import keras_callbacks, optimizers
 from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names, prepared_by

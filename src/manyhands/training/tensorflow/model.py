@@ -26,8 +26,8 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.distribute import distribute_lib
 
 from manyhands.errors import BadSettings, type_in_words
+from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Batch
-from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.tensorflow.batches import inputs_of, output_of
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.objective import Objective, widened

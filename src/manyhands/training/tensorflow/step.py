@@ -23,10 +23,10 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
+from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Array, Batch
-from manyhands.training.evaluation.inputs import Inputs
+from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import optimizers
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.model import Function

@@ -15,12 +15,12 @@ from manyhands.errors import BadSettings, WorkerFailed, type_in_words
 from manyhands.training import launcher
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Source, Structure, is_dataset, source
-from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.metrics import MetricCalls, Metrics, collect_outputs, evaluate_to_dict
 from manyhands.training.loop import Loop
+from manyhands.training.options import Settings
 from manyhands.training.result import Result
-from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import checks, evaluation, losses, optimizers, world
 from manyhands.training.tensorflow.batches import inputs_for
 from manyhands.training.tensorflow.dataset import repeatable

@@ -29,7 +29,7 @@ from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, undivided, windows
-from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
+from manyhands.training.data.roles import LABELS, Inputs, input_count
 from manyhands.training.evaluation.metrics import MetricCalls, evaluate_with_metrics, ignore_progress, named_results
 from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Say, Take

@@ -13,10 +13,10 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.evaluation.inputs import Inputs
+from manyhands.training.data.roles import Inputs
 from manyhands.training.evaluation.metrics import Metrics
+from manyhands.training.options import Settings
 from manyhands.training.schedules import Schedule
-from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, check_arguments, makes_updates
 from manyhands.training.torch.optimizers import Configured, MakeOptimizer, Several, configured

@@ -15,7 +15,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from manyhands.backends.torch import devices as backend
 from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options
-from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.evaluation.inputs import Inputs, inputs_of
+from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs
-from manyhands.training.learner import Take
 from manyhands.training.loss import own_step
+from manyhands.training.options import Settings
 from manyhands.training.result import Result
-from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job, placement_preserved
@@ -43,6 +41,10 @@ from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
 from manyhands.training.torch.step.logged import attached, may_log
 from manyhands.training.trainer import BaseTrainer
+
+if TYPE_CHECKING:
+    from manyhands.training.callbacks.dispatcher import Dispatcher
+    from manyhands.training.learner import Take
 
 _OF_NCCL = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
 _NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory")

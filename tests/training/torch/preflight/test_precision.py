@@ -14,8 +14,7 @@ from training_cases import difference, fit, images, mlp, rows, same, vectors
 
 from manyhands import machine
 from manyhands.book.torch import MODELS
-from manyhands.training.options import Step
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings, Step
 from manyhands.training.torch.data.sources import source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import Rank

@@ -10,8 +10,7 @@ from torch import nn
 from training_cases import difference, fit, vectors
 
 from manyhands.errors import BadSettings
-from manyhands.training.options import Step
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings, Step
 
 
 class Block(nn.Module):

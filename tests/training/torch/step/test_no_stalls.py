@@ -16,9 +16,8 @@ from training_cases import convnet, images, mlp, vectors
 from manyhands.training.callbacks import reporter
 from manyhands.training.callbacks.callback import Averaging, CallbackPlan
 from manyhands.training.data.order import Window
-from manyhands.training.options import Step
+from manyhands.training.options import Settings, Step
 from manyhands.training.schedules import one_cycle
-from manyhands.training.settings import Settings
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.sources import Arrays, source
 from manyhands.training.torch.job import Job

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadBatch, type_in_words
-from manyhands.training.evaluation.inputs import LABELS
+from manyhands.training.data.roles import LABELS
 
 
 def output_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:

@@ -30,7 +30,7 @@ import torch
 from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.training import refusals
-from manyhands.training.evaluation.inputs import LABELS
+from manyhands.training.data.roles import LABELS
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
 from manyhands.training.torch.data.sources import Samples

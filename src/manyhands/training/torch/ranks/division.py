@@ -20,7 +20,7 @@ import torch
 
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.batches import Shard, micro_batches, tensors_in
 from manyhands.training.torch.data.sources import Samples, Source, Stream

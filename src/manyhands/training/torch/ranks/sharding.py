@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from manyhands.errors import BadSettings
 from manyhands.training import launcher
-from manyhands.training.settings import Settings
+from manyhands.training.options import Settings
 from manyhands.training.torch.ranks.gradient_sum import Gradients, SummedGradients
 from manyhands.training.torch.ranks.replicas import Replicas
 from manyhands.training.torch.ranks.world import World, backend_for

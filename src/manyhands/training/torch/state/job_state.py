@@ -15,7 +15,6 @@ from safetensors.torch import save as _save
 
 from manyhands.amounts import counted
 from manyhands.errors import WrongCheckpoint, type_in_words
-from manyhands.training.checkpoints.tensors import refuse_others
 
 _RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
 _NOT_SAVED = ("params", "differentiable", *_RUN_OPTIONS)
@@ -38,6 +37,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def restore_model(model: torch.nn.Module, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
+    from manyhands.training.checkpoints.tensors import refuse_others  # with safetensors' part for NumPy
+
     # The model's own tensors, not views of them: one that cannot be written to is given other memory.
     current = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     saved = unpack(blob)
