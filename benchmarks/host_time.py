@@ -1,7 +1,8 @@
 """What a step of several ranks costs the host, captured and plain: two ranks on one GPU, with Gloo.
 
     python benchmarks/host_time.py                   two ranks, ResNet-18 at batch 256
-    python benchmarks/host_time.py --trace sums.json    and a timeline of one step of the first rank (Chrome's format)
+    python benchmarks/host_time.py --trace sums.json    and a profile of two steps of the first rank (Chrome's format)
+    python benchmarks/host_time.py --draw sums.json sums.svg    one step of that profile, as a picture
 
 NCCL refuses two ranks on one GPU, so sums go over the host with Gloo: of speed on several GPUs these figures say
 nothing. The host's time of a step is given without its waits for the sums: medians of the last epoch's steps, in
@@ -11,6 +12,7 @@ milliseconds.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from manyhands import torch as mh
 from manyhands.book import torch as book
+from manyhands.schedule.pictures.timeline import Span, Timeline
 from manyhands.training.torch.ranks import gradient_sum
 from manyhands.training.torch.step.steps import Steps
 
@@ -103,11 +106,57 @@ def write_trace(path: str, images: torch.Tensor, labels: torch.Tensor) -> None:
         profiler.export_chrome_trace(path)
 
 
+def draw(trace: str, path: str) -> None:
+    """The first whole step of a profile: the graph of its passes, and what goes on beside it, a millisecond longer."""
+    events = [event for event in json.loads(Path(trace).read_text())["traceEvents"] if event.get("ph") == "X"]
+    graphs: dict[int, list[Any]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            graphs.setdefault(event["args"]["correlation"], []).append(event)
+    kernels = next(kernels for kernels in graphs.values() if len(kernels) > 200)
+    loss = next(event["ts"] for event in kernels if "nll" in event["name"].lower())
+    begin, end = min(event["ts"] for event in kernels), max(event["ts"] for event in kernels) + 1e3
+    shown = [("backward" if event["ts"] > loss else "forward", "graph of the passes", event) for event in kernels]
+    for event in events:
+        lane = next((lane for name, lane in _BESIDE.items() if event["name"].startswith(name)), None)
+        if lane is not None and event.get("cat") != "gpu_user_annotation":
+            shown.append(("copy", lane, event))
+    spans = [
+        Span(
+            name, lane, (max(event["ts"], begin) - begin) * 1e-6, (min(event["ts"] + event["dur"], end) - begin) * 1e-6
+        )
+        for name, lane, event in shown
+        if event["ts"] < end and event["ts"] + event["dur"] > begin
+    ]
+    spans = _merged(spans)
+    Timeline(tuple(spans), "Gradients leave for their sums while the backward pass runs (two ranks, Gloo)").save(path)
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Neighbours that are alike as one, where less than 5 us are between them."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.lane, span.start)):
+        if merged and (merged[-1].name, merged[-1].lane) == (span.name, span.lane):
+            before = merged[-1]
+            if span.start - before.stop < 5e-6:
+                span = dataclasses.replace(before, stop=max(span.stop, before.stop))
+                merged.pop()
+        merged.append(span)
+    return merged
+
+
+_BESIDE = {"Memcpy DtoH": "gradients to the host, to be summed", "Memcpy HtoD": "sums to the GPU"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--trace")
+    parser.add_argument("--draw", nargs=2, metavar=("TRACE", "PICTURE"))
     flags = parser.parse_args()
+    if flags.draw:
+        draw(*flags.draw)
+        return 0
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         mh.Trainer._launched_device = lambda self: torch.device("cuda", 0)  # type: ignore[attr-defined,method-assign]
