@@ -10,7 +10,6 @@ A single task is a plain job, and so is what runs in a batch script without ``sr
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -94,8 +93,8 @@ def size() -> int:
 
 
 def _slurms_place() -> Place:
-    nodes = node_names(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
-    address = os.environ.get("MASTER_ADDR") or next(iter(nodes), "")
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    address = os.environ.get("MASTER_ADDR") or first_node(nodes)
     if not address:
         raise BadSettings(
             "SLURM's environment names no nodes (SLURM_JOB_NODELIST is empty): set MASTER_ADDR to the first one"
@@ -131,29 +130,10 @@ def _number(name: str, default: int | None = None) -> int:
         raise BadSettings(f"{name}={text!r} in the environment: SLURM sets a whole number there") from None
 
 
-def node_names(text: str) -> list[str]:
-    """The names in a list of nodes as SLURM writes it.
+def first_node(text: str) -> str:
+    """The first name in a list of nodes as SLURM writes it.
 
-    >>> node_names("node[01-03,07],gpu5")
-    ['node01', 'node02', 'node03', 'node07', 'gpu5']
-    >>> node_names("rack[1-2]n[8-9]")
-    ['rack1n8', 'rack1n9', 'rack2n8', 'rack2n9']
+    >>> [first_node(text) for text in ("node[01-03,07],gpu5", "rack[1-2]n[8-9]", "gpu5,gpu6", "")]
+    ['node01', 'rack1n8', 'gpu5', '']
     """
-    names: list[str] = []
-    for entry in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text):
-        pieces = [_numbers(piece[1:-1]) if piece[0] == "[" else [piece] for piece in _pieces(entry.strip())]
-        names += ["".join(parts) for parts in itertools.product(*pieces)] if pieces else []
-    return names
-
-
-def _pieces(entry: str) -> list[str]:
-    return re.findall(r"\[[^\]]*\]|[^\[\]]+", entry)
-
-
-def _numbers(text: str) -> list[str]:
-    """``01-03,07`` as four numbers, with their zeros."""
-    numbers: list[str] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return numbers
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", text).partition(",")[0].strip()

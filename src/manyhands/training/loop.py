@@ -204,10 +204,6 @@ class Loop:
             if sums is not None:
                 self.nan_check.check(sums)
             self.report.progress(sums)
-        endless = self.position.batches is None and not self.settings.limits.ends_training
-        if self.cursor.batch == loader_batches.MANY and endless:
-            batches = loader_batches.MANY
-            self.report.warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
 
     def _batches_left(self) -> Generator[tuple[Window, Any]]:
         limits, at = self.settings.limits, self.cursor
@@ -300,23 +296,15 @@ class Loop:
 
     def _evaluate(self, epoch: int) -> tuple[Figures | None, dict[str, Any]]:
         """The sums over the validation data, and the user's metrics by the names that they have in a row."""
-        batches = itertools.count(1)
         with self.learner.averaged():
-            tested, values = evaluate_with_metrics(
-                self.learner, self.metrics, lambda: self._after_evaluated_batch(next(batches))
-            )
+            tested, values = evaluate_with_metrics(self.learner, self.metrics, self._after_evaluated_batch)
         metrics = {f"val_{name}": value for name, value in values.items()}
         if tested is not None:
             known = {name: value for name, value in metrics.items() if value is not None}
             self.report.evaluation({**means_by_name(tested, "val"), **known}, epoch)
         return tested, metrics
 
-    def _after_evaluated_batch(self, number: int) -> None:
+    def _after_evaluated_batch(self) -> None:
         self.ending.interrupt_evaluation()
-        if number == loader_batches.MANY and self.first and loader_batches.has_unknown_length(self.learner.test):
-            self.report.warn(
-                f"the evaluation has not ended after {loader_batches.MANY} batches. If the validation data have no "
-                "end, say how many batches to take: limits=mh.Limits(limit_val_batches=100)"
-            )
         if self.report.is_due:
             self.report.alive()

@@ -21,12 +21,11 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import counted
@@ -222,8 +221,7 @@ class Stopped(BaseException):
 
     The model has the weights of that moment, and where the trainer has a ``run``, a checkpoint was written. By Ctrl-C
     it is a ``KeyboardInterrupt`` too, by other signals a ``SystemExit`` with the code 128 + the signal's number: 143
-    for ``SIGTERM``, 138 for ``SIGUSR1`` on Linux. So a program that does not catch it ends as its caller expects: with
-    that code, and 130 after Ctrl-C.
+    for ``SIGTERM``, 138 for ``SIGUSR1`` on Linux.
     """
 
     result: Result
@@ -232,10 +230,7 @@ class Stopped(BaseException):
     def by(result: Result) -> Stopped:
         """The error of a job that was stopped."""
         name = result.signal or "SIGTERM"
-        code = exit_code(name)
-        error: Stopped = Interrupted() if name == "SIGINT" else Terminated(code)
-        if name == "SIGINT":
-            _end_with_code_of_signal()
+        error: Stopped = Interrupted() if name == "SIGINT" else Terminated(128 + int(signal.Signals[name]))
         error.result = result
         error.add_note(
             f"{name}: stopped. The model has the weights that it had after {counted(result.steps, 'step')} of training."
@@ -251,32 +246,3 @@ class Interrupted(Stopped, KeyboardInterrupt):
 
 class Terminated(Stopped, SystemExit):
     """Stopped by SIGTERM or SIGUSR1."""
-
-
-class _Hook:
-    """The program's ``sys.excepthook``, after which Ctrl-C ends it with 130.
-
-    Python does that for ``KeyboardInterrupt`` alone, and not for a class derived from it.
-    """
-
-    def __init__(self, shown: Callable[..., object]) -> None:
-        self._shown = shown
-
-    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        self._shown(kind, error, traceback)
-        if isinstance(error, Interrupted):
-            raise SystemExit(exit_code("SIGINT"))
-
-
-def _end_with_code_of_signal() -> None:
-    if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(sys.excepthook)
-
-
-def exit_code(name: str) -> int:
-    """The exit status of a process that a signal has stopped, as shells count it.
-
-    >>> exit_code("SIGTERM"), exit_code("SIGINT")
-    (143, 130)
-    """
-    return 128 + int(signal.Signals[name])

@@ -36,7 +36,6 @@ from manyhands.training.data.order import Cursor, Window
 
 B = TypeVar("B")
 
-MANY = 10_000  # batches after which an epoch that does not end is reported
 _SAMPLED = 4096  # elements of an array that its digest is made of
 _ENDLESS = (itertools.cycle, itertools.count, itertools.repeat)
 
@@ -160,11 +159,6 @@ def length(data: Any) -> int | None:
         return None
 
 
-def has_unknown_length(data: Any) -> bool:
-    """Whether the data are a loader that does not say how many batches it has."""
-    return data is not None and data.count is None and length(data) is None
-
-
 def is_used_up(loader: Any) -> bool:
     """Whether the loader can be iterated only once: a generator, or an iterator of Python's own."""
     return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
@@ -180,7 +174,7 @@ def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
     loader = getattr(data, "loader", None)
     if isinstance(loader, _ENDLESS) or _says_endless(loader):
         name = type(loader).__name__ if isinstance(loader, _ENDLESS) else "data set"
-        raise BadBatch(f"a {name} without an end was given: its first epoch would never end. {END_IT}")
+        raise BadBatch(f"a {name} without an end was given: its first epoch would never end. {_END_IT}")
     if epochs > 1 and is_used_up(loader):
         raise BadBatch(
             f"{type_in_words(loader)} can be iterated only once, and max_epochs is {epochs}. {_AGAIN}, or max_epochs=1"
@@ -194,7 +188,7 @@ def _says_endless(loader: Any) -> bool:
     return callable(cardinality) and type(loader).__module__.startswith("tensorflow.") and int(cardinality()) == -1
 
 
-END_IT = (
+_END_IT = (
     "Say where an epoch ends: in tf.data leave .repeat() out (the trainer iterates max_epochs times), or give "
     "dataset.take(1000); elsewhere give a function such as lambda: itertools.islice(batches(), 1000); or say where the "
     "training ends, limits=mh.Limits(max_steps=10000)"
