@@ -176,13 +176,11 @@ def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Cal
     """Return results with the strides of the graph: a caller may look at them."""
     forms = [(tuple(meta.shape), meta.stride()) for meta in metas]
 
-    def laid_out(result: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        if result.stride() == stride:
-            return result
-        return torch.empty_strided(shape, stride, dtype=result.dtype, device=result.device).copy_(result)
-
     def run(*inputs: torch.Tensor) -> Any:
-        return [laid_out(result, *form) for result, form in zip(compiled(*inputs), forms, strict=True)]
+        return [
+            result if result.stride() == stride else result.new_empty_strided(shape, stride).copy_(result)
+            for result, (shape, stride) in zip(compiled(*inputs), forms, strict=True)
+        ]
 
     return run
 

@@ -261,9 +261,7 @@ def _writes_after_checks(steps: Sequence[Step], inputs: frozenset[int]) -> None:
 
 
 def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
-    read: set[int] = set()
-    for argument in node.all_input_nodes:
-        read |= storages[argument]
+    read = _memories(node.all_input_nodes, storages)
     written = _written(node, storages)
     memories = storages[node] | frozenset().union(
         *(storages[user] for user in node.users if user.target is operator.getitem)
@@ -273,8 +271,8 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
     random = torch.Tag.nondeterministic_seeded in _tags(node) and not _drops_nothing(node)
     return Task(
         name=_operation(node),
-        reads=frozenset(read),
-        writes=frozenset(written | fresh),
+        reads=read,
+        writes=written | fresh,
         device=device,
         kind=kind,
         token=f"random numbers of {device}" if random else None,
@@ -286,14 +284,7 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
 
 def _drops_nothing(node: Node) -> bool:
     """Whether an operation draws random numbers only for dropout, and dropout is 0: mostly attention."""
-    schema = compat.schema(node.target)
-    for number, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            probability = (
-                node.args[number] if number < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            )
-            return bool(probability == 0)
-    return False
+    return any(argument.name == "dropout_p" and value == 0 for argument, value in _arguments(node))
 
 
 def meaningless_outputs(trace: Trace) -> frozenset[int]:
@@ -329,32 +320,36 @@ def _shape(value: Any) -> str:
     return "" if first is None else "x".join(map(str, first.shape))
 
 
-def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
+def _arguments(node: Node) -> list[tuple[Any, Any]]:
+    return compat.arguments(node.target, node.args, node.kwargs)
+
+
+def _written(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
     """The memories of the arguments that an operation writes to, according to its schema."""
-    schema = compat.schema(node.target)
-    memories: set[int] = set()
-    for number, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            memories |= _of_argument(node, number, argument.name, storages)
-    for number in _HIDDEN_WRITES.get(node.target, ()):
-        memories |= _of_argument(node, number, "", storages) if node.args[5] else set()
-    return memories
+    known = _arguments(node)
+    written = [value for argument, value in known if argument.alias_info is not None and argument.alias_info.is_write]
+    if node.target in _HIDDEN_WRITES and node.args[5]:
+        written += [known[number][1] for number in _HIDDEN_WRITES[node.target]]
+    return _memories(written, storages)
 
 
 def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
     """The memories of arguments that the result is a view of, or is, whether the schema says so or not."""
     if node.target is operator.getitem:
         return frozenset()
-    schema = compat.schema(node.target)
-    memories: set[int] = set()
-    for number, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None or (number == 0 and node.target in HIDDEN_VIEWS):
-            memories |= _of_argument(node, number, argument.name, storages)
-    if not memories and node.op == "call_function":
-        of_result = _storages(node)
-        for argument in node.all_input_nodes:
-            memories |= storages[argument] if of_result & storages[argument] else set()
-    return frozenset(memories)
+    known = _arguments(node)
+    shared = [value for argument, value in known if argument.alias_info is not None]
+    shared += [known[0][1]] if node.target in HIDDEN_VIEWS else []
+    memories = _memories(shared, storages)
+    if memories or node.op != "call_function":
+        return memories
+    of_result = _storages(node)
+    return _memories([source for source in node.all_input_nodes if of_result & storages[source]], storages)
+
+
+def _memories(values: object, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
+    """The memories of all nodes among arguments."""
+    return frozenset[int]().union(*(storages[leaf] for leaf in tree_flatten(values)[0] if isinstance(leaf, Node)))
 
 
 def _is_view(node: Node) -> bool:
@@ -362,15 +357,6 @@ def _is_view(node: Node) -> bool:
     schema = compat.schema(node.target)
     declared = schema is not None and all(result.alias_info is not None for result in schema.returns)
     return declared or node.target in HIDDEN_VIEWS
-
-
-def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozenset[int]]) -> set[int]:
-    value = node.args[number] if number < len(node.args) else node.kwargs.get(name)
-    memories: set[int] = set()
-    for part in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(part, Node):
-            memories |= storages[part]
-    return memories
 
 
 def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, frozenset[int]]:

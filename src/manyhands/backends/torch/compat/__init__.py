@@ -8,7 +8,7 @@ and Inductor have a file each; other modules get all names from here, as ``compa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -196,9 +196,11 @@ def memory_id(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The positional arguments of an operation by their names, which only its schema tells."""
-    return {argument.name: value for argument, value in zip(schema(func).arguments, args, strict=False)}
+def arguments(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments of an operation as its schema has them, each with its value in a call; none without a schema."""
+    known = schema(func)
+    expected = enumerate(() if known is None else known.arguments)
+    return [(a, args[n] if n < len(args) else kwargs.get(a.name, a.default_value)) for n, a in expected]
 
 
 def write_count(tensor: torch.Tensor) -> int:

@@ -147,13 +147,7 @@ def _fake(value: Any) -> Any:
 
 def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """All arguments in the schema's order, including omitted ones."""
-    written_out = []
-    for number, argument in enumerate(compat.schema(func).arguments):
-        if number < len(args):
-            written_out.append(args[number])
-        else:
-            written_out.append(kwargs.get(argument.name, argument.default_value))
-    return written_out
+    return [value for _, value in compat.arguments(func, args, kwargs)]
 
 
 def _same_value(first: Any, second: Any) -> bool:

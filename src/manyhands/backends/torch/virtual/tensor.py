@@ -303,7 +303,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def move(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``aten.to``: the tensor itself if there is nothing to do."""
-    arguments = {**compat.named_arguments(func, args), **kwargs}
+    arguments = {argument.name: value for argument, value in compat.arguments(func, args, kwargs)}
     tensor, other = arguments["self"], arguments.get("other")
     dtype = other.dtype if other is not None else arguments.get("dtype")
     wanted = home(other) if other is not None else arguments.get("device")
