@@ -133,8 +133,6 @@ swap_tensor_impl = torch._C._swap_tensor_impl
 parse_to = torch._C._nn._parse_to
 # The bindings of operations to Python, without the dispatch of torch.ops.
 BINDINGS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
-# Checks shapes, strides and types of many tensors in one call.
-TensorGuards = _guards.TensorGuards
 # Allocates without the overhead of torch.empty_strided; None in a build without it.
 empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 

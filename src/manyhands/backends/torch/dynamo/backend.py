@@ -195,6 +195,8 @@ class _PlannedGraph:
         moves = any(map(rewrites.replaces_memory, nodes))  # of the tensor itself, which a plan does not get
         self._is_nothing_planned = moves or repeated or not (self._computed or any(effects))
         self._is_backward = is_backward
+        # Given to a backward pass: the only arguments whose conjugation and negation nobody has checked.
+        self._gradients = [number for number, node in enumerate(arguments) if node.name.startswith("tangents")]
         if not is_backward:
             places.are_known = self._is_nothing_planned
         self._planned_part = rewrites.part(
@@ -223,16 +225,19 @@ class _PlannedGraph:
             return self._whole(*arguments)
         if self._is_backward and not self._places.are_known:
             return self._whole(*arguments)
+        if any(arguments[number].is_conj() or arguments[number].is_neg() for number in self._gradients):
+            return self._whole(*arguments)
         with self._alone:
             if self._holder is not None and self._holder() is not None:
                 return self._whole(*arguments)
-            bound = next((known for known in self._bound if known.fits(arguments)), None)
+            sizes = _sizes(arguments) if self._takes_any_size else None
+            bound = next((known for known in self._bound if known.fits(arguments, sizes)), None)
             if bound is None:
-                if not self._is_worth_a_plan(arguments):
+                if not self._is_worth_a_plan(sizes):
                     return self._whole(*arguments)
-                bound = self._bind(arguments)
+                bound = self._bind(arguments, sizes)
             if bound.is_due():
-                bound = self._bind(arguments, instead_of=bound)
+                bound = self._bind(arguments, sizes, instead_of=bound)
             if bound.plan is None:
                 return self._whole(*arguments)
             try:
@@ -250,13 +255,12 @@ class _PlannedGraph:
                 results[number] = value
         return results
 
-    def _is_worth_a_plan(self, arguments: tuple[Any, ...]) -> bool:
+    def _is_worth_a_plan(self, sizes: Any) -> bool:
         """Planning takes long: a graph that takes any sizes is planned for those that come often."""
         if self._plans_made >= _MOST:
             return False
         if not self._takes_any_size:
             return True
-        sizes = tuple(value.shape if isinstance(value, torch.Tensor) else value for value in arguments)
         if len(self._calls) > _REMEMBERED:
             self._calls.clear()
         self._calls[sizes] += 1
@@ -281,7 +285,7 @@ class _PlannedGraph:
         self._holder = weakref.ref(results[first])
         return results
 
-    def _bind(self, arguments: tuple[Any, ...], instead_of: _Bound | None = None) -> _Bound:
+    def _bind(self, arguments: tuple[Any, ...], sizes: Any, instead_of: _Bound | None = None) -> _Bound:
         """Plan the graph for these arguments; ``instead_of``: look for a better plan than this one's."""
         tensors = {number: value for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
         if self._fixed:
@@ -296,7 +300,7 @@ class _PlannedGraph:
         plan = planner(
             self._planned_part, tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments))
         )
-        bound = _Bound(plan, arguments, sorted(fixed))
+        bound = _Bound(plan, arguments, sorted(fixed), sizes)
         self._places.are_known = True
         self._bound = [bound, *[other for other in self._bound if other is not instead_of][: _RECENT - 1]]
         return bound
@@ -305,64 +309,41 @@ class _PlannedGraph:
 class _Bound:
     """A plan (None: the graph runs unplanned), with the properties that its arguments must have.
 
-    Dynamo's guards have already checked the shapes and types of the function's arguments, and PyTorch's modes. But one
-    graph may serve several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads in place. Of
-    these only the address is checked: the graph keeps their memory, so no other tensor can get the same address.
+    Dynamo's guards have already checked shapes and types, and PyTorch's modes. But a graph for any sizes is planned for
+    some, and ``in_place`` are the numbers of tensors that a CUDA graph reads in place.
     """
 
-    def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
-        self.plan, self.in_place = plan, in_place
+    def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int], sizes: Any) -> None:
+        self.plan, self.in_place, self._sizes = plan, in_place, sizes
         # Another thread may call at the same time: ``count`` returns each number once.
         self._calls = itertools.count(1)
         later = None if plan is None else plan.later
         self._due: int = 0 if later is None else later[0]
         self.planner: Planner | None = None if later is None else later[1]
         self.saved: set[int] = set()  # addresses of saved results, once they exist
-        self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
-        first: dict[int, int] = {}
-        numbers = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
-        # A result that the forward pass saves twice is one tensor, and PyTorch's guards require each only once.
-        self._repeated = [(n, at) for n in numbers if (at := first.setdefault(id(arguments[n]), n)) != n]
-        self._is_plain = len(first) == len(arguments)
-        held = {*in_place} if plan is not None and plan.in_graph else set[int]()
-        asked = [number for number in first.values() if number not in held]
-        self._asked = _picker(asked)
-        guards: Callable[..., bool] = _same_forms([arguments[number] for number in asked]) if asked else lambda: True
-        self._same_forms = guards
         self._same_addresses = compat.arguments_lie_at({number: arguments[number].data_ptr() for number in in_place})
         # For a run: the address of each tensor, and which addresses may change on the next call.
-        self._tensors = numbers
-        self._addresses = [arguments[number].data_ptr() for number in numbers]
+        self._tensors = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+        self._addresses = [arguments[number].data_ptr() for number in self._tensors]
         fixed = {*in_place}
-        self._moving = [(at, number) for at, number in enumerate(numbers) if number not in fixed]
+        self._moving = [(at, number) for at, number in enumerate(self._tensors) if number not in fixed]
 
     def is_due(self) -> bool:
         """Whether looking for a better plan pays on this call; ask once per call."""
         return self._due > 0 and next(self._calls) == self._due
 
-    def fits(self, arguments: tuple[Any, ...]) -> bool:
-        if not self._is_plain:
-            if any(arguments[number] != value for number, value in self._others):
-                return False
-            if any(arguments[number] is not arguments[first] for number, first in self._repeated):
-                return False
-        return self._same_forms(*self._asked(arguments)) and self._same_addresses(arguments)
+    def fits(self, arguments: tuple[Any, ...], sizes: Any) -> bool:
+        return bool(sizes == self._sizes) and self._same_addresses(arguments)
 
     def tensors_of(self, arguments: tuple[Any, ...]) -> AddressedTensors:
         """The tensors for a run, with their addresses, from arguments that fit."""
-        tensors = AddressedTensors(arguments if self._is_plain else [arguments[number] for number in self._tensors])
+        are_all = len(self._tensors) == len(arguments)
+        tensors = AddressedTensors(arguments if are_all else [arguments[number] for number in self._tensors])
         addresses = self._addresses.copy()
         for at, number in self._moving:
             addresses[at] = arguments[number].data_ptr()
         tensors.addresses = tuple(addresses)
         return tensors
-
-
-def _same_forms(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A check that as many tensors are like these: type, shape, strides, dtype, device, requires_grad."""
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
-    return compat.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def _nothing_was_done(error: Exception) -> bool:
@@ -371,6 +352,11 @@ def _nothing_was_done(error: Exception) -> bool:
 
 def _is_tensor_of_known_size(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def _sizes(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The forms of tensors, and the numbers, among a graph's arguments."""
+    return tuple((value.shape, value.stride()) if isinstance(value, torch.Tensor) else value for value in arguments)
 
 
 def _plain(value: Any, *, in_place: bool = False) -> Any:
