@@ -181,14 +181,11 @@ class ScheduleOfJob:
                 raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
             if value is not None:
                 self._scheduler.after_figure(monitor, float(value))
-            elif monitor not in row or not self._position.settings.limits.evaluate_every:
-                metrics = [
+            elif row["val_loss"] is not None or not monitor.startswith("val_"):
+                known = [
                     name for name, value in row.items() if name.startswith(("train_", "val_")) and value is not None
                 ]
-                known = (
-                    f"{', '.join(metrics)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
-                )
-                raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such metric. There are {known}")
+                raise BadSettings(f"PerEpoch(monitor={monitor!r}): {missing_metric(monitor, known)}")
 
     def after_epoch(self) -> None:
         """Step schedulers that go by epochs."""

@@ -36,7 +36,7 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
 
     assert main(["train", "--resume", str(run), "--epochs", "2", "--lr", "0.01"]) == 0
     said = capsys.readouterr()
-    assert "resuming after step 32, in epoch 2 of 2, with epochs 2 instead of 1" in said.err
+    assert "resuming after step 32, in epoch 2 of 2, with max_epochs 2 instead of 1" in said.err
     assert said.out.splitlines()[-1].partition(" on ")[2] == last.partition(" on ")[2], "the run's devices"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]

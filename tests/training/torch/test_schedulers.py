@@ -114,7 +114,7 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
         cut, _ = fit(mlp(), data, 1, **how, **within, schedule=mh.PerEpoch(plateau))
     assert same(whole, cut)
     trainer, numbers = mh.Trainer(1, loss="mse", schedule=mh.PerEpoch(plateau, "val_acc")), (torch.rand(8, 4),) * 2
-    with pytest.raises(BadSettings, match=r"PerEpoch\(monitor='val_acc'\): there is no such metric"):
+    with pytest.raises(BadSettings, match=r"PerEpoch\(monitor='val_acc'\): there is no metric 'val_acc'"):
         trainer.fit(torch.nn.Linear(4, 4), numbers, numbers)
     with pytest.raises(BadSettings, match=r"'val_loss'\): there is no metric.*no validation data"):
         fit(mlp(), vectors(), 1, **how, schedule=mh.PerEpoch(plateau))

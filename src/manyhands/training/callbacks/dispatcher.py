@@ -175,20 +175,13 @@ class Dispatcher:
         return {"states": states, "means": {name: means.state() for name, means in self._means.items()}}
 
     def _restore(self, saved: Event) -> None:
-        for name, callback in self._callbacks.items():
-            before = name if name in saved["states"] else type(callback).__name__  # as older checkpoints have it
-            if before in saved["states"]:
-                self._call(name, "load_state_dict", saved["states"][before])
-            if name in self._means and before in saved["means"]:
-                self._means[name].restore(saved["means"][before])
-        kinds = {type(callback).__name__ for callback in self._callbacks.values()}
-        unused = [name for name, state in saved["states"].items() if state and name not in {*self._callbacks, *kinds}]
-        if unused:
-            new = [name for name in self._callbacks if name not in saved["states"] and self._callbacks[name].state_key]
-            instead = f"; new is {', '.join(new)}" if new else ""
-            self.notes.append(
-                f"the checkpoint has the state of {', '.join(unused)}, which this job does not have{instead}"
-            )
+        for name in self._callbacks:
+            if name in saved["states"]:
+                self._call(name, "load_state_dict", saved["states"][name])
+            if name in self._means and name in saved["means"]:
+                self._means[name].restore(saved["means"][name])
+        if unused := [name for name, state in saved["states"].items() if state and name not in self._callbacks]:
+            self.notes.append(f"the checkpoint has the state of {', '.join(unused)}, which this job does not have")
 
     # Calls
 

@@ -19,16 +19,8 @@ from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.running_sums import Figures, NanCheck, add, figures_of_process
 from manyhands.training.stopping import Ending
 
-# Settings that may change when a job is resumed, in words.
-_ANNOUNCED = {
-    "lr": "learning rate",
-    "max_epochs": "epochs",
-    "gradient_clip_val": "gradient clipping",
-    "accumulate": "accumulation",
-    "batch_stats": "batch statistics",
-    "precision": "precision",
-    "on_nan": "on_nan",
-}
+# Settings that may change when a job is resumed.
+_ANNOUNCED = ("lr", "max_epochs", "gradient_clip_val", "accumulate", "batch_stats", "precision", "on_nan")
 
 
 class Saver:
@@ -197,14 +189,14 @@ class Saver:
 
 def changed_settings(before: Mapping[str, Any], settings: Settings, learner: Learner) -> list[str]:
     """The settings that a resumed job has changed, in words."""
-    own, saved = _flat(settings.as_dict()), _flat(before["settings"])
-    now = {words: own[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
-    then = {words: saved.get(name, now[words]) for name, words in _ANNOUNCED.items()}
-    then |= before.get("optimizer_options", {})
+    flat = [{**each, **each.get("step", {})} for each in (settings.as_dict(), before["settings"])]
+    now, then = ({name: each[name] for name in _ANNOUNCED if name in each} for each in flat)
     if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
-        del now[_ANNOUNCED["lr"]]
-    if own["precision"] == "auto" and getattr(learner, "keeps_precision", False):
-        del now[_ANNOUNCED["precision"]]
+        del now["lr"]
+    if now["precision"] == "auto" and getattr(learner, "keeps_precision", False):
+        del now["precision"]
+    now |= learner.optimizer_options
+    then |= before.get("optimizer_options", {})
     return [
         f"{name} {_in_words(value)} instead of {_in_words(then[name])}"
         for name, value in now.items()
@@ -214,11 +206,6 @@ def changed_settings(before: Mapping[str, Any], settings: Settings, learner: Lea
 
 def _in_words(value: object) -> str:
     return "without a limit" if value == ENDLESS else str(value)
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's own settings and those of its steps, by name."""
-    return {**settings, **settings.get("step", {})}
 
 
 def is_kept(name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
