@@ -7,17 +7,14 @@ the processor, which a busy machine changes less.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import parallel_cases
 import torch
-from parallel_ways import COMPILED, OURS, Case, Wanted, captured, copied, synchronize, with_manyhands
-from torch.utils._pytree import tree_map
+from parallel_ways import COMPILED, OURS, Wanted, captured, copied, synchronize, with_manyhands
 
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
@@ -41,7 +38,6 @@ def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
     by_hand = "streams in a graph"
     works[by_hand] = captured(case.captured[by_hand], case.arguments, device)
     works |= {name: with_manyhands(case, name)[0] for name in OURS if name != COMPILED}
-    works |= {f"{name}, arguments elsewhere at every call": elsewhere(case, name) for name in OURS if name != COMPILED}
     wanted = Wanted(case)
     for name, work in list(works.items()):
         for _ in range(100):  # ours reads its arguments in place by then
@@ -65,13 +61,6 @@ def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
         beyond = " and ".join(f"{(seconds - plain) * 1e6:+.1f}" for plain in bare)
         print(f"  host time of a call, {name}: {seconds * 1e6:.1f} us; beyond these two graphs {beyond} us")
     return row
-
-
-def elsewhere(case: Case, name: str) -> Callable[[], Any]:
-    """A way of ours, with the arguments and with copies of them in turns: it never comes to read them in place."""
-    _, fast = with_manyhands(case, name)
-    arguments = itertools.cycle((case.arguments, tree_map(torch.clone, case.arguments)))
-    return lambda: fast(*next(arguments))
 
 
 def planning() -> dict[str, Any]:

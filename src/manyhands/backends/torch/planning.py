@@ -24,7 +24,7 @@ from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points
 from manyhands.backends.torch.run.copies import copied
 from manyhands.backends.torch.run.costs import cost_keys, tasks
-from manyhands.backends.torch.run.cuda_graph import GraphRun, trial_calls
+from manyhands.backends.torch.run.cuda_graph import GraphRun
 from manyhands.backends.torch.run.streams import (
     Gpus,
     StreamRun,
@@ -142,7 +142,7 @@ def _shapes(node: Node) -> str:
 
 @contextmanager
 def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """Trials inside leave no effects: written tensors and random states are restored, and the calls are not counted.
+    """Trials inside leave no effects: written tensors and random states are restored.
 
     Yields a function that restores written tensors already before the end: a graph that advances a state, such as a
     position in its data, must not run past the end of the data in repeated trials.
@@ -156,8 +156,7 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
                 tensor.copy_(before)
 
     try:
-        with trial_calls():
-            yield put_back
+        yield put_back
     finally:
         put_back()
         torch.set_rng_state(state)

@@ -35,7 +35,6 @@ from manyhands.backends.torch.capture.captured_graph import CapturedGraph
 from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.dynamo import rewrites
 from manyhands.backends.torch.planning import is_out_of_memory
-from manyhands.backends.torch.run.cuda_graph import AddressedTensors, trial_calls
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
@@ -271,8 +270,7 @@ class _PlannedGraph:
             plain_arguments = [_plain(value) for value in arguments]
             return plan.run([value for value in plain_arguments if isinstance(value, torch.Tensor)])
         # Saved results stay in the graph's memory: the backward pass reads them there.
-        with trial_calls() if self._saved else nullcontext():
-            results = list(plan.run(bound.tensors_of(arguments)))
+        results = list(plan.run([value for value in arguments if isinstance(value, torch.Tensor)]))
         if not self._saved:
             return results
         for at in self._callers:
@@ -322,11 +320,6 @@ class _Bound:
         self.planner: Planner | None = None if later is None else later[1]
         self.saved: set[int] = set()  # addresses of saved results, once they exist
         self._same_addresses = compat.arguments_lie_at({number: arguments[number].data_ptr() for number in in_place})
-        # For a run: the address of each tensor, and which addresses may change on the next call.
-        self._tensors = [number for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
-        self._addresses = [arguments[number].data_ptr() for number in self._tensors]
-        fixed = {*in_place}
-        self._moving = [(at, number) for at, number in enumerate(self._tensors) if number not in fixed]
 
     def is_due(self) -> bool:
         """Whether looking for a better plan pays on this call; ask once per call."""
@@ -334,16 +327,6 @@ class _Bound:
 
     def fits(self, arguments: tuple[Any, ...], sizes: Any) -> bool:
         return bool(sizes == self._sizes) and self._same_addresses(arguments)
-
-    def tensors_of(self, arguments: tuple[Any, ...]) -> AddressedTensors:
-        """The tensors for a run, with their addresses, from arguments that fit."""
-        are_all = len(self._tensors) == len(arguments)
-        tensors = AddressedTensors(arguments if are_all else [arguments[number] for number in self._tensors])
-        addresses = self._addresses.copy()
-        for at, number in self._moving:
-            addresses[at] = arguments[number].data_ptr()
-        tensors.addresses = tuple(addresses)
-        return tensors
 
 
 def _nothing_was_done(error: Exception) -> bool:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,29 +24,8 @@ from manyhands.backends.torch.run.own_streams import own_streams, reserve_worksp
 from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
 from manyhands.errors import CannotCompile
 
-_LIKELY = 32  # consecutive calls with arguments at the same addresses
-_LITTLE = 1 / 100  # of the device's memory: results may exist twice if they take no more
 # Operations that may call cuBLAS.
 _MULTIPLIES = re.compile(r"mm|mv|matmul|linear|dot|attention|transformer|lstm|gru|rnn|linalg|solve|cholesky|manyhands")
-_of_thread = threading.local()
-
-
-class AddressedTensors(list[torch.Tensor]):
-    """The tensors of a call with their addresses, if these are known already."""
-
-    __slots__ = ("addresses",)
-    addresses: tuple[int, ...]
-
-
-@contextmanager
-def trial_calls() -> Iterator[None]:
-    """Calls of this thread are trials: the addresses of their arguments say nothing about later calls."""
-    before = getattr(_of_thread, "tries", False)
-    _of_thread.tries = True
-    try:
-        yield
-    finally:
-        _of_thread.tries = before
 
 
 @dataclass(frozen=True)
@@ -65,11 +42,6 @@ class _Captured:
 class GraphRun:
     """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in.
 
-    If many consecutive calls have their arguments at the same addresses, a second graph is captured that reads and
-    writes them there, without copies. It shares the first graph's memory except for results, which are still allocated
-    when it is captured: a result of either graph may be the next call's argument. It keeps no argument alive: it is
-    replayed only when the arguments are at these addresses, whoever used the memory in between.
-
     Results belong to the caller. With ``reuse_outputs`` they belong to the graph, and the next replay overwrites them.
     """
 
@@ -85,8 +57,8 @@ class GraphRun:
         self._constants = [value.detach() for value in trace.constant_values()]
         self._changed = _written_constants(trace)
         streams = own_streams(self._device, len(plan.devices))
-        self._multiplying = [streams[lane] for lane in _lanes_with_products(trace, plan)]
-        reserve_workspaces(self._multiplying, self._device, gradients=False)
+        multiplying = [streams[lane] for lane in _lanes_with_products(trace, plan)]
+        reserve_workspaces(multiplying, self._device, gradients=False)
         self._first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
         self._issue = generate(trace, plan, streams, static=True).build()
         self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
@@ -101,18 +73,14 @@ class GraphRun:
         self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: copies them after the graph
         self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
         try:
-            self._copying = self._captured(self._static, self._moving)
+            self._graph = self._captured(self._static, self._moving)
         except CannotCompile:  # the copies cannot be identified in the graph
             self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
-            self._copying = self._captured(self._static, self._moving)
+            self._graph = self._captured(self._static, self._moving)
         # A parameter is at the address that the graph has: otherwise the call would have another plan.
         fixed = {number for number, tensor in enumerate(inputs) if type(tensor) is torch.nn.Parameter}
         self._before = [number for number in self._before if number not in fixed]
         self._back = [number for number in self._written if number not in fixed]
-        self._last: tuple[int, ...] = ()  # addresses of the last call's arguments; the next line: for how many calls
-        self._times = 0
-        self._places: tuple[int, ...] | None = None
-        self._in_place: _Captured | None = None
 
     def _warmed_up(self) -> list[Any]:
         """Results of a first run, which initialises libraries and allocates their workspaces on every stream."""
@@ -153,12 +121,12 @@ class GraphRun:
             return False
         return True
 
-    def _captured(self, inputs: Sequence[torch.Tensor], moving: Sequence[int], pool: Any = None) -> _Captured:
+    def _captured(self, inputs: Sequence[torch.Tensor], moving: Sequence[int]) -> _Captured:
         """The run as a graph; ``moving`` are the numbers of the inputs that it copies in."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         copies_in = Copies("copy_in", [inputs[number] for number in moving], self._device) if moving else None
         copies_out = None
-        capture = capturing(graph, self._device, stream=self._first, pool=pool)
+        capture = capturing(graph, self._device, stream=self._first)
         with as_traced(self._devices, self._first), capture:
             if copies_in is not None:
                 copies_in.launch()
@@ -188,20 +156,11 @@ class GraphRun:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)
             self._stream = stream
-        known = type(inputs) is AddressedTensors
-        places = inputs.addresses if known else tuple(tensor.data_ptr() for tensor in inputs)  # type: ignore[attr-defined]
-        if places == self._places:
-            assert self._in_place is not None
-            captured = self._in_place
-        else:
-            captured = self._copying
-            self._copy_in(inputs, captured.copies_in)
+        self._copy_in(inputs)
         if fresh is not None:
-            captured.copies_out.retarget(fresh)  # type: ignore[union-attr]
-        captured.replay()
-        if captured is self._copying:
-            self._copy_back(inputs)
-            self._note(places, inputs)
+            self._graph.copies_out.retarget(fresh)  # type: ignore[union-attr]
+        self._graph.replay()
+        self._copy_back(inputs)
         if self._changed or self._written:
             changed = [*self._changed, *(inputs[number] for number in self._written)]
             increment_version(changed)  # as eager writes do: a later backward pass must notice them
@@ -210,13 +169,13 @@ class GraphRun:
         if self._to_host:
             self._stream.synchronize()
         if fresh is None:
-            return captured.outputs if self._keep is None else self._keep(captured.outputs)
+            return self._graph.outputs if self._keep is None else self._keep(self._graph.outputs)
         return fresh if self._repeats is None else [fresh[number] for number in self._repeats]
 
-    def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
+    def _copy_in(self, inputs: Sequence[torch.Tensor]) -> None:
         """The graph copies arguments on the GPU, if it can; arguments already at the graph's addresses are skipped."""
-        if copies is not None:
-            copies.retarget([inputs[number] for number in self._moving])
+        if self._graph.copies_in is not None:
+            self._graph.copies_in.retarget([inputs[number] for number in self._moving])
         into, source = [], []
         for number in self._before:
             static, tensor = self._static[number], inputs[number]
@@ -236,32 +195,8 @@ class GraphRun:
         for number in self._back:
             tensor = inputs[number]
             # If the argument is the last call's result, its memory now holds this call's result.
-            if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._copying.outputs):
+            if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._graph.outputs):
                 tensor.detach().copy_(self._static[number])
-
-    def _note(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> None:
-        """Count consecutive calls with the same addresses; after enough of them, read the arguments in place."""
-        if getattr(_of_thread, "tries", False):
-            return
-        self._times = self._times + 1 if places == self._last else 0
-        self._last = places
-        if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):
-            return
-        with suppress(RuntimeError):  # no harm: arguments are copied as before
-            reserve_workspaces(self._multiplying, self._device, gradients=False)
-            self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._copying.graph.pool())
-            self._places = places
-
-    def _pays(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a copy can be saved, and a second set of results takes little memory."""
-        if not all(tensor.is_cuda for tensor in inputs) or places == tuple(
-            static.data_ptr() for static in self._static
-        ):
-            return False
-        output_bytes = sum(
-            output.untyped_storage().nbytes() for output in self._copying.outputs if isinstance(output, torch.Tensor)
-        )
-        return output_bytes <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
 
 
 def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
