@@ -33,7 +33,7 @@ def test_count():
     stalls = {seen.times(stall): stall for stall in seen}
     assert stalls[3].call == "Tensor.__float__"
     assert "float(x[0])" in str(stalls[3])
-    assert stalls[1].cure.endswith("x.sum().detach()")
+    assert stalls[1].cure.startswith("keep the value on the device")
     x.sum().item()
     assert len(seen) == 4
 

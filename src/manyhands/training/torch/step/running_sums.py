@@ -113,7 +113,8 @@ class RunningSums:
     def send(self, step: int, world: World) -> None:
         """Send the sums over all ranks on their way to the host; never waits."""
         sums = self.sums.clone()
-        sums[_NAMES], sums[_RANKS] = _digest(self._names), bool(self._names)
+        sums[_NAMES].fill_(_digest(self._names))  # a number that is assigned waits for the device
+        sums[_RANKS].fill_(bool(self._names))
         self._sent.append(_Sent(step, sums, world))
 
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
