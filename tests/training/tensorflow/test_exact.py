@@ -13,7 +13,6 @@ from keras_cases import CLASSES, convnet, difference, fit, images, mlp, momentum
 
 from manyhands.cli import parity
 from manyhands.training.options import Step
-from manyhands.training.tensorflow import feed
 
 
 @pytest.mark.parametrize(
@@ -86,23 +85,6 @@ def test_a_shuffled_dataset_has_one_order_on_any_number_of_devices() -> None:
     notes = [*fit(alone, shuffled()).notes, *fit(several, shuffled(), 2).notes]
     assert parity.largest_difference(tensors(alone), tensors(several)) < 1e-12
     assert not any("without a seed" in note for note in notes)
-
-
-def test_data_that_lie_on_every_device_are_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_host = mlp()
-    fit(on_host, (vectors(50), vectors(9)), 2)
-    placed = []
-
-    def fits(source: Any, devices: Any) -> bool:  # as on GPUs
-        placed.append([str(device)[-5:] for device in devices])
-        return True
-
-    monkeypatch.setattr(feed, "_fits", fits)
-    for devices in (1, 2):
-        resident = mlp()
-        fit(resident, (vectors(50), vectors(9)), devices)
-        assert parity.largest_difference(tensors(resident), tensors(on_host)) < 1e-12
-    assert placed == [["CPU:0"]] * 2 + [["CPU:0", "CPU:1"]] * 2
 
 
 def test_dropout_draws_other_numbers_on_every_device_and_step_and_the_same_in_every_run() -> None:

@@ -33,7 +33,7 @@ class Evaluation:
     def __init__(self, step: Step, world: World, data: Source, check: Any) -> None:
         """``check`` looks at the labels of a loader's batches."""
         self.step, self.world, self.rank = step, world, world.rank
-        self.feed = Feed(data, world.strategy, world.devices, check)
+        self.feed = Feed(data, world.replicas, check)
         self._programs: dict[bool, Any] = {}  # with and without the model's outputs
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False) -> Figures:
@@ -58,7 +58,7 @@ class Evaluation:
     def _program(self, inputs: Inputs | None, *, loss: bool) -> Any:
         gathered = inputs is not None and self.world.size > 1
         prepare = prepared_by(self.feed.source)
-        return self.step.tester(prepare, on_host=self.feed.on_host, loss=loss, inputs=inputs, gathered=gathered)
+        return self.step.tester(prepare, loss=loss, inputs=inputs, gathered=gathered)
 
     def _run(
         self, program: Any, alive: Callable[[], None], take: Take | None, size: int, *, whole: bool = False

@@ -73,8 +73,8 @@ class KerasLearner:
         self.notes = self._first_notes()
         # Of a single sample there are no statistics.
         self.least = 2 if self._normalises() and not self.step_of.all_take_part else 1
-        self.feed = Feed(job.train, world.strategy, world.devices, job.labels)
-        self._train = self.step_of.trainer(prepared_by(job.train), on_host=self.feed.on_host)
+        self.feed = Feed(job.train, world.replicas, job.labels)
+        self._train = self.step_of.trainer(prepared_by(job.train))
         self.evaluation = None if job.test is None else Evaluation(self.step_of, world, job.test, job.labels)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
         self._coming: Future[Figures] | None = None

@@ -111,31 +111,29 @@ class Step:
         self.assign(self.sums, [0, 0, 0, math.inf])
         self.on_each(self.sums)[0].assign([figures.loss_sum, figures.correct, figures.count, math.inf])
 
-    def trainer(self, prepare: Prepare, *, on_host: bool) -> Any:
+    def trainer(self, prepare: Prepare) -> Any:
         """The step for one source: ``(data, order, bounds, number, factor)``."""
 
-        replica = functools.partial(self._train_replica, prepare, on_host)
+        replica = functools.partial(self._train_replica, prepare)
 
         def work(*arguments: Any) -> None:
             self.strategy.run(replica, args=arguments)
 
         return _compiled(work)
 
-    def tester(self, prepare: Prepare, *, on_host: bool, loss: bool, inputs: Inputs | None, gathered: bool) -> Any:
+    def tester(self, prepare: Prepare, *, loss: bool, inputs: Inputs | None, gathered: bool) -> Any:
         """Evaluates a batch, ``(data, order, bounds)``: its loss is added to the sums of a test, if ``loss``.
 
         ``inputs``: it returns the model's outputs and the targets, of each replica; ``gathered``: each has those of
         all replicas, also of other processes.
         """
 
-        replica = functools.partial(self._test_replica, prepare, on_host, loss, inputs, gathered)
+        replica = functools.partial(self._test_replica, prepare, loss, inputs, gathered)
         return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     # What one replica does
 
-    def _train_replica(
-        self, prepare: Prepare, on_host: bool, data: Batch, order: Any, bounds: Any, number: Any, factor: Any
-    ) -> None:
+    def _train_replica(self, prepare: Prepare, data: Batch, order: Any, bounds: Any, number: Any, factor: Any) -> None:
         (replica, begin, end), whole = _place(bounds), bounds[-1] - bounds[0]
         weights, statistics = _read(self.weights), _read(self.statistics)
         parts, sums = self.settings.step.accumulate, tf.zeros(WIDTH, tf.float64)
@@ -144,7 +142,7 @@ class Step:
             start, stop = (begin + (end - begin) * i // parts for i in (part, part + 1))
 
             def rows(start: Any = start, stop: Any = stop) -> Batch:
-                return prepare(_gathered(data, order[start:stop], on_host))
+                return prepare(_gathered(data, order[start:stop]))
 
             numbers = (number, replica, part)
             more, statistics, now = self._part(rows, stop - start, whole, weights, statistics, numbers)
@@ -226,7 +224,6 @@ class Step:
     def _test_replica(
         self,
         prepare: Prepare,
-        on_host: bool,
         loss: bool,
         inputs: Inputs | None,
         gathered: bool,
@@ -239,7 +236,7 @@ class Step:
 
         def work() -> Any:
             values = _read(self.weights), _read(self.statistics), (0, replica)
-            batch = prepare(_gathered(data, order[begin:end], on_host))
+            batch = prepare(_gathered(data, order[begin:end]))
             losses = self.function(*values, batch, training=False)[0] if loss else Losses()
             pair = losses.output, losses.targets
             if inputs is not None and losses.output is None:  # the model's own step does not return it
@@ -326,10 +323,8 @@ def _compiled(work: Callable[..., Any]) -> Any:
     return tf.function(functools.partial(work), autograph=False, reduce_retracing=True)
 
 
-def _gathered(data: Batch, numbers: Any, on_host: bool) -> Batch:
+def _gathered(data: Batch, numbers: Any) -> Batch:
     """The samples of those numbers; only they are copied from the host to the device."""
-    if not on_host:
-        return tuple(tf.gather(array, numbers) for array in data)
     with tf.device(_HOST):
         rows = [tf.gather(array, numbers) for array in data]
     return tuple(tf.identity(part) for part in rows)
