@@ -74,22 +74,6 @@ def parse_seconds(duration: Any) -> float | None:
     return float(sum(float(number) * _SECONDS[unit.lower()] for number, unit in parts)) or None
 
 
-_BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
-
-
-def parse_memory(amount: Any) -> int | None:
-    """The bytes of an amount of memory; None where it is none.
-
-    >>> parse_memory("2GB"), parse_memory("512 MiB"), parse_memory(1000), parse_memory("much")
-    (2147483648, 536870912, 1000, None)
-    """
-    if isinstance(amount, int) and not isinstance(amount, bool):
-        return amount if amount > 0 else None
-    matched = _MEMORY.fullmatch(amount.strip()) if isinstance(amount, str) else None
-    return int(float(matched[1]) * _BYTES[matched[2].lower()]) or None if matched is not None else None
-
-
 def parse_interval(interval: Any) -> tuple[int, str] | None:
     """The number and the unit of an interval; None where it is none.
 

@@ -63,7 +63,13 @@ def test_the_largest_batch_fills_the_memory_that_it_may() -> None:
     wide = torch.nn.Sequential(torch.nn.Linear(20, 2**16), torch.nn.Tanh(), torch.nn.Linear(2**16, 5))
     samples = X.float().repeat(100, 1), Y.repeat(100)
     trainer = mh.Trainer(devices=["gpu:0"], lr=0.1, precision="fp32", quiet=True)
-    small = trainer.find_batch_size(wide, samples, memory="1GB")
-    large = trainer.find_batch_size(wide, samples, memory="4GB")
-    assert 64 <= small < large
+    found, total = [], torch.cuda.get_device_properties(0).total_memory
+    try:
+        for gigabytes in (1, 4):
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(gigabytes * 2**30 / total)
+            found.append(trainer.find_batch_size(wide, samples))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 64 <= found[0] < found[1]
     assert all(parameter.device.type == "cpu" for parameter in wide.parameters())

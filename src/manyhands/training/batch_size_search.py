@@ -5,24 +5,19 @@ The size is doubled until a batch does not fit, then bisected::
     tried     8   16   32   64   128   96   112   104      8 to 64 fit, 128 does not
     fits      *    *    *    *     -    *     -     *      104 is the answer: within an eighth of the largest
 
-A GPU raises an error when its memory is full. A host does not: it swaps, or kills the process. So on a CPU the memory
-of steps is measured, and a batch is only tried where the one before suggests that it stays within the bound.
+A GPU raises an error when its memory is full. A host does not: it swaps, or kills the process. So on a CPU the search
+needs a maximum.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
-
-from manyhands import amounts, machine
 from manyhands import shares as _shares
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings, LossIsNotANumber
@@ -35,25 +30,14 @@ if TYPE_CHECKING:
 _FIRST = 8  # samples per device
 _NEAR = 8  # the answer is within this part of the largest that fits
 _STEPS = 3  # the first ones make the optimizer's state
-_PART_OF_FREE = 0.5  # of the host's memory, where no bound is given
-_PROC = Path("/proc/self")
 
 
-def find(
-    trainer: BaseTrainer,
-    model: Any,
-    maximum: int | None,
-    memory: str | int | None,
-    of: Literal["batch", "micro_batch"],
-) -> int:
+def find(trainer: BaseTrainer, model: Any, maximum: int | None, of: Literal["batch", "micro_batch"]) -> int:
     """The largest batch of a trainer, or the largest micro-batch of its batch."""
     if not trainer.searches_batch_size:
         raise BadSettings("find_batch_size is there in PyTorch and in JAX: here try some sizes, as batch_size=64")
     if of not in ("batch", "micro_batch"):
         raise BadSettings(f"find_batch_size(of={of!r}): choose one of batch, micro_batch")
-    bound = None if memory is None else amounts.parse_memory(memory)
-    if memory is not None and bound is None:
-        raise BadSettings(f"find_batch_size(memory={memory!r}): give '8GB' or a number of bytes")
     if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, Integral) or maximum < 1):
         raise BadSettings(f"find_batch_size(maximum={maximum!r}): give a whole number of at least 1")
     if launcher.size() > 1:
@@ -61,7 +45,9 @@ def find(
     data = trainer.train_source
     if data.count is None:
         raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) instead, or in PyTorch a Dataset")
-    search, devices = _Search(trainer, model, bound), len(trainer._natives())
+    if maximum is None and any(trainer.backend.neutral(device).kind == "cpu" for device in trainer._natives()):
+        raise BadSettings("find_batch_size on a CPU, where no error says that memory is full: give maximum=")
+    search, devices = _Search(trainer, model), len(trainer._natives())
     if of == "micro_batch":
         whole = trainer._settings_with(trainer.options.batch_size or data.batch_size).batch_size
         shard = max(search.shards(whole))
@@ -98,13 +84,11 @@ def largest(fits: Callable[[int], bool], maximum: int, devices: int) -> int:
 
 
 class _Search:
-    """One search: its trainer and model, and what was measured so far."""
+    """One search: its trainer and model."""
 
-    def __init__(self, trainer: BaseTrainer, model: Any, memory: int | None) -> None:
-        """``memory``: the bound of one device, in bytes."""
-        self.trainer, self.model, self.memory = trainer, model, memory
+    def __init__(self, trainer: BaseTrainer, model: Any) -> None:
+        self.trainer, self.model = trainer, model
         self.devices = trainer._natives()
-        self._trials: dict[str, _HostTrials] = {}
 
     def shards(self, batch: int) -> list[int]:
         """How many samples of a batch each device gets; measured shares begin as equal ones."""
@@ -116,25 +100,17 @@ class _Search:
         There devices are processes: one without memory left would keep the others waiting.
         """
         if not self.trainer.tries_devices_alone:
-            return self._fits(self.devices, batch, micro)
+            return self._try(self.devices, batch, micro)
         largest_shards: dict[Any, int] = {}
         for device, size in zip(self.devices, self.shards(batch), strict=True):
             largest_shards[device] = max(largest_shards.get(device, 1), size)
-        return all(self._fits([device], shard, micro) for device, shard in largest_shards.items())
-
-    def _fits(self, devices: list[Any], batch: int, micro: int | None) -> bool:
-        if any(self.trainer.backend.neutral(device).kind == "gpu" for device in devices):
-            return self._try(devices, batch, micro)
-        free = (machine.host_memory().free or 0) * _PART_OF_FREE / len(self.devices)
-        bound = int(free if self.memory is None else self.memory) * len(devices)
-        trials = self._trials.setdefault(str(devices), _HostTrials())
-        return trials.fit(micro or batch, bound, lambda: self._try(devices, batch, micro))
+        return all(self._try([device], shard, micro) for device, shard in largest_shards.items())
 
     def _try(self, devices: list[Any], batch: int, micro: int | None) -> bool:
         """Whether a few steps could be made."""
         trainer, data = self.trainer, dataclasses.replace(self.trainer.train_source, batch_size=None)
         try:
-            with trainer._trial(devices, self.memory):
+            with trainer._trial(devices):
                 model, optimizer = self._copies()
                 self._trainer_of(devices, batch, micro, optimizer).fit(model, data)
         except LossIsNotANumber:  # after its step
@@ -183,41 +159,3 @@ class _Search:
             quiet=True,
         )
         return trainer
-
-
-class _HostTrials:
-    """Trials with larger and larger batches, each measured; one that is expected to exceed the bound is not made."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int] | None = None  # samples at once, and the bytes that they took
-
-    def fit(self, size: int, bound: int, trial: Callable[[], bool]) -> bool:
-        """Whether the trial, with ``size`` samples at once, succeeds within the bound."""
-        if self._last is None:
-            trial()  # once without measuring: libraries take memory of their own
-        elif self._last[1] * size > bound * self._last[0]:
-            return False
-        with _peak() as took:
-            succeeded = trial()
-        self._last = size, took[0]
-        return succeeded and took[0] <= bound
-
-
-@contextlib.contextmanager
-def _peak() -> Iterator[list[int]]:
-    """How many bytes this process takes at most, within, more than before."""
-    before, took = psutil.Process().memory_info().rss, [0]
-    with contextlib.suppress(OSError):
-        (_PROC / "clear_refs").write_text("5")  # Linux: forget the highest so far
-    try:
-        yield took
-    finally:
-        took[0] = max(0, _highest() - before)
-
-
-def _highest() -> int:
-    with contextlib.suppress(OSError):
-        for line in (_PROC / "status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)

@@ -322,7 +322,6 @@ class BaseTrainer(Evaluating):
         data: Any,
         *,
         maximum: int | None = None,
-        memory: str | int | None = None,
         of: Literal["batch", "micro_batch"] = "batch",
     ) -> int:
         """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
@@ -333,23 +332,17 @@ class BaseTrainer(Evaluating):
         Args:
             model: As for ``fit``.
             data: As for ``fit``, but not a loader.
-            maximum: The largest batch to try. Default: None, all samples.
-            memory: The memory that steps may take on each device, as ``"8GB"``. Default: None, all of a GPU; on a CPU
-                half of what is free, divided over the devices: a host that is full takes other programs with it.
+            maximum: The largest batch to try; on a CPU, where no error says that memory is full, it is needed.
+                Default: None, all samples.
             of: ``"micro_batch"`` finds the largest ``Step(micro_batch_size=...)`` for the trainer's ``batch_size``.
         """
         self.train_source, self.test_source = self._sources(data)
         from manyhands.training import batch_size_search
 
-        return batch_size_search.find(self, model, maximum, memory, of)
+        return batch_size_search.find(self, model, maximum, of)
 
-    def _trial(self, devices: Sequence[Any], memory: int | None) -> AbstractContextManager[None]:
-        """Within it a trial is made on these devices, with this bound (in bytes) for the memory of each GPU."""
-        if memory is not None and any(self.backend.neutral(device).kind == "gpu" for device in devices):
-            raise BadSettings(
-                f"find_batch_size(memory=...): {self.backend.name} cannot be kept below a bound on a GPU; leave it "
-                "out, for all of the GPU's memory"
-            )
+    def _trial(self, devices: Sequence[Any]) -> AbstractContextManager[None]:
+        """Within it a trial is made on these devices."""
         return contextlib.nullcontext()
 
     def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:

@@ -237,27 +237,18 @@ class Trainer(BaseTrainer):
     tries_devices_alone: ClassVar[bool] = True
 
     @contextlib.contextmanager
-    def _trial(self, devices: Sequence[torch.device], memory: int | None) -> Iterator[None]:
-        """A GPU's memory up to the bound, without what several of them need to sum gradients."""
+    def _trial(self, devices: Sequence[torch.device]) -> Iterator[None]:
+        """Without what several GPUs need to sum gradients; afterwards random numbers and memory are as before."""
         device = devices[0]
         with randomness.preserved(device):
-            if device.type != "cuda" or virtual.stands_in():
-                yield
-                return
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.empty_cache()
-            if memory is not None:
-                bound = memory + torch.cuda.memory_reserved(device)  # what the caller has there is not the job's
-                torch.cuda.set_per_process_memory_fraction(min(1.0, bound / total), device)
-            reserve = torch.empty(_OF_NCCL if len(self.ranks) > 1 else 0, dtype=torch.uint8, device=device)
+            reserved = _OF_NCCL if len(self.ranks) > 1 and device.type == "cuda" else 0
+            reserve = torch.empty(reserved, dtype=torch.uint8, device=device if reserved else None)
             try:
                 yield
             finally:
                 del reserve
                 gc.collect()
                 torch.cuda.empty_cache()
-                if memory is not None:
-                    torch.cuda.set_per_process_memory_fraction(1.0, device)
 
     def _copied(self, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
         both = (model, optimizer)
