@@ -1,33 +1,27 @@
 """Whether calls of one form gain by being captured, their guards counted: otherwise the function is called directly.
 
-Everything is learned from the calls that the user makes anyway, and each gives the function's results:
-
-- captured calls, until every graph has a plan. If none of these is faster than its graph run operation by operation,
-  or if nothing was captured, the function is called directly from then on;
-- if the plans gain little, captured and plain calls in turns, timed together with the backward passes that follow. The
-  faster is kept. Guards never cost what a larger gain is.
+Calls are captured until every graph has a plan. If nothing was captured, or if the plans gain less than Dynamo's guards
+cost, the function is called directly from then on. Each of these calls gives the function's results.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections.abc import Callable, Sequence
 
-from manyhands.backends.torch.dynamo.captured import Captured, Times, timed_call
+from manyhands.backends.torch.dynamo.captured import Captured, Piece
 from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.plan import AS_WRITTEN
 
 _UNTIL_PLANNED = 4  # calls without new captures: a graph still without a plan gets none, or is unused
 _UNTIL_SETTLED = 16  # calls in all
-_CLEAR = 200e-6  # seconds: more than guards cost
-_TURNS = 5  # of each way
-_CLEARLY = 0.97  # of plain execution's time
-Call = tuple[tuple[object, ...], dict[str, object]]
+# Seconds that guards and the wrapper of aot_autograd take, of a piece and of each of its tensors: 50 to 230 us in nets of
+# docs/performance.md. Not timed here: which way a function goes would depend on the machine's load.
+_PIECE, _TENSOR = 50e-6, 0.5e-6
 
 
 class Calls:
-    """The calls of one form: captured, still being compared, or direct."""
+    """The calls of one form: captured, or direct."""
 
     def __init__(self, function: Callable[..., object], captured: Captured, graphs: Graphs, *, always: bool) -> None:
         """``always``: captured whether it gains or not, for debugging."""
@@ -35,11 +29,9 @@ class Calls:
         self.call: Callable[[tuple[object, ...], dict[str, object]], object]
         self.call = self._by_graphs if always else self._settling
         self._count = self._quiet = 0
-        self._turns: dict[bool, list[Times]] = {False: [], True: []}  # True: captured
         self._lock = threading.Lock()
-        self.pieces: Sequence[object] = ()  # of the last call
+        self.pieces: Sequence[Piece] = ()  # of the last call
         self.why_direct = ""
-        self.seconds: dict[bool, float] = {}  # if they were compared
 
     def _by_graphs(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         result, self.pieces = self._captured.call(arguments, keywords)
@@ -61,46 +53,16 @@ class Calls:
     def _settle(self) -> None:
         plans = [plan for _, plan in self._graphs.plans_of(self.pieces)]
         gain = sum(plan.gain for plan in plans if plan.way != AS_WRITTEN)
+        guards = sum(_PIECE + _TENSOR * piece.tensors for piece in self.pieces)
+        self.call = self._by_graphs if gain > guards else self._directly
         if not self.pieces:
-            self._stay_direct("Dynamo captured nothing of it")
+            self.why_direct = "called directly: Dynamo captured nothing of it"
         elif gain <= 0:
-            self._stay_direct("no plan is faster than plain execution")
-        else:
-            self.call = self._by_graphs if gain > _CLEAR else self._comparing
-
-    def _comparing(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        """Call in turns; the call after the last turn decides, when the backward pass of that turn is done, too."""
-        with self._lock:
-            captured, plain = self._turns[True], self._turns[False]
-            if decided := min(len(captured), len(plain)) >= _TURNS:
-                self._decide()
-            is_captured = len(captured) <= len(plain)
-        if decided:
-            return self.call(arguments, keywords)
-        way = self._by_graphs if is_captured else self._directly
-        result, times = timed_call(lambda: way(arguments, keywords))
-        self._turns[is_captured].append(times)
-        return result
-
-    def _decide(self) -> None:
-        self.seconds = {captured: _typical(times) for captured, times in self._turns.items()}
-        if self.seconds[True] < _CLEARLY * self.seconds[False]:
-            self.call = self._by_graphs
-        else:
-            self._stay_direct("Dynamo's guards cost more than plans gain")
-
-    def _stay_direct(self, why: str) -> None:
-        self.call, self.why_direct = self._directly, f"called directly: {why}"
+            self.why_direct = "called directly: no plan is faster than plain execution"
+        elif gain <= guards:
+            costs = f"{guards * 1e6:.0f} us of Dynamo's guards"
+            self.why_direct = f"called directly: its plans gain {gain * 1e6:.0f} us, less than {costs}"
 
     @property
     def is_direct(self) -> bool:
         return bool(self.why_direct)
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether captured and plain calls are still taken in turns."""
-        return self.call == self._comparing
-
-
-def _typical(times: Sequence[Times]) -> float:
-    return statistics.median(call.forward for call in times) + statistics.median(call.backward for call in times)

@@ -139,10 +139,6 @@ class Parallel(ParallelFunction[P, R]):
         captured = self._captured
         assert captured is not None
         notes = [calls.why_direct] if calls.is_direct else []
-        notes += ["still being compared with plain calls, in turns"] if calls.is_compared else []
-        if calls.seconds:
-            by_graphs, plain = (f"{calls.seconds[way] * 1e3:.3f} ms" for way in (True, False))
-            notes.append(f"a call with guards takes {by_graphs}, a plain call {plain}")
         notes += [f"break {number}: {graph_break}" for number, graph_break in enumerate(captured.breaks, 1)]
         return (*notes, *captured.notes)
 
@@ -179,7 +175,7 @@ def _how(calls: Calls, plans: Sequence[tuple[str, Plan]]) -> str:
         return f"as {AS_WRITTEN}"
     count = len(calls.pieces)
     if count and not plans:
-        return f"as {AS_WRITTEN}: its graphs are planned at the next call"
+        return f"as {AS_WRITTEN}: its graphs have no plans yet"
     text = "in one piece" if count == 1 else f"in {count} pieces, with Python between them"
     return text if count else "by Python"
 

@@ -247,12 +247,6 @@ def hooks_of_every_optimizer() -> SimpleNamespace:
     )
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Within a backward pass: call a function when the whole pass is over."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
 def pause(cycles: int) -> None:
     """Keep the current stream busy for this many cycles: kernels queue up behind it, and are timed together.
 

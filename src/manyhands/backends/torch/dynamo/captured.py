@@ -11,16 +11,13 @@ or of ours, leaves that part to Python, and a note says so.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from manyhands.backends.torch import compat
@@ -37,6 +34,7 @@ class Piece:
     """What is captured between two breaks: a graph, and a second one where gradients flow back through it."""
 
     place: str  # the user's lines that it stands for: "train.py:10-13"
+    tensors: int  # that guards look at
 
 
 class Captured:
@@ -94,7 +92,7 @@ class Captured:
     def _capture(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo calls in place of a graph."""
         self.count += 1
-        piece = Piece(lines_of(module, self._name))
+        piece = Piece(lines_of(module, self._name), len(inputs))
 
         def make(role: GraphRole) -> Planner:
             return self._make(piece, role)
@@ -111,50 +109,3 @@ class Captured:
             return run(*arguments)
 
         return call
-
-
-# Timing
-
-
-@dataclass
-class Times:
-    """Seconds of one call; a backward pass through its results may come later, or never."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-
-def timed_call(call: Callable[[], Any]) -> tuple[Any, Times]:
-    """The result of a call and its time, including work on devices.
-
-    A backward pass through its results is timed from the moment it reaches them to its end.
-    """
-    times = Times()
-    _finish()
-    start = time.perf_counter()
-    result = call()
-    _finish()
-    times.forward = time.perf_counter() - start
-    begun: list[float] = []
-
-    def ends() -> None:
-        _finish()
-        times.backward = time.perf_counter() - begun[0]
-
-    def begins(_: torch.Tensor) -> None:
-        if not begun:
-            _finish()
-            begun.append(time.perf_counter())
-            compat.call_after_backward(ends)
-
-    for leaf in compat.tree_leaves(result):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            with contextlib.suppress(RuntimeError):
-                leaf.register_hook(begins)
-    return result, times
-
-
-def _finish() -> None:
-    if torch.cuda.is_initialized():
-        for number in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(number)
