@@ -84,19 +84,13 @@ for x, y in torch.utils.data.DataLoader(Samples(), 4):
 """
 
 
-def test_a_prediction_does_not_depend_on_how_busy_the_machine_is(tmp_path: Path) -> None:
+def test_a_prediction_does_not_depend_on_how_slow_the_machine_is(tmp_path: Path) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(SLOWED)
     seen = []
-    for seconds, beside in (("0", 0), ("0.01", 2)):
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
-        try:
-            options = ("--as-if-gpu", "--json", str(report), "--fail-over", "1%")
-            done = run_command("audit", *options, str(script), SLOW=seconds)
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
+    for seconds in ("0", "0.01"):
+        options = ("--as-if-gpu", "--json", str(report), "--fail-over", "1%")
+        done = run_command("audit", *options, str(script), SLOW=seconds)
         told = json.loads(report.read_text())
         ((place, batch),) = told.pop("loaders").items()
         assert place.endswith("train.py:13")
@@ -105,13 +99,6 @@ def test_a_prediction_does_not_depend_on_how_busy_the_machine_is(tmp_path: Path)
         seen.append((done.returncode, told))
     assert seen[0] == seen[1]
     assert seen[0][1]["gain"] > 0
-
-
-def test_without_a_gpu_there_is_nothing_to_audit_and_the_program_runs(program: Path) -> None:
-    done = run_command("audit", str(program))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "all steps\n"
-    assert "no tensor was on a GPU: there was nothing to audit" in done.stderr
 
 
 UNCHANGED = """
@@ -163,14 +150,15 @@ print(row[row > 0].tolist(), [each.item() for each in row], row[0].item())
 """
 
 
-@pytest.mark.parametrize("option", ["--as-if-gpu", "--warmup=1"])
-def test_tensors_in_a_list_are_numbers_as_in_a_plain_run(tmp_path: Path, option: str) -> None:
+def test_tensors_in_a_list_are_numbers_as_in_a_plain_run(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(LISTS)
     plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    audited = run_command("audit", option, str(script))
-    assert audited.returncode == 0, audited.stderr
-    assert audited.stdout == plain.stdout
+    for option in ("--as-if-gpu", "--warmup=1"):
+        audited = run_command("audit", option, str(script))
+        assert audited.returncode == 0, audited.stderr
+        assert audited.stdout == plain.stdout
+    assert "no tensor was on a GPU: there was nothing to audit" in audited.stderr
 
 
 ON_A_STAND_IN = """
