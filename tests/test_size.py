@@ -12,7 +12,7 @@ PACKAGE = Path(manyhands.__file__).parent
 TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
-    "audit": (3_725, 3_500),
+    "audit": (3_605, 3_500),
     "backends": (10_560, 9_500),
     "book": (1_695, 1_200),
     "cli": (1_725, 1_400),
@@ -22,7 +22,7 @@ FOLDERS = {
     "placement": (780, 900),
     "schedule": (1_400, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (27_620, 21_000),
+    "training": (26_625, 21_000),
     "words and modules": (1_560, 1_400),
 }
 FILES = (368, 320)  # of Python

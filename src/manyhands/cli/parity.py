@@ -148,13 +148,7 @@ TRIALS: Sequence[tuple[Precision, int, float]] = (("fp64", 50, 1e-12), ("fp32", 
 
 
 def compare(
-    train: Train,
-    samples: int,
-    devices: int,
-    *,
-    batch_size: int = 32,
-    trials: Sequence[Any] = TRIALS,
-    uneven: bool = True,
+    train: Train, samples: int, devices: int, *, batch_size: int = 32, trials: Any = TRIALS, uneven: bool = True
 ) -> list[Comparison]:
     """Train on 1 and on N devices, evenly and (``uneven``) unevenly, and compare all that the models hold."""
     all_shares = [None, [float(devices - rank) for rank in range(devices)]] if uneven else [None]
