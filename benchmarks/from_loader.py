@@ -472,7 +472,10 @@ def main() -> int:
     chosen = [name for name in flags.nets.split(",") if name in nets(flags.tiny, flags.steps)]
     pairs = [(name, row) for name in chosen for row in flags.rows.split(",")]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda pair: child(*pair, flags, fill=True), [pair for pair in pairs if pair[1] in COMPILED]))
+        empty = [
+            pair for pair in pairs if pair[1] in COMPILED and not os.path.exists(f"{flags.cache}/{'-'.join(pair)}")
+        ]
+        list(pool.map(lambda pair: child(*pair, flags, fill=True), empty))
     if flags.fill:
         return 0
     with ThreadPoolExecutor(AHEAD) as pool:
