@@ -10,9 +10,9 @@
 ``"gpu:0,gpu:1"``       those devices, as the list ``["gpu:0", "gpu:1"]``
 ======================  ==============================================================================
 
-A list names devices one by one, so ``["gpu"]`` is the first GPU and ``["cpu:1"]`` the second virtual device. A name of
-TensorFlow's own that begins with a slash, ``"/CPU:1"``, names one device, too. ``["virtual:0", "virtual:1"]``, as
-``device_names`` gives it for ``"cpu:2"``, is ``"cpu:2"`` again.
+A list names devices one by one: ``[0, 1]`` are the first two GPUs, ``["gpu"]`` is the first GPU and ``["cpu:1"]`` the
+second virtual device. A name of TensorFlow's own that begins with a slash, ``"/CPU:1"``, names one device, too.
+``["virtual:0", "virtual:1"]``, as ``device_names`` gives it for ``"cpu:2"``, is ``"cpu:2"`` again.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ def resolve(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: Virtual
 
 def _of_names(devices: Sequence[Any], backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     """The devices of a list; the first virtual devices are created where the process does not have them yet."""
+    numbers = [isinstance(device, Integral) and not isinstance(device, bool) for device in devices]
+    devices = [f"gpu:{device}" if is_number else device for device, is_number in zip(devices, numbers, strict=True)]
+    if any(numbers):  # as Lightning has it
+        _check_gpus(", ".join(map(str, devices)), [str(device) for device in devices], backend)
     first = [f"virtual:{number}" for number in range(len(devices))]
     if len(first) > backend.virtual_count() and len(first) > 1 and [str(device).lower() for device in devices] == first:
         return _of_cpu(len(first), virtual_cpus)

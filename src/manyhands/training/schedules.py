@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
     "mh.one_cycle or lambda done: 1 - done; mh.by_step(function) takes the number of the step instead. PyTorch's "
-    "schedulers are given as mh.PerStep(...) or mh.PerEpoch(...), with a function from an optimizer to a scheduler"
+    "schedulers are given as they are, or as a function from an optimizer to a scheduler"
 )
 
 

@@ -49,7 +49,7 @@ class Options:
     """The options of a trainer, as the user gave them: see :class:`BaseTrainer`."""
 
     max_epochs: int | None
-    num_gpus: int
+    num_gpus: int | None
     gradient_clip_val: float
     devices: Any
     batch_size: int | None
@@ -80,11 +80,12 @@ class BaseTrainer(Evaluating):
     Args:
         max_epochs: How many times to go through the training data. Default: None, 10 times; with ``limits`` of steps or
             time as often as these allow.
-        num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: 0.
+        num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: None, every GPU there is, else the CPU.
         gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
         devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none; also ``"auto"`` and
             ``-1``), a number (``2``), ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two virtual CPU devices), or a list of names
-            (``["gpu:0", "gpu:1"]``) or of the framework's own objects. Default: None, as ``num_gpus`` says.
+            (``["gpu:0", "gpu:1"]``), of numbers of GPUs (``[0, 1]``) or of the framework's own objects. Default: None,
+            as ``num_gpus`` says.
         batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
             Default: None, the data's own, else 256.
         lr: The learning rate of an optimizer that the trainer makes; in JAX also a schedule of Optax. A finished
@@ -105,8 +106,10 @@ class BaseTrainer(Evaluating):
             takes a rate (``optax.adamw``) or a finished optimizer. Default: None, the model's own
             (``configure_optimizers``, or what a Keras model was compiled with), else SGD.
         schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
-            ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. PyTorch's schedulers are
-            ``mh.PerStep(make)`` or ``mh.PerEpoch(make)``. Default: None, a constant rate.
+            ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. In PyTorch also a
+            scheduler, its class, or a function from an optimizer to one: stepped after every epoch (``OneCycleLR`` and
+            ``CyclicLR`` after every step), or as ``mh.PerStep(...)`` or ``mh.PerEpoch(...)`` says. Default: None, a
+            constant rate.
         precision: The number format of the layers: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay
             float32; with fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the
             model, never by a clock.
@@ -139,7 +142,7 @@ class BaseTrainer(Evaluating):
     def __init__(
         self,
         max_epochs: int | None = None,
-        num_gpus: int = 0,
+        num_gpus: int | None = None,
         gradient_clip_val: float = 0,
         *,
         devices: str | int | Sequence[Any] | None = None,
@@ -167,18 +170,21 @@ class BaseTrainer(Evaluating):
         if devices is not None:
             self._choose_devices(devices)
         self.loss = own_step.resolve_loss(loss, self.losses_by_name, self.loss_kinds)
-        schedules.check_option(schedule, schedulers=self.takes_schedulers)
+        self.schedule = self._as_schedule(schedule)
+        schedules.check_option(self.schedule, schedulers=self.takes_schedulers)
         self._check_options()
         self._metrics()
         self._check_settings()
-        if isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0:
+        if num_gpus is not None and (isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0):
             raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
         if devices is None:
-            self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
-            self._device_note = device_choice.missing_gpus(num_gpus, len(self.gpus))
+            available = self.backend.num_gpus()
+            wanted = available if num_gpus is None else num_gpus
+            self.gpus = [self.backend.gpu(i) for i in range(min(wanted, available))]
+            self._device_note = device_choice.missing_gpus(wanted, available)
             return
         self.gpus = [native for native in self._natives() if self.backend.neutral(native).kind != "cpu"]
-        if num_gpus not in (0, len(self.gpus)):
+        if num_gpus not in (None, 0, len(self.gpus)):
             raise BadSettings(f"num_gpus={num_gpus} and devices={devices!r}: give one of the two options")
 
     def _choose_devices(self, devices: Any) -> None:
@@ -186,6 +192,10 @@ class BaseTrainer(Evaluating):
         choice = device_choice.resolve(devices, self.backend, self._virtual_cpus)
         vars(self).update(choice.options, devices=choice.devices)
         self._device_note = choice.note
+
+    def _as_schedule(self, schedule: Any) -> Any:
+        """The schedule, where the framework has other forms of it."""
+        return schedule
 
     def _virtual_cpus(self, count: int) -> dict[str, Any]:
         """The trainer's options for so many virtual CPU devices."""

@@ -63,6 +63,12 @@ def test_a_number_is_that_many(number: Any) -> None:
         resolved(number, gpus=1)
 
 
+def test_numbers_in_a_list_are_gpus() -> None:
+    assert resolved([1, 0], gpus=2).devices == ["gpu:1", "gpu:0"]
+    with pytest.raises(NoSuchDevice, match="there is no gpu:1 here"):
+        resolved([0, 1], gpus=1)
+
+
 def test_no_gpu_is_looked_for_where_the_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would start JAX, which makes no CPU devices after that."""
     monkeypatch.setattr(machine, "may_have_gpus", lambda: False)

@@ -122,9 +122,30 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
     assert fit(mlp(), vectors(), 1, **how, schedule=by_training, max_epochs=3)[1].rows[2]["lr"] == pytest.approx(0.01)
 
 
+def test_schedulers_as_they_are() -> None:
+    """A finished one, a class, a function; after every epoch, or after every step where that is what it is for."""
+    cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=18, cycle_momentum=False)
+    for schedule, kind in (
+        (functools.partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), mh.PerEpoch),
+        (lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5), mh.PerEpoch),
+        (lr_scheduler.ConstantLR, mh.PerEpoch),
+        (cycle, mh.PerStep),
+    ):
+        how: dict[str, Any] = {"optimizer": sgd, "max_epochs": 3, "lr": None, "callbacks": [mh.LearningRateMonitor()]}
+        _, as_it_is = fit(mlp(), vectors(), 1, **how, schedule=schedule)
+        _, said = fit(mlp(), vectors(), 1, **how, schedule=kind(schedule))
+        assert [row["lr"] for row in as_it_is.rows] == [row["lr"] for row in said.rows]
+    net = mlp()
+    optimizer = sgd(net.parameters())
+    fit(net, vectors(), 1, optimizer=optimizer, schedule=lr_scheduler.StepLR(optimizer, 1, 0.5), max_epochs=2, lr=None)
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    how = {"optimizer": sgd, "max_epochs": 3, "lr": None, "schedule": lambda done: 1 - done}
+    fit(mlp(), vectors(), 1, **how)  # a function of progress stays one
+
+
 def test_what_is_no_schedule() -> None:
-    with pytest.raises(BadSettings, match=r"mh\.PerStep\(\.\.\.\) or mh\.PerEpoch"):
-        mh.Trainer(schedule=lr_scheduler.StepLR)
+    with pytest.raises(BadSettings, match="a schedule is a function"):
+        mh.Trainer(schedule=torch.optim.SGD)
     with pytest.raises(BadSettings, match="schedule is a function of an optimizer"):
         fit(mlp(), vectors(), 1, schedule=lambda optimizer: optimizer.param_groups[0])
     with pytest.raises(BadSettings, match="give a function from an optimizer to a scheduler"):

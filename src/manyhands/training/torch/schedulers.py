@@ -1,4 +1,4 @@
-"""PyTorch's own schedulers: ``Trainer(schedule=mh.PerStep(functools.partial(StepLR, step_size=100)))``.
+"""PyTorch's own schedulers: ``Trainer(schedule=functools.partial(StepLR, step_size=30))``.
 
 A scheduler writes learning rates into an optimizer. Here it gets a stand-in with the optimizer's groups and options
 and nothing to train; the rates are copied into the optimizer before each step. So they stay numbers on the host, also
@@ -7,6 +7,7 @@ where the fast step keeps the optimizer's own on the device, and no step waits f
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections import Counter
@@ -14,12 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.learner import named_rates
-from manyhands.training.schedules import PerEpoch, PerStep
+from manyhands.training.schedules import PerEpoch, PerStep, by_step
 from manyhands.training.torch.optimizers import Configured
 from manyhands.training.torch.state import job_state, module_state
 
@@ -281,6 +282,25 @@ class Rates:
         self.restore_options()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def as_schedule(schedule: Any) -> Any:
+    """A scheduler, its class, or a function that makes one, with the moments at which PyTorch's documentation steps it.
+
+    What a function makes is seen by calling it with an optimizer of nothing.
+    """
+    if isinstance(schedule, by_step | PerStep | PerEpoch) or not (
+        callable(schedule) or isinstance(schedule, LRScheduler)
+    ):
+        return schedule
+    made: Any = schedule
+    if callable(schedule):
+        with contextlib.suppress(Exception):  # a function of progress: 1 - optimizer
+            made = schedule(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    kind = made if isinstance(made, type) else type(made)
+    if not issubclass(kind, LRScheduler):
+        return schedule
+    return PerStep(schedule) if issubclass(kind, (OneCycleLR, CyclicLR)) else PerEpoch(schedule)
 
 
 def schedulers_of(schedule: Any, configured: Configured) -> Schedulers | None:

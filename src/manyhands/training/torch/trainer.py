@@ -69,6 +69,13 @@ class Trainer(BaseTrainer):
     def _check_options(self) -> None:
         optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
 
+    def _as_schedule(self, schedule: Any) -> Any:
+        if schedule is None:
+            return None
+        from manyhands.training.torch import schedulers
+
+        return schedulers.as_schedule(schedule)
+
     def _virtual_cpus(self, count: int) -> dict[str, Any]:
         """Each is a process of its own."""
         workers = self.options.workers
