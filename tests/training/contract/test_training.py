@@ -37,7 +37,7 @@ def test_devices_are_printed_alike(bench: Bench) -> None:
     assert trainer.device_names == ["virtual:0", "virtual:1"]
     assert bench.mh.Trainer(1, devices=trainer.device_names).device_names == trainer.device_names
     assert bench.mh.Trainer(1, devices="virtual:0,virtual:1").device_names == trainer.device_names
-    assert bench.mh.Trainer(1).device_names == ["cpu"]
+    assert bench.mh.Trainer(1, num_gpus=0).device_names == ["cpu"]
     assert bench.mh.Trainer(1, devices=["CPU:0"]).device_names == ["cpu"]
 
 
