@@ -75,7 +75,6 @@ class Optimizers:
         """Whether the model has chosen its optimizer itself."""
         if not hasattr(model, "configure_optimizers") or is_default(model, "configure_optimizers"):
             return False
-        _refuse_arguments(model)
         self.refuse_rate(lr, f"configure_optimizers of {type(model).__name__}")
         return True
 
@@ -144,26 +143,6 @@ def rate_for(lr: float | None, model: Any) -> float | None:
     if lr is not None and lr != of_model:
         raise BadSettings(f"lr={lr} was given to the trainer, and the model has lr={of_model}: give one of them")
     return float(of_model)
-
-
-def _refuse_arguments(model: Any) -> None:
-    """Refuse a ``configure_optimizers`` that needs an argument: some programs have one, to call it themselves."""
-    try:
-        parameters = inspect.signature(model.configure_optimizers).parameters.values()
-    except (TypeError, ValueError):
-        return
-    needed = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        names = ", ".join(needed)
-        raise BadSettings(
-            f"configure_optimizers of {type(model).__name__} needs {names}, and the trainer calls it without any: "
-            f"call it yourself, optimizer=model.configure_optimizers({names})"
-        )
 
 
 def _name_of(make: Any) -> str:

@@ -131,9 +131,7 @@ class ScheduleOfJob:
         return _factor_at(self._schedule, self._position.done, "schedule")
 
     def check(self, metrics: Sequence[str]) -> None:
-        """A schedule by progress has to know how far the training is; a scheduler has to last as long as the job."""
-        if self._scheduler is not None:
-            self._check_length()
+        """A schedule by progress has to know how far the training is; a scheduler may follow a metric."""
         known = known_figures(metrics, validates=self._learner.test is not None, rates=False)
         for name in self._monitors:
             if not is_known(name, known):
@@ -160,18 +158,6 @@ class ScheduleOfJob:
             "the loader does not say how many batches an epoch has (it has no __len__): the schedule is constant in "
             "the first epoch and moves with every batch from the second on"
         )
-
-    def _check_length(self) -> None:
-        """Refuse a scheduler that ends before the job does."""
-        cursor, batches, limits = self._position.cursor, self._position.batches, self._position.settings.limits
-        epochs = self._position.settings.max_epochs if self._position.settings.max_epochs < ENDLESS else None
-        ends = [] if limits.max_steps is None else [limits.max_steps]
-        if epochs is not None and batches is not None:
-            ends.append(cursor.step - cursor.batch + (epochs - cursor.epoch) * batches)
-        steps = max(0, min(ends) - cursor.step) if ends else None
-        if epochs is not None and steps is not None and batches:
-            epochs = min(epochs, cursor.epoch + (cursor.batch + steps) // batches)
-        self._scheduler.check_steps(steps, None if epochs is None else max(0, epochs - cursor.epoch))
 
     def after_row(self, row: Mapping[str, Any]) -> None:
         """Step schedulers that follow a metric, where the row has a new one; the same in all processes."""

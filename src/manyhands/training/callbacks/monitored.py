@@ -5,8 +5,8 @@ A run with ``BestCheckpoint("val_acc", save_top_k=2)``::
     checkpoints/step-00000400/  step-00000500/     the newest ones
     best/step-00000300/  step-00000500/            the best ones
 
-Both are whole checkpoints. A checkpoint that is no longer among the best is deleted after the next regular checkpoint,
-which records that it is not needed. So a killed job finds all its best checkpoints, whichever one it resumes from.
+Both are whole checkpoints. One that is no longer among the best is deleted before the better one is written: a job that
+is killed there comes to the same evaluation again.
 """
 
 from __future__ import annotations
@@ -205,7 +205,6 @@ class BestCheckpoint(Monitored):
         self.state_key = folder
         self._path: Path | None = None
         self._best: list[tuple[float, int]] = []  # value and step, the best first
-        self._dropped: list[int] = []  # steps that are no longer among them, and may still be there
 
     @property
     def best_value(self) -> float | None:
@@ -228,33 +227,25 @@ class BestCheckpoint(Monitored):
         assert training.run is not None
         self._path = training.run / self.folder
         if not training.resumed:
-            self._best, self._dropped = [], []
+            self._best = []
         # A job that resumes in another folder, or from an older checkpoint, does not have all of them.
         steps = {step for step, _ in store.checkpoints(self._path)}
         self._best = [(value, step) for value, step in self._best if step in steps]
 
     def _look(self, training: Training, value: float) -> None:
+        assert self._path is not None
         worst = self._best[-1][0] if len(self._best) == self.save_top_k else None
         if not self._is_better(value, worst):
             return
         ranked = [*((figure, step) for figure, step in self._best if step != training.step), (value, training.step)]
         ranked.sort(key=lambda pair: pair[0], reverse=self._mode == "max")  # of equals the older one comes first
         self._best, dropped = ranked[: self.save_top_k], ranked[self.save_top_k :]
-        self._dropped += [step for _, step in dropped]
+        for _, step in dropped:
+            store.delete(store.path_of(self._path, step))
         training.save(self.folder)
 
-    def on_checkpoint(self, training: Training, path: Path) -> None:
-        if path.parent.name != _REGULAR or self._path is None:
-            return
-        best_steps = {step for _, step in self._best}
-        for step in self._dropped:
-            if step not in best_steps:
-                store.delete(store.path_of(self._path, step))
-        self._dropped = []
-
     def _progress(self) -> dict[str, Any]:
-        return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped)}
+        return {"best": [list(pair) for pair in self._best]}
 
     def _continue_from(self, state: dict[str, Any]) -> None:
         self._best = [(value, step) for value, step in state["best"]]
-        self._dropped = list(state["dropped"])

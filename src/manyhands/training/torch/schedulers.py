@@ -91,18 +91,6 @@ class Scheduler:
                 "Limits(evaluate_every='100 steps') it is stepped after each of these evaluations"
             )
 
-    def check_steps(self, left: int | None) -> None:
-        """Refuse a OneCycleLR that ends before the job; ``left``: how often it will be stepped, where that is known."""
-        most = getattr(self.scheduler, "total_steps", None)
-        if left is None or not isinstance(most, int) or self.scheduler.last_epoch + left <= most:
-            return
-        name, unit = type(self.scheduler).__name__, "steps" if self.per_step else "epochs"
-        raise BadSettings(
-            f"{name} was made for total_steps={most}, and the job makes {self.scheduler.last_epoch + left} {unit}: "
-            f"give total_steps={self.scheduler.last_epoch + left}, or end the job before (max_epochs, "
-            "limits=mh.Limits(max_steps=...))"
-        )
-
     @property
     def monitor(self) -> str | None:
         """The figure that the scheduler follows; None: it follows none."""
@@ -139,7 +127,7 @@ class Scheduler:
             warnings.simplefilter("ignore", UserWarning)  # that the stand-in makes no steps
             try:
                 self.scheduler.step() if figure is None else self.scheduler.step(figure)
-            except ValueError as error:  # of a OneCycleLR that is over, in a job whose length was not known
+            except ValueError as error:  # of a OneCycleLR that is over
                 name, unit = type(self.scheduler).__name__, "step" if self.per_step else "epoch"
                 raise BadSettings(f"{name} cannot go on after this {unit}: {error}") from error
 
@@ -203,11 +191,6 @@ class Schedulers:
         }
         groups = optimizer.param_groups
         return [scheduled[id(group)] if id(group) in scheduled else float(group["lr"]) for group in groups]
-
-    def check_steps(self, steps: int | None, epochs: int | None) -> None:
-        """``steps`` and ``epochs`` that are left, where that is known."""
-        for part in self.parts.values():
-            part.check_steps(steps if part.per_step else epochs)
 
     def apply(self) -> None:
         for part in self.parts.values():

@@ -206,7 +206,7 @@ def test_what_is_read_ahead_for_a_gpu_is_pinned_by_the_thread(monkeypatch: pytes
     X, elsewhere, gpu = torch.rand(3, 2), torch.empty(3, device="meta"), torch.device("cuda", 1)
     windows = [(Window(0, 0, 3, 0), (X, elsewhere, ["a", "b", "c"])), (Window(0, 3, 3, 1), None)]
     assert [window for window, _ in feed.ahead(iter(windows), gpu)] == [window for window, _ in windows]
-    assert [(name, torch.equal(tensor, X)) for name, tensor in pinned] == [("manyhands-feed", True)]
+    assert [(name, torch.equal(tensor, X)) for name, tensor in pinned] == [("manyhands-feed_0", True)]
     assert homes == [gpu]
 
 

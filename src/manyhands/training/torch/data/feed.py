@@ -6,10 +6,10 @@ pinned memory while the device computes. The host waits only where the loader is
 
 from __future__ import annotations
 
+import collections
 import itertools
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -162,43 +162,22 @@ def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
 
     On the way to a GPU they are laid into pinned memory by that thread, too.
     """
-    waiting: queue.Queue[tuple[bool, Any]] = queue.Queue(_AHEAD)
-    stopped = threading.Event()
+    left, end, on_gpu = iter(values), object(), device.type == "cuda"
 
-    def put(item: tuple[bool, Any]) -> bool:
-        while not stopped.is_set():
-            try:
-                waiting.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def next_value() -> Any:
+        value = next(left, end)
+        return map_tensors(_pinned, value) if on_gpu else value
 
-    def work() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # else the thread would create a context on the first GPU
-            for value in values:
-                if not put((True, map_tensors(_pinned, value) if device.type == "cuda" else value)):
-                    return
-            put((False, None))
-        except BaseException as error:  # handed over, whatever it is
-            put((False, error))
-
-    thread = threading.Thread(target=work, name="manyhands-feed", daemon=True)
-    thread.start()
+    thread = ThreadPoolExecutor(1, "manyhands-feed")
+    if on_gpu:
+        thread.submit(torch.cuda.set_device, device)  # else it would create a context on the first GPU
     try:
-        while True:
-            more, value = waiting.get()
-            if more:
-                yield value
-            elif value is None:
-                return
-            else:
-                raise value
+        coming = collections.deque(thread.submit(next_value) for _ in range(1 + _AHEAD))
+        while (value := coming.popleft().result()) is not end:
+            coming.append(thread.submit(next_value))
+            yield value
     finally:
-        stopped.set()
-        thread.join()
+        thread.shutdown(cancel_futures=True)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
