@@ -1,4 +1,4 @@
-"""What a door adds to the import of its framework: medians over fresh interpreters.
+"""What manyhands adds to the import of its framework: medians over fresh interpreters.
 
     python benchmarks/import_time.py [torch|jax|tensorflow|mxnet] [--rounds 10]
 
@@ -27,7 +27,7 @@ timed("manyhands.{framework}")
 
 
 def measured(framework: str) -> list[float]:
-    """Seconds of the framework's import and of the door's: wall, cpu, wall, cpu."""
+    """Seconds of the framework's import and of manyhands: wall, cpu, wall, cpu."""
     # As for a user: the bytecode is written by the first import.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", CODE.format(framework=framework)]
@@ -45,7 +45,7 @@ def main(framework: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What a door adds to the import of its framework.")
+    parser = argparse.ArgumentParser(description="What manyhands adds to the import of its framework.")
     parser.add_argument("framework", nargs="?", default="torch", choices=["torch", "jax", "tensorflow", "mxnet"])
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()

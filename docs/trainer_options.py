@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from manyhands.door import LOADED_LATE
+from manyhands.names import loaded_late
 from manyhands.training import options
 from manyhands.training.trainer import BaseTrainer
 
@@ -39,7 +39,7 @@ def topics() -> list[tuple[str, Any]]:
 def callbacks(*, loggers: bool) -> list[tuple[str, Any]]:
     """Those that come with manyhands and have options."""
     found = []
-    for name, module in sorted(LOADED_LATE.items()):
+    for name, module in sorted(loaded_late("torch").items()):
         if module.startswith("manyhands.training.callbacks.") and (".loggers." in module) == loggers:
             kind = getattr(importlib.import_module(module), name)
             if described(kind):

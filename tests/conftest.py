@@ -94,5 +94,5 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def mh(framework: str) -> ModuleType:
-    """The door of the framework under test."""
+    """The module of the framework under test."""
     return importlib.import_module(f"manyhands.{framework}")

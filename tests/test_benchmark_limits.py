@@ -54,7 +54,7 @@ def test_what_benchmarks_import_exists() -> None:
                 continue
             place = ROOT / "src" / Path(*node.module.split("."))  # type: ignore[union-attr]
             if place.with_suffix(".py").exists() and place.parent.name == "manyhands":
-                continue  # a door, whose names are loaded when they are used
+                continue  # a framework's module, whose names are loaded when they are used
             source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
             known = _names_of(source) | {path.stem for path in place.glob("*")}
             checked += len(node.names)

@@ -1,4 +1,4 @@
-"""The drawing, held by tests: import directions, equal doors, no framework imported in passing."""
+"""The drawing, held by tests: import directions, equal names, no framework imported in passing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands import door
+from manyhands import names
 
 PACKAGE = Path(manyhands.__file__).parent
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
@@ -29,7 +29,7 @@ LAYERS = [
     ["book"],
     ["forecast"],
     ["audit"],
-    ["door", "door_names", *FRAMEWORKS],
+    ["names", "names_for_types", *FRAMEWORKS],
     ["lab"],
     ["cli"],
     ["__main__"],
@@ -155,59 +155,43 @@ def test_seams_are_typed() -> None:
             assert not [annotation for annotation in _signatures(path) if re.search(r"\bAny\b", annotation)], path
 
 
-def _bound(door: str) -> tuple[set[str], set[str]]:
-    """The names that a door binds at once and those that it shows to a type checker; no framework is needed."""
-    at_once: set[str] = set()
-    for_types: set[str] = set()
-    for node in ast.parse((PACKAGE / f"{door}.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("_verbs."):
-            assert ast.unparse(node) == f"{node.targets[0].id} = _verbs.{node.targets[0].id}"
-            at_once.add(node.targets[0].id)
+def _for_types(file: str) -> dict[str, str]:
+    """The names that a type checker lets a program import from this file, and the module that has each.
+
+    They are imported as themselves (`import x as x`), or with a star from a file that has `__all__` or such imports.
+    """
+    shown = {}
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            star = _for_types(f"{node.module.removeprefix('manyhands.').replace('.', '/')}.py")
+            shown |= {name: module or node.module for name, module in star.items()}
         elif isinstance(node, ast.ImportFrom):
-            at_once |= {alias.asname for alias in node.names if alias.asname == alias.name}
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for inner in node.body:
-                if isinstance(inner, ast.AnnAssign):
-                    for_types.add(inner.target.id)
-                elif isinstance(inner, ast.ImportFrom):
-                    for_types |= _offered(inner)
-    return at_once, for_types
+            shown |= {alias.name: node.module for alias in node.names if alias.asname == alias.name}
+        elif (
+            isinstance(node, (ast.Assign, ast.AugAssign)) and ast.unparse(node).startswith("__all__ ") and file in BOOK
+        ):
+            shown |= dict.fromkeys(ast.literal_eval(node.value), "")
+    return shown
 
 
-def _offered(node: ast.ImportFrom) -> set[str]:
-    """The names that a type checker lets a program import from here: `import x as x`, or all of the doors' list."""
-    if node.module == "manyhands.door_names":
-        shared = ast.parse((PACKAGE / "door_names.py").read_text()).body
-        return {name for inner in shared if isinstance(inner, ast.ImportFrom) for name in _offered(inner)}
-    return {alias.asname for alias in node.names if alias.asname == alias.name}
+BOOK = [f"book/{framework}.py" for framework in FRAMEWORKS]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_door_shows_type_checkers_what_it_has(framework: str) -> None:
-    at_once, for_types = _bound(framework)
-    assert at_once == {"Arrival", "errors", *door.VERBS}
-    assert sorted(at_once | for_types) == door.names(framework)
+def test_type_checkers_see_the_names_where_programs_get_them(framework: str) -> None:
+    text = (PACKAGE / f"{framework}.py").read_text()
+    assert re.findall(r"^(\w+) = _verbs\.(\w+)$", text, re.MULTILINE) == [(name, name) for name in names.VERBS]
+    late = names.loaded_late(framework)
+    if framework != "torch":
+        assert late.pop("parallel") and "    parallel: _Offer" in text
+    shown = _for_types(f"{framework}.py")
+    assert {shown.pop(name) for name in ("Arrival", "errors")} == {"manyhands", "manyhands.backends.protocol"}
+    assert shown == late
 
 
 def test_only_pytorch_has_a_backend_for_torch_compile() -> None:
-    assert set(door.names("torch")) - set(door.names("jax")) == {"compile_backend", "whole_batch"}
-    assert door.names("jax") == door.names("tensorflow") == door.names("mxnet")
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_every_name_of_a_door_stands_where_the_list_says(framework: str) -> None:
-    """Type checkers and programs get it from the same module."""
-    imported = {
-        alias.name: node.module
-        for file in ("door_names.py", f"{framework}.py")
-        for node in ast.walk(ast.parse((PACKAGE / file).read_text()))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    late = {**door.LOADED_LATE, **(door.OF_TORCH if framework == "torch" else {})}
-    for name, module in late.items():
-        if name != "parallel" or framework == "torch":
-            assert imported[name] == module.format(framework=framework)
+    assert set(names.names("torch")) - set(names.names("jax")) == {"compile_backend", "whole_batch"}
+    assert names.names("jax") == names.names("tensorflow") == names.names("mxnet")
 
 
 def _modules_after(statement: str) -> set[str]:

@@ -1,6 +1,6 @@
 """manyhands: compute and train on every device you have.
 
-Import the door of your framework: ``from manyhands import torch as mh`` (or ``jax``, ``tensorflow``,
+Import the module of your framework: ``from manyhands import torch as mh`` (or ``jax``, ``tensorflow``,
 ``mxnet``). This package by itself imports no framework.
 """
 

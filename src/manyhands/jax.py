@@ -1,7 +1,7 @@
-"""The JAX door: ``from manyhands import jax as mh``.
+"""manyhands for JAX: ``from manyhands import jax as mh``.
 
 Its devices are ``jax.Device``.
-The names are the same in all four doors (:mod:`manyhands.door`); the verbs are written once, in
+The names are the same for all four frameworks (:mod:`manyhands.names`); the verbs are written once, in
 :mod:`manyhands.placement.verbs`.
 """
 
@@ -11,8 +11,8 @@ from manyhands.placement.moves import require
 
 require("jax")
 
-from manyhands import door as _door  # noqa: E402
 from manyhands import errors as errors  # noqa: E402
+from manyhands import names as _names  # noqa: E402
 from manyhands.backends.jax import devices as _backend  # noqa: E402
 from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
@@ -44,23 +44,11 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
-    from manyhands.book.jax import DataModule as DataModule
-    from manyhands.book.jax import Module as Module
-    from manyhands.book.jax import Residual as Residual
-    from manyhands.book.jax import Trainer as Trainer
-    from manyhands.book.jax import accuracy as accuracy
-    from manyhands.book.jax import evaluate_accuracy_gpu as evaluate_accuracy_gpu
-    from manyhands.book.jax import evaluate_accuracy_gpus as evaluate_accuracy_gpus
-    from manyhands.book.jax import lenet as lenet
-    from manyhands.book.jax import load_data_fashion_mnist as load_data_fashion_mnist
-    from manyhands.book.jax import load_model as load_model
-    from manyhands.book.jax import load_weights as load_weights
-    from manyhands.book.jax import resnet18 as resnet18
-    from manyhands.book.jax import train as train
-    from manyhands.door_names import *  # noqa: F403
+    from manyhands.book.jax import *  # noqa: F403
+    from manyhands.names_for_types import *  # noqa: F403
     from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
 
     parallel: _Offer
 else:
-    __all__, __getattr__, __dir__ = _door.lazy(__name__, _verbs)
+    __all__, __getattr__, __dir__ = _names.lazy(__name__, _verbs)

@@ -1,10 +1,10 @@
-"""The MXNet door: ``from manyhands import mxnet as mh``.
+"""manyhands for MXNet: ``from manyhands import mxnet as mh``.
 
 Its devices are contexts.
-The names are the same in all four doors (:mod:`manyhands.door`); the verbs are written once, in
+The names are the same for all four frameworks (:mod:`manyhands.names`); the verbs are written once, in
 :mod:`manyhands.placement.verbs`.
 
-The door leaves MXNet in the mode it is in: call ``npx.set_np()`` yourself for ``mx.np`` arrays, as the book does. A
+The module leaves MXNet in the mode it is in: call ``npx.set_np()`` yourself for ``mx.np`` arrays, as the book does. A
 model is trained in the mode in which its parameters were made.
 """
 
@@ -14,8 +14,8 @@ from manyhands.placement.moves import require
 
 require("mxnet")
 
-from manyhands import door as _door  # noqa: E402
 from manyhands import errors as errors  # noqa: E402
+from manyhands import names as _names  # noqa: E402
 from manyhands.backends.mxnet import devices as _backend  # noqa: E402
 from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
@@ -41,23 +41,11 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
-    from manyhands.book.mxnet import DataModule as DataModule
-    from manyhands.book.mxnet import Module as Module
-    from manyhands.book.mxnet import Residual as Residual
-    from manyhands.book.mxnet import Trainer as Trainer
-    from manyhands.book.mxnet import accuracy as accuracy
-    from manyhands.book.mxnet import evaluate_accuracy_gpu as evaluate_accuracy_gpu
-    from manyhands.book.mxnet import evaluate_accuracy_gpus as evaluate_accuracy_gpus
-    from manyhands.book.mxnet import lenet as lenet
-    from manyhands.book.mxnet import load_data_fashion_mnist as load_data_fashion_mnist
-    from manyhands.book.mxnet import load_model as load_model
-    from manyhands.book.mxnet import load_weights as load_weights
-    from manyhands.book.mxnet import resnet18 as resnet18
-    from manyhands.book.mxnet import train as train
-    from manyhands.door_names import *  # noqa: F403
+    from manyhands.book.mxnet import *  # noqa: F403
+    from manyhands.names_for_types import *  # noqa: F403
     from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
 
     parallel: _Offer
 else:
-    __all__, __getattr__, __dir__ = _door.lazy(__name__, _verbs)
+    __all__, __getattr__, __dir__ = _names.lazy(__name__, _verbs)

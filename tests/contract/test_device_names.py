@@ -1,4 +1,4 @@
-"""Devices have the same names in every framework, and each door reads what another one prints."""
+"""Devices have the same names in every framework, and each framework reads what another one prints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from manyhands.placement.moves import VIRTUAL_DEVICES, Placement
 VIRTUAL = int(os.environ.get(VIRTUAL_DEVICES) or 0)
 
 
-def test_a_door_lists_the_cpu_and_then_the_others(mh: Any) -> None:
+def test_a_framework_lists_the_cpu_and_then_the_others(mh: Any) -> None:
     names = [str(record.device) for record in mh.devices()]
     kind = "virtual" if VIRTUAL else "gpu"
     assert names == ["cpu", *(f"{kind}:{number}" for number in range(mh.num_gpus()))]
 
 
-def test_a_door_reads_what_it_lists(mh: Any, native: Any) -> None:
+def test_a_framework_reads_what_it_lists(mh: Any, native: Any) -> None:
     x = native.tensor([1.0, 2.0])
     for record in mh.devices():
         moved = mh.to(x, str(record.device))

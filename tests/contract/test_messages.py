@@ -1,4 +1,4 @@
-"""The same mistake gets the same message from every door.
+"""The same mistake gets the same message from every framework.
 
 Each expected message is written out once, and every framework's suite compares its own with it; ``NAME`` stands for
 the framework.

@@ -1,7 +1,7 @@
 """The code blocks of README.md, of the pages in docs/ and of the READMEs in examples/.
 
-A Python block runs in the door that it imports (``from manyhands import jax as mh``), or else in that of the block
-before it. A block whose fence has ``needs ...`` in its title (a GPU, Lightning, two machines) is compiled, not run:
+A Python block runs with the framework that it imports (``from manyhands import jax as mh``), or that of the block
+before. A block whose fence has ``needs ...`` in its title (a GPU, Lightning, two machines) is compiled, not run:
 
     ```python title="needs a GPU"
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<options>.*)$")
-_DOOR = re.compile(r"^\s*from manyhands import (torch|jax|tensorflow|mxnet)\b", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*from manyhands import (torch|jax|tensorflow|mxnet)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def _blocks(page: Path) -> Iterator[Block]:
         yield Block(page, number + 1, fence["language"], title[1] if title else "", "\n".join(code) + "\n")
 
 
-def by_door(page: Path) -> dict[str, list[Block]]:
-    """The blocks of a page that are run, by the framework whose door they use."""
-    doors: dict[str, list[Block]] = {}
-    door = "torch"
+def by_framework(page: Path) -> dict[str, list[Block]]:
+    """The blocks of a page that are run, by the framework that they use."""
+    frameworks: dict[str, list[Block]] = {}
+    framework = "torch"
     for block in blocks(page):
         if block.is_run:
-            imported = _DOOR.search(block.code)
-            door = imported[1] if imported else door
-            doors.setdefault(door, []).append(block)
-    return doors
+            imported = _IMPORT.search(block.code)
+            framework = imported[1] if imported else framework
+            frameworks.setdefault(framework, []).append(block)
+    return frameworks

@@ -1,4 +1,4 @@
-"""Run the blocks of one page and one door, one after the other, as one program: ``python run_page.py torch PAGE``.
+"""Run a page's blocks of one framework, one after the other, as one program: ``python run_page.py torch PAGE``.
 
 Tracebacks show the line of the page. Without a page, pages are read from stdin, each with its folder and the file for
 its output (tab-separated), and each runs in a fork of this process, which imported PyTorch once for all. The
@@ -14,14 +14,14 @@ import traceback
 import types
 from pathlib import Path
 
-from page_blocks import by_door
+from page_blocks import by_framework
 
 
-def run(page: Path, door: str) -> None:
+def run(page: Path, framework: str) -> None:
     program = types.ModuleType("__main__")
     program.__file__ = str(page)
     sys.modules["__main__"] = program
-    for block in by_door(page)[door]:
+    for block in by_framework(page)[framework]:
         print(f"--- {block.place}", flush=True)
         code = "\n" * (block.line - 1) + block.code
         name = f"<{page.name}, line {block.line}>"  # Dynamo reads the source of what it captures: not of the page

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from page_blocks import PAGES, ROOT, by_door
+from page_blocks import PAGES, ROOT, by_framework
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
-CASES = [(page, door) for page in PAGES for door in by_door(page)]
+CASES = [(page, name) for page in PAGES for name in by_framework(page)]
 SCRIPT = str(Path(__file__).with_name("run_page.py"))
 Run = Callable[[Path, Path], tuple[int, str]]
 
@@ -48,14 +48,14 @@ def run_page(framework: str) -> Iterator[Run]:
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("page", "door"), CASES, ids=[f"{page.relative_to(ROOT).with_suffix('')}-{door}" for page, door in CASES]
+    ("page", "name"), CASES, ids=[f"{page.relative_to(ROOT).with_suffix('')}-{name}" for page, name in CASES]
 )
-def test_the_blocks_of_a_page_run(page: Path, door: str, framework: str, run_page: Run, tmp_path: Path) -> None:
-    if door != framework:
-        pytest.skip(f"blocks of {door}")
+def test_the_blocks_of_a_page_run(page: Path, name: str, framework: str, run_page: Run, tmp_path: Path) -> None:
+    if name != framework:
+        pytest.skip(f"blocks of {name}")
     code, output = run_page(page, tmp_path)
     assert code == 0, output
 
 
 def test_every_framework_has_examples(framework: str) -> None:
-    assert framework in {door for _, door in CASES}
+    assert framework in {name for _, name in CASES}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from page_blocks import PAGES, ROOT, Block, blocks
 
-from manyhands import door
+from manyhands import names
 from manyhands.cli import parser
 from manyhands.device import FRAMEWORKS
 
@@ -88,7 +88,7 @@ def test_every_command_is_in_the_reference() -> None:
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_every_public_name_is_in_the_reference(framework: str) -> None:
     words = set(re.findall(r"\w+", " ".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))))
-    assert set(door.names(framework)) <= words
+    assert set(names.names(framework)) <= words
 
 
 def test_commands_name_files_targets_and_extras_that_exist() -> None:

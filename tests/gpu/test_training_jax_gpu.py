@@ -13,11 +13,11 @@ jax = pytest.importorskip("jax")
 
 @pytest.fixture
 def mh() -> Any:
-    from manyhands import jax as door
+    from manyhands import jax as mh
 
-    if not door.num_gpus():
+    if not mh.num_gpus():
         pytest.skip("JAX sees no GPU here")
-    return door
+    return mh
 
 
 def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:

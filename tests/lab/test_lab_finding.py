@@ -21,7 +21,7 @@ HOST = {"name": "a processor", "cores": 2, "usable_cores": 2}
 TIMES = Times({"plain": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.0]})
 
 
-class Door:
+class Module:
     """Counts how often the devices are waited for."""
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ def test_a_comparison_is_clear_only_if_every_round_agrees() -> None:
 
 
 def test_methods_are_timed_in_turns_and_each_round_begins_with_another() -> None:
-    door = Door()
-    bench = Bench(door, "torch", quick=True)
+    module = Module()
+    bench = Bench(module, "torch", quick=True)
     times = bench.trials({"a": lambda: None, "b": lambda: None}, {"size": 3}, rounds=3)
     assert [len(spent) for spent in times.values()] == [3, 3]
     assert "".join(trial.name for trial in bench.recorded) == "abbaab"
     assert all(trial.settings == {"size": 3} for trial in bench.recorded)
-    assert door.waits == 20  # before and after: warm-up and calibration of each, three rounds of each
+    assert module.waits == 20  # before and after: warm-up and calibration of each, three rounds of each
 
 
 def test_virtual_devices_are_marked_in_table_plot_and_conclusion() -> None:
@@ -114,7 +114,7 @@ def test_what_cannot_be_true_is_measured_again_and_then_refused(
     gains: tuple[float, ...], status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "check_load", lambda: None)
-    result = process.perform(_unlike(*gains), Bench(Door(), "torch"))
+    result = process.perform(_unlike(*gains), Bench(Module(), "torch"))
     assert result.status == status
     assert said in (result.finding.conclusion if result.finding else result.why)
 
@@ -125,13 +125,13 @@ def test_a_machine_that_was_loaded_is_measured_again(
 ) -> None:
     seen = iter(loads)
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(seen))
-    assert process.perform(_unlike(1.5, 1.5), Bench(Door(), "torch")).status == status
+    assert process.perform(_unlike(1.5, 1.5), Bench(Module(), "torch")).status == status
     assert next(seen, None) is None
 
 
 def test_a_loaded_machine_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: 80.0)
-    result = process.perform(_unlike(1.5), Bench(Door(), "torch"))
+    result = process.perform(_unlike(1.5), Bench(Module(), "torch"))
     assert (result.status, result.finding) == ("not measured", None)
     assert result.why == "the machine is busy: other programs use 80% of the CPU"
     assert "not measured: the machine is busy" in text(result)
@@ -156,7 +156,7 @@ def test_an_error_in_an_experiment_is_its_result(monkeypatch: pytest.MonkeyPatch
     def fails(bench: Bench) -> Finding:
         raise ZeroDivisionError("by hand")
 
-    result = process.perform(_that(fails), Bench(Door(), "torch"))
+    result = process.perform(_that(fails), Bench(Module(), "torch"))
     assert result.status == "failed"
     assert "ZeroDivisionError: by hand (test_lab_finding.py:" in result.why
 

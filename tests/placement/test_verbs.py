@@ -28,7 +28,7 @@ from manyhands.placement.verbs import Verbs
 GPU0, GPU1 = FakeDevice("gpu", 0), FakeDevice("gpu", 1)
 
 
-def door(gpus: int = 2, faults: Faults | None = None) -> tuple[Verbs[FakeTensor, FakeDevice, FakeModel], FakeBackend]:
+def fake(gpus: int = 2, faults: Faults | None = None) -> tuple[Verbs[FakeTensor, FakeDevice, FakeModel], FakeBackend]:
     backend = FakeBackend(gpus, faults)
     return Verbs(backend), backend
 
@@ -49,7 +49,7 @@ def _tensors(value: Any) -> list[FakeTensor]:
 
 @given(trees)
 def test_to_moves_what_is_elsewhere_and_nothing_else(value: Any) -> None:
-    mh, backend = door()
+    mh, backend = fake()
     moved = mh.to(value, GPU1)
     assert [t.data for t in _tensors(moved)] == [t.data for t in _tensors(value)]
     assert {t.device for t in _tensors(moved)} <= {GPU1}
@@ -61,7 +61,7 @@ def test_to_moves_what_is_elsewhere_and_nothing_else(value: Any) -> None:
 
 @given(trees)
 def test_copy_shares_no_memory(value: Any) -> None:
-    mh, backend = door()
+    mh, backend = fake()
     made = mh.copy(value)
     before, after = _tensors(value), _tensors(made)
     assert [(t.data, t.device) for t in before] == [(t.data, t.device) for t in after]
@@ -71,7 +71,7 @@ def test_copy_shares_no_memory(value: Any) -> None:
 
 
 def test_one_tensor_stays_one_tensor() -> None:
-    mh, backend = door()
+    mh, backend = fake()
     x = FakeTensor([1])
     for one, other in (
         mh.to([x, x], GPU1),
@@ -84,14 +84,14 @@ def test_one_tensor_stays_one_tensor() -> None:
 
 
 def test_a_copy_in_a_wrong_place_is_seen() -> None:
-    mh, _ = door(faults=Faults(joins_on_host=True))
+    mh, _ = fake(faults=Faults(joins_on_host=True))
     shards = mh.split(FakeTensor([1, 2]), [GPU0, GPU1])
     with pytest.raises(PlacementFailed):
         mh.gather(shards, GPU1)
 
 
 def test_synchronize_waits_for_the_device_that_is_named() -> None:
-    mh, backend = door()
+    mh, backend = fake()
     mh.synchronize("gpu:1")
     mh.synchronize(GPU0)
     mh.synchronize()
@@ -101,7 +101,7 @@ def test_synchronize_waits_for_the_device_that_is_named() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused_whatever_is_moved() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     for value in (FakeTensor([1]), [], {}, "text", None, [FakeTensor([1])], FakeModel()):
         for wait in (True, False):
             with pytest.raises(NoSuchDevice):
@@ -109,7 +109,7 @@ def test_a_device_that_is_not_there_is_refused_whatever_is_moved() -> None:
 
 
 def test_a_model_is_refused_where_a_tensor_is_meant() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     net = FakeModel(weight=FakeTensor([1, 2]))
     for call, cure in (
         (lambda: mh.copy(net), "deepcopy"),
@@ -122,7 +122,7 @@ def test_a_model_is_refused_where_a_tensor_is_meant() -> None:
 
 
 def test_a_move_under_way_is_not_its_value() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     tree_of_arrivals = [FakeTensor([1]), mh.to(FakeTensor([1]), GPU0, wait=False)]
     for call in (
         lambda x: mh.to(x, GPU0),
@@ -155,7 +155,7 @@ def test_a_move_under_way_is_not_its_value() -> None:
     ],
 )
 def test_what_cannot_be_put_together(shards: Any, text: str) -> None:
-    mh, _ = door()
+    mh, _ = fake()
     with pytest.raises(BadBatch, match=text):
         mh.gather(shards, GPU0)
 
@@ -167,7 +167,7 @@ def test_leaves_that_do_not_compare_are_not_the_same() -> None:
 
         __hash__ = None  # type: ignore[assignment]
 
-    mh, _ = door()
+    mh, _ = fake()
     one = Strange()
     assert mh.gather([[one], [one]], GPU0) == [one]
     with pytest.raises(BadBatch):
@@ -175,14 +175,14 @@ def test_leaves_that_do_not_compare_are_not_the_same() -> None:
 
 
 def test_what_is_no_list_of_devices() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     for wrong in (None, 2):
         with pytest.raises(BadDevice, match="a list of devices is needed"):
             mh.split(FakeTensor([1, 2]), wrong)  # type: ignore[arg-type]
 
 
 def test_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    mh, backend = door()
+    mh, backend = fake()
     assert mh.memory(GPU0).total == 1000
     silent = DeviceRecord(Device("gpu", 0), "Silent", None, None, None)
     monkeypatch.setattr(backend, "describe", lambda device: silent)
@@ -191,7 +191,7 @@ def test_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tensor_over_several_devices_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    mh, backend = door()
+    mh, backend = fake()
 
     def spread(tensor: FakeTensor) -> FakeDevice:
         raise SeveralDevices("it is spread over gpu:0, gpu:1")
@@ -204,7 +204,7 @@ def test_a_tensor_over_several_devices_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_cure_of_a_tie_moves_what_is_on_the_cpu() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     net, batch = FakeModel(weight=FakeTensor([1])), FakeTensor([1], GPU1)
     for arguments in ({"net": net, "batch": batch}, {"batch": batch, "net": net}):
         with pytest.raises(DeviceMismatch, match=r'net = mh\.to\(net, "gpu:1"\)'):
@@ -213,7 +213,7 @@ def test_the_cure_of_a_tie_moves_what_is_on_the_cpu() -> None:
 
 @given(st.lists(st.integers(), min_size=1, max_size=30), st.integers(1, 6), st.data())
 def test_gather_is_the_inverse_of_split(rows: list[int], count: int, data: Any) -> None:
-    mh, _ = door(gpus=count)
+    mh, _ = fake(gpus=count)
     devices = mh.try_all_gpus()
     parts = data.draw(
         st.none() | st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(lambda s: sum(s) > 0)
@@ -230,7 +230,7 @@ def test_gather_is_the_inverse_of_split(rows: list[int], count: int, data: Any) 
 
 
 def test_a_tensor_that_lands_elsewhere_is_an_error() -> None:
-    mh, _ = door(faults=Faults(lands_on_host={GPU1}))
+    mh, _ = fake(faults=Faults(lands_on_host={GPU1}))
     x = FakeTensor([1])
     assert mh.to(x, GPU0).device == GPU0
     for place in (lambda: mh.to(x, GPU1), lambda: mh.copy(x, GPU1), lambda: mh.to(x, GPU1, wait=False).result()):
@@ -241,7 +241,7 @@ def test_a_tensor_that_lands_elsewhere_is_an_error() -> None:
 
 
 def test_an_error_of_asynchronous_work_surfaces_at_the_wait() -> None:
-    mh, backend = door(faults=Faults(slow=True))
+    mh, backend = fake(faults=Faults(slow=True))
     arrival = mh.to(FakeTensor([1]), GPU0, wait=False)
     assert not arrival.ready()
     assert "under way" in repr(arrival)
@@ -255,7 +255,7 @@ def test_an_error_of_asynchronous_work_surfaces_at_the_wait() -> None:
 
 
 def test_a_device_that_vanishes() -> None:
-    mh, backend = door(gpus=2)
+    mh, backend = fake(gpus=2)
     x = mh.to(FakeTensor([1]), GPU1)
     backend.gpus = 1
     with pytest.raises(NoSuchDevice, match=r"there is no gpu:1: fake sees cpu, gpu:0"):
@@ -264,14 +264,14 @@ def test_a_device_that_vanishes() -> None:
 
 
 def test_without_gpus_everything_falls_back() -> None:
-    mh, _ = door(gpus=0)
+    mh, _ = fake(gpus=0)
     assert mh.try_all_gpus() == [mh.cpu()]
     assert mh.num_gpus() == 0
     assert [record.kind for record in mh.devices()] == ["cpu"]
 
 
 def test_virtual_devices_stand_in_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    mh, _ = door(gpus=0)
+    mh, _ = fake(gpus=0)
     made = mh.virtual_devices(2)
     assert made == mh.try_all_gpus() == [FakeDevice("virtual", 0), FakeDevice("virtual", 1)]
     assert mh.virtual_devices(2) == made
@@ -285,25 +285,25 @@ def test_virtual_devices_stand_in_for_gpus(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("wrong", [-2, 0, 65, 1.5, "2", True, None])
 def test_a_number_of_virtual_devices_that_cannot_be(wrong: Any) -> None:
     with pytest.raises(VirtualDevicesError, match="virtual devices cannot be made: ask for 1 to 64"):
-        door(gpus=0)[0].virtual_devices(wrong)
+        fake(gpus=0)[0].virtual_devices(wrong)
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1.5"])
 def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", text)
     with pytest.raises(VirtualDevicesError, match="number of devices"):
-        door()
+        fake()
 
 
 def test_the_variable_makes_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", "4")
-    assert door(gpus=0)[0].num_gpus() == 4
+    assert fake(gpus=0)[0].num_gpus() == 4
     monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", "0")
-    assert door(gpus=0)[0].num_gpus() == 0
+    assert fake(gpus=0)[0].num_gpus() == 0
 
 
 def test_a_long_mismatch_can_be_read() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     net = FakeModel(**{f"layer{i}": FakeTensor([i], GPU0) for i in range(100)})
     with pytest.raises(DeviceMismatch) as caught:
         mh.check_same_device(net=net, x=FakeTensor([1]))
@@ -329,7 +329,7 @@ class Encoded(UserDict[str, Any]):
 
 
 def test_a_mapping_that_is_no_dict_is_moved_divided_and_put_together() -> None:
-    mh, _ = door()
+    mh, _ = fake()
     batch = Encoded({"ids": FakeTensor([1, 2, 3, 4], FakeDevice("cpu")), "name": "text"}, "kept")
     moved = mh.to(batch, GPU1)
     assert type(moved) is Encoded

@@ -10,7 +10,7 @@
 # manyhands devices
 
 # %% [markdown]
-# In a program you import the *door* of your framework: `torch` here, and `jax`, `tensorflow` and `mxnet` have the same names.
+# In a program you import the module of your framework: `torch` here, and `jax`, `tensorflow` and `mxnet` have the same names.
 # A device is your framework's own object, in PyTorch a `torch.device`.
 
 # %%

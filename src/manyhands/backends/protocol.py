@@ -1,8 +1,8 @@
 """The seam between manyhands and a framework: the few verbs on which everything else is built.
 
 An adapter is a plain module, ``manyhands/backends/<framework>/devices.py``, with these functions. The type checker
-holds it to the protocol where its door is built (``Verbs(backend)``). Adapters know nothing of trees, lists of devices
-or errors in users' arguments: that is done once, in :mod:`manyhands.placement.verbs`. (They may ask for a class to be a
+holds it to the protocol at ``Verbs(backend)``. Adapters know nothing of trees, lists of devices or errors in users'
+arguments: that is done once, in :mod:`manyhands.placement.verbs`. (They may ask for a class to be a
 leaf: ``tree.keep_whole``.) What a framework cannot do stands in its :class:`Capabilities`.
 """
 

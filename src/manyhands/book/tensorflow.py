@@ -247,3 +247,5 @@ train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
 accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
+__all__ = ["DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"]
+__all__ += ["lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"]

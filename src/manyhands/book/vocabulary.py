@@ -122,7 +122,7 @@ class Benchmark:
     before it is read, and what is timed is the work, not its launch.
     """
 
-    _synchronize: Callable[[], object] = staticmethod(lambda: None)  # a door's Benchmark waits for its devices
+    _synchronize: Callable[[], object] = staticmethod(lambda: None)  # mh.Benchmark waits for the framework's devices
 
     def __init__(self, description: str = "Done") -> None:
         self.description = description

@@ -55,13 +55,13 @@ def ask(framework: str, *, measured: bool = False) -> dict[str, Any]:
 
 def report(framework: str, *, measured: bool) -> dict[str, Any]:
     """What this framework sees, in this process."""
-    door = importlib.import_module(f"manyhands.{framework}")
+    module = importlib.import_module(f"manyhands.{framework}")
     backend = importlib.import_module(f"manyhands.backends.{framework}.devices")
     rows = []
-    for record in door.devices():
+    for record in module.devices():
         row = {**asdict(record), "device": str(record.device), "kind": record.kind, "index": record.index}
         if measured:
-            native = door.cpu() if record.kind == "cpu" else door.gpu(record.index)
+            native = module.cpu() if record.kind == "cpu" else module.gpu(record.index)
             row["speed"] = dict(measure.speed(backend, native))
         rows.append(row)
     version = importlib.import_module(framework).__version__

@@ -1,4 +1,4 @@
 """``manyhands lab``: the textbook's experiments and exercises on this machine, as tables, plots and one report.
 
-It is built on the doors: an experiment uses the public verbs, as any program does.
+An experiment uses the public verbs, as any program does.
 """

@@ -1,4 +1,4 @@
-"""``parallel`` of the PyTorch door, and the backend ``"manyhands"`` of ``torch.compile``."""
+"""``parallel`` of manyhands.torch, and the backend ``"manyhands"`` of ``torch.compile``."""
 
 from __future__ import annotations
 

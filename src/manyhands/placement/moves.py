@@ -303,7 +303,7 @@ def installed(framework: str) -> bool:
 
 
 def require(framework: str) -> None:
-    """Raise with what to install if a door's framework is missing."""
+    """Raise with what to install if a framework is missing."""
     if not installed(framework):
         raise FrameworkMissing(
             f"manyhands.{framework} needs {framework}, which is not installed: pip install 'manyhands[{framework}]'",

@@ -1,7 +1,7 @@
 """The public verbs, written once for all frameworks: ``to``, ``copy``, ``split``, ``gather``, ``devices`` and so on.
 
-A door (``manyhands.torch``, ``.jax``, ``.tensorflow``, ``.mxnet``) is :class:`Verbs` bound to one framework's adapter.
-The verbs take and return the framework's own tensors, devices and models; a device may also be named (``"gpu:1"``). Two
+``manyhands.torch``, ``.jax``, ``.tensorflow`` and ``.mxnet`` are :class:`Verbs` bound to one framework's adapter. The
+verbs take and return the framework's own tensors, devices and models; a device may also be named (``"gpu:1"``). Two
 rules hold for all of them: what is already in place is returned unchanged, and after every placement the framework is
 asked where the tensor really is.
 """
@@ -36,7 +36,7 @@ Targets = TypeVar("Targets")
 
 
 class Verbs(Generic[T, D, M]):
-    """The verbs of one door."""
+    """The verbs of one framework."""
 
     def __init__(self, backend: Backend[T, D, M]) -> None:
         self._backend = backend

@@ -2,8 +2,8 @@
 
 One process drives all devices of a machine, as one mesh. With a launcher's environment (:mod:`..launcher`) there are
 several processes, and the mesh is over the devices of all of them; every process then runs the same program, and JAX
-lets arrays span them. JAX must know the other processes before its first array, so the door joins them when it is
-imported.
+lets arrays span them. JAX must know the other processes before its first array, so importing ``manyhands.jax`` joins
+them.
 """
 
 from __future__ import annotations

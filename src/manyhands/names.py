@@ -1,10 +1,10 @@
-"""What the four doors share: the list of their names, and where each is loaded from.
+"""The names of ``manyhands.torch``, ``.jax``, ``.tensorflow`` and ``.mxnet``, and where each is loaded from.
 
-A door binds the verbs of placement when it is imported. Everything else (training, ``parallel``, tasks) is loaded on
-first use, so that a program which only moves tensors does not wait for a trainer. A type checker does not follow a
-module's ``__getattr__``, so each door imports the same names again under ``TYPE_CHECKING``
-(:mod:`manyhands.door_names` has the names that are the same objects in all doors), and ``tests/test_structure.py``
-compares them with this list.
+These modules bind the verbs of placement when they are imported. Everything else (training, ``parallel``, tasks) is
+loaded on first use, so that a program which only moves tensors does not wait for a trainer. A type checker does not
+follow a module's ``__getattr__``, so each module imports the same names again under ``TYPE_CHECKING``
+(:mod:`manyhands.names_for_types` has the names that are the same objects in all of them), and
+``tests/test_structure.py`` compares them with this list.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ _LATE = {
     "manyhands.training.schedules": ("PerEpoch", "PerStep", "by_step", "one_cycle"),
     "manyhands.training.stopping": ("Stopped",),
 }
-# The module of each name that is loaded on first use.
-LOADED_LATE = {name: module for module, names in _LATE.items() for name in names}
-# Names that PyTorch's door loads from another module, or that only it has: its `parallel` plans lanes itself.
-OF_TORCH = {
+# Names that PyTorch's module loads from elsewhere, or that only it has: its `parallel` plans lanes itself.
+_OF_TORCH = {
     "Parallel": "manyhands.parallel.function",
     "compile_backend": "manyhands.parallel.torch_entry",
     "parallel": "manyhands.parallel.torch_entry",
@@ -51,28 +49,33 @@ OF_TORCH = {
 }
 
 
+def loaded_late(framework: str) -> dict[str, str]:
+    """Each name that is loaded on first use, and the module that has it."""
+    late = {name: module.format(framework=framework) for module, names in _LATE.items() for name in names}
+    return late | (_OF_TORCH if framework == "torch" else {})
+
+
 def names(framework: str) -> list[str]:
-    """The public names of a door."""
-    return sorted({"Arrival", "errors", *VERBS, *LOADED_LATE, *(OF_TORCH if framework == "torch" else ())})
+    """The public names of a framework's module."""
+    return sorted({"Arrival", "errors", *VERBS, *loaded_late(framework)})
 
 
-def lazy(door: str, verbs: Verbs[Any, Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """``__all__``, ``__getattr__`` and ``__dir__`` of a door, a module of the name ``manyhands.<framework>``."""
-    framework, here = door.rpartition(".")[2], vars(sys.modules[door])
-    public = names(framework)
-    late = {**LOADED_LATE, **(OF_TORCH if framework == "torch" else {})}
+def lazy(module: str, verbs: Verbs[Any, Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of the module ``manyhands.<framework>``."""
+    framework, here = module.rpartition(".")[2], vars(sys.modules[module])
+    public, late = names(framework), loaded_late(framework)
 
     def load(name: str) -> Any:
         if name not in late:
-            raise AttributeError(f"module {door!r} has no attribute {name!r}", name=name, obj=sys.modules[door])
-        module = importlib.import_module(late[name].format(framework=framework))
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
+        source = importlib.import_module(late[name])
         if name == "Benchmark":
-            waits = {"_synchronize": staticmethod(verbs.synchronize), "__module__": door}
-            value = type(name, (module.Benchmark,), {**waits, "__doc__": module.Benchmark.__doc__})
+            waits = {"_synchronize": staticmethod(verbs.synchronize), "__module__": module}
+            value = type(name, (source.Benchmark,), {**waits, "__doc__": source.Benchmark.__doc__})
         elif name == "parallel" and framework != "torch":
-            value = module.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
+            value = source.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
         else:
-            value = getattr(module, name)
+            value = getattr(source, name)
         here[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""A door loads what placement needs; everything else when it is first asked for."""
+"""A framework's module loads what placement needs; everything else when it is first asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from manyhands import door
+from manyhands import names
 from manyhands.placement.moves import VIRTUAL_DEVICES as VIRTUAL
 
 ONE = {
@@ -31,14 +31,14 @@ def test_placement_loads_neither_the_trainer_nor_parallel(framework: str) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     added = set(json.loads(done.stdout.splitlines()[-1]))
     unwanted = ("manyhands.training", "manyhands.parallel", "manyhands.tasks", "manyhands.schedule", "torch._dynamo")
-    # JAX's door asks whether a launcher has started this process.
+    # JAX's module asks whether a launcher has started this process.
     allowed = {"manyhands.training", "manyhands.training.launcher"} if framework == "jax" else set()
     assert {name for name in added if name.startswith(unwanted)} == allowed
     assert not added & {"matplotlib", "rich", "safetensors", "cloudpickle", "flax", "optax", "keras"}
 
 
 def test_every_name_is_there(framework: str, mh: Any) -> None:
-    assert mh.__all__ == door.names(framework)
+    assert mh.__all__ == names.names(framework)
     assert set(mh.__all__) <= set(dir(mh))
     for name in mh.__all__:
         assert getattr(mh, name) is getattr(mh, name) is vars(mh)[name]
@@ -47,7 +47,7 @@ def test_every_name_is_there(framework: str, mh: Any) -> None:
     assert set(everything) - {"__builtins__"} == set(mh.__all__)
 
 
-def test_benchmark_waits_for_the_devices_of_its_door(mh: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_waits_for_the_devices_of_its_module(mh: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with mh.Benchmark("nothing") as timed:
         pass
     assert capsys.readouterr().out.startswith("nothing: ")

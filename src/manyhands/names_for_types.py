@@ -1,6 +1,6 @@
-"""The names that are the same objects in all four doors, only for type checkers: a door loads them on first use.
+"""The names that are the same objects for all four frameworks, only for type checkers: they are loaded on first use.
 
-See :mod:`manyhands.door`. Names that belong to one framework are in its door.
+See :mod:`manyhands.names`.
 """
 
 from manyhands.audit.guard import assert_no_stalls as assert_no_stalls
