@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,6 @@ def test_every_json_state_comes_back(tmp_path: Path, state: dict[str, Any]) -> N
     assert repr(found) == repr(state)  # 1 and 1.0 and True, 0.0 and -0.0, and the order of keys
 
 
-def circle() -> dict[str, Any]:
-    inner: dict[str, Any] = {}
-    inner["again"] = inner
-    return inner
-
-
 @pytest.mark.parametrize(
     ("value", "lesson"),
     [
@@ -149,19 +143,6 @@ def test_a_state_that_json_would_change_is_refused(tmp_path: Path, value: Any, l
         store.save(tmp_path, 1, {"optimizer": {"groups": [0, value]}}, {})
     assert "state['optimizer']['groups'][1]" in str(caught.value)
     assert names(tmp_path) == []
-
-
-def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotJson, match="contains itself"):
-        store.save(tmp_path, 1, circle(), {})
-
-
-def test_numpy_numbers_are_refused_with_the_cure(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    with pytest.raises(NotJson, match=r"float\(value\)"):
-        store.save(tmp_path, 1, {"loss": numpy.float64(1.0)}, {})
-    with pytest.raises(NotJson, match="tolist"):
-        store.save(tmp_path, 1, {"loss": numpy.float32(1.0)}, {})
 
 
 def test_a_state_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +221,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "way out": (
         "state.json",
         rewrite(lambda content: content["blobs"].update({"../x": content["blobs"]["model"]}), signed=True),
-    ),
-    "other file": (
-        "state.json",
-        rewrite(lambda content: content["blobs"]["model"].update(file="/etc/passwd"), signed=True),
     ),
 }
 
@@ -377,39 +354,6 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
 # A disk that refuses
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte; skipped where it cannot be mounted."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if (
-        sys.platform != "linux"
-        or os.getuid() != 0
-        or subprocess.run(mount, check=False, capture_output=True).returncode
-    ):
-        pytest.skip("a small file system cannot be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk_leaves_the_older_checkpoint(small_disk: Path) -> None:
-    store.save(small_disk, 1, STATE, {"model": bytes(600_000)})
-    with pytest.raises(CheckpointNotWritten, match=r"step 2 could not be written.*No space left") as caught:
-        store.save(small_disk, 2, STATE, {"model": bytes(600_000)})
-    assert caught.value.errno == errno.ENOSPC
-    assert isinstance(caught.value, OSError)
-    assert names(small_disk) == ["step-00000001"]
-    assert store.load(small_disk).step == 1
-    store.save(small_disk, 3, STATE, {"model": bytes(200_000)})
-    assert store.load(small_disk).step == 3
-
-
-def test_the_space_of_a_killed_writer_is_used_again(small_disk: Path) -> None:
-    (leave(small_disk, "writing") / "rest").write_bytes(bytes(700_000))
-    store.save(small_disk, 2, STATE, {"model": bytes(600_000)})
-
-
 @pytest.mark.parametrize("failing", ["write_new", "sync_folder", "rename"])
 @pytest.mark.parametrize("step", [1, 2])
 def test_whatever_call_fails_the_older_one_stays(
@@ -451,8 +395,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointNotWritten, match="could not be written"):
         store.save(tmp_path / "file" / "checkpoints", 1, STATE, BLOBS)
-
-
-def test_the_errors_survive_a_trip_to_another_process() -> None:
-    for kind in (CheckpointDamaged, CheckpointNotWritten, NoCheckpoint):
-        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"

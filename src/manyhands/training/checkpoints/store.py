@@ -237,59 +237,41 @@ def _read_newest(folder: Path) -> Checkpoint:
 
 def _read(path: Path) -> Checkpoint:
     content = _read_state(path / _STATE)
-    step = content["step"]
+    step, blobs = content["step"], {}
     if step_of(path) not in (None, step):
         raise CheckpointDamaged(f"{path / _STATE} is of step {step}, which contradicts the folder's name.")
-    blobs = {}
     for name, entry in content["blobs"].items():
         file = path / _file_of(name)
-        data = _read_file(file, entry["size"])
-        if len(data) != entry["size"]:
-            raise CheckpointDamaged(
-                f"{file} has {counted(len(data), 'byte')} instead of {entry['size']:,}: it is truncated."
-            )
-        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            raise CheckpointDamaged(f"{file} has changed since it was written: its SHA-256 differs.")
-        blobs[name] = data
+        blobs[name] = _read_file(file, entry["size"])
+        if hashlib.sha256(blobs[name]).hexdigest() != entry.get("sha256"):
+            raise CheckpointDamaged(f"{file} was cut short or changed: its SHA-256 differs.")
     return Checkpoint(path=path, state=content["state"], blobs=blobs, step=step)
 
 
 def _read_state(file: Path) -> dict[str, Any]:
+    text = _read_file(file, _LARGEST_STATE)
     try:
-        content = files.read_json(_read_file(file, _LARGEST_STATE))
-    except ValueError as error:
-        if isinstance(error, CheckpointDamaged):
-            raise
-        raise CheckpointDamaged(f"{file} is not JSON: {error}.") from error
-    if not isinstance(content, dict) or "format" not in content:
-        raise CheckpointDamaged(f"{file} is not the state of a checkpoint: it has no format version.")
-    version = content["format"]
+        content = files.read_json(text)
+        version, digest = content["format"], content.pop("sha256", None)
+        is_whole = digest == _digest(content) and _is_well_formed(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(f"{file} is not the state of a checkpoint: {type(error).__name__}, {error}.") from error
     if type(version) is not int or version != FORMAT:
         raise CheckpointDamaged(
             f"{file} has format {version!r}; this version of manyhands reads format {FORMAT}. "
             "Load it with the version that wrote it."
         )
-    digest = content.pop("sha256", None)
-    try:
-        whole = digest == _digest(content)
-    except NotJson:  # a number such as 1e999 reads as infinite
-        whole = False
-    if not whole or not _is_well_formed(content):
+    if not is_whole:
         raise CheckpointDamaged(f"{file} has changed since it was written: its SHA-256 differs.")
-    return content
+    return content  # type: ignore[no-any-return]
 
 
 def _is_well_formed(content: dict[str, Any]) -> bool:
     """Whether state.json has all its parts: a digest is no secret, so anybody can write one that fits."""
-    state, step, blobs = content.get("state"), content.get("step"), content.get("blobs")
-    if type(step) is not int or not isinstance(state, dict) or not isinstance(blobs, dict):
-        return False
-    return all(
-        _BLOB.fullmatch(name)
-        and isinstance(entry, dict)
-        and entry.get("file") == _file_of(name)
-        and type(entry.get("size")) is int
-        for name, entry in blobs.items()
+    return (
+        type(content["step"]) is int
+        and isinstance(content["state"], dict)
+        and all(_BLOB.fullmatch(name) and type(entry["size"]) is int for name, entry in content["blobs"].items())
     )
 
 
