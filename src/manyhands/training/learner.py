@@ -7,11 +7,12 @@ several (PyTorch; all of them on many machines).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.running_sums import Figures
@@ -35,6 +36,12 @@ class Data(Protocol):
 
     @property
     def shuffle(self) -> bool: ...
+
+
+def check_average(sizes: Iterable[int]) -> None:
+    """``sizes``: the bytes of the weights' numbers."""
+    if min(sizes) < 4:
+        raise BadSettings("EMA: small changes of an average in half precision are lost: give the model float32 weights")
 
 
 def named_rates(rates: Sequence[float]) -> dict[str, float]:

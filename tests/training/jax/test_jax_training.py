@@ -311,6 +311,11 @@ def test_what_is_no_loss(value: Any) -> None:
         fit(Net(), vectors(), loss=lambda output, target: value)
 
 
+def test_an_average_in_half_precision_is_refused() -> None:
+    with pytest.raises(BadSettings, match="EMA: .*float32 weights"):
+        fit(nnx.Linear(6, CLASSES, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), vectors(), callbacks=[mh.EMA(0.9)])
+
+
 def test_what_is_no_model() -> None:
     with pytest.raises(BadSettings, match="no parameters that could be trained"):
         fit(nnx.Sequential(nnx.relu), vectors())

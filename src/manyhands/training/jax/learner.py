@@ -28,7 +28,7 @@ from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps
 from manyhands.training.jax.world import World
-from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
+from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
 
@@ -152,29 +152,23 @@ class JaxLearner:
         return self._shown
 
     def keep_average(self, averaging: Averaging) -> None:
+        check_average(leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state["parameters"]))
         self.steps.decay = averaging.decay
         self._averages = AVERAGES if averaging.buffers else {"average": "parameters"}
         self._start_average()
 
     def _start_average(self) -> None:
         for average, part in self._averages.items():
-            self.state[average] = self.world.put_copy(jax.tree.map(_wide, self.state[part]))
+            self.state[average] = self.world.put_copy(self.state[part])
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         weights = {part: self.state[part] for part in self._averages.values()}
-        self.state.update(self._average_as_weights())
+        self.state.update({part: self.state[average] for average, part in self._averages.items()})
         try:
             yield
         finally:
             self.state.update(weights)
-
-    def _average_as_weights(self) -> State:
-        """In the weights' own kind of numbers."""
-        return {
-            part: jax.tree.map(lambda mean, weight: mean.astype(weight.dtype), self.state[average], self.state[part])
-            for average, part in self._averages.items()
-        }
 
     def send_figures(self, step: int) -> None:
         for leaf in self.sums.values():
@@ -215,40 +209,27 @@ class JaxLearner:
     def save(self) -> Saved | None:
         if self.rank:
             return None
-        model = {**named(self.state["parameters"]), **named(self.state["rest"])}
-        return Saved(
-            state={"devices": [device.platform for device in self.world.devices], "processes": self.size},
-            blobs={
-                "model": tensors.pack(model),
-                "optimizer": tensors.pack(named(self.state["optimizer"])),
-                "random": tensors.pack(named(self.state["random"])),
-                **self._packed_average(),
-            },
-        )
+        blobs = {part: tensors.pack(named(self.state[part])) for part in ("optimizer", "random")}
+        blobs["model"] = tensors.pack(self._weights())
+        if self._averages:
+            with self.averaged():
+                blobs["average"] = tensors.pack(self._weights())
+        return Saved({"devices": [device.platform for device in self.world.devices], "processes": self.size}, blobs)
 
-    def _packed_average(self) -> dict[str, bytes]:
-        if "average" not in self.state:
-            return {}
-        return {"average": tensors.pack(self._average_by_name())}
-
-    def _average_by_name(self) -> dict[str, Any]:
-        """The average under the names of the weights, with the model's other values."""
-        rest = self.state.get("average_of_rest", self.state["rest"])
-        return {**named(self.state["average"]), **named(rest)}
+    def _weights(self) -> dict[str, Any]:
+        return {**named(self.state["parameters"]), **named(self.state["rest"])}
 
     def _restore_average(self, blobs: Mapping[str, bytes]) -> None:
         self._start_average()
         if "average" not in blobs:
             self.notes.append(NO_AVERAGE)
             return
-        expected = self._average_by_name()
-        saved = tensors.fitting(blobs["average"], expected, "an average of another model's weights")
+        saved = tensors.fitting(blobs["average"], self._weights(), "an average of another model's weights")
         for average in self._averages:
             self._refill(average, saved)
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        expected = {**named(self.state["parameters"]), **named(self.state["rest"])}
-        weights = tensors.fitting(blobs["model"], expected, "weights of another model")
+        weights = tensors.fitting(blobs["model"], self._weights(), "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
         for part, refusal in (
@@ -260,7 +241,7 @@ class JaxLearner:
                 saved_part = tensors.fitting(blobs[part], expected, refusal)
                 job_options = [name for name in expected if saving.is_kept(name, self.optimizer_options, saved)]
                 self._refill(part, {**saved_part, **{name: expected[name] for name in job_options}})
-        if "average" in self.state:
+        if self._averages:
             self._restore_average(blobs)
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
@@ -283,9 +264,9 @@ class JaxLearner:
         """Put the values back into the caller's model, each on its device and in its dtype."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
-        self.state.update(self._average_as_weights())
         before = self.job.skeleton.numbers(self.job.model)
-        after = {part: jax.tree.map(_home, self.state[part], before[part]) for part in PARTS}
+        with self.averaged():
+            after = {part: jax.tree.map(_home, self.state[part], before[part]) for part in PARTS}
         self.job.skeleton.put_into(self.job.model, after)
 
 
@@ -296,12 +277,6 @@ def _home(array: jax.Array, like: Any) -> Any:
     host = host.astype(like.dtype)
     is_placed = like.committed or isinstance(like.sharding, jax.sharding.NamedSharding)
     return jax.device_put(host, like.sharding) if is_placed else jax.device_put(host)
-
-
-def _wide(leaf: Any) -> Any:
-    """Numbers of an average: of half precision in float32, where small changes are not rounded away."""
-    small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
-    return np.asarray(leaf).astype(np.float32) if small else np.asarray(leaf)
 
 
 def _injected(state: Any) -> dict[str, Any]:

@@ -184,7 +184,6 @@ class Steps:
     def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
         if not jnp.issubdtype(average.dtype, jnp.inexact):
             return weight
-        weight = weight.astype(average.dtype)
         moved = average + (weight - average) * (1 - self.decay)  # type: ignore[operator]
         return jnp.where(average == weight, weight, moved)  # infinity, as in a mask, stays
 

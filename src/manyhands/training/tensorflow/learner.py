@@ -136,7 +136,7 @@ class KerasLearner:
         ]
         weights = [weight.read_value() for weight, _ in pairs]
         for weight, average in pairs:
-            weight.assign(tf.cast(average.read_value(), weight.dtype))
+            weight.assign(average.read_value())
         try:
             yield
         finally:
@@ -195,46 +195,28 @@ class KerasLearner:
         self._share_statistics()
         if not self.world.first:
             return None
-        return Saved(
-            state={"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)},
-            blobs={
-                "model": self._packed_weights(),
-                "optimizer": self._packed_memory(),
-                **self._packed_average(),
-                **keras_callbacks.pack(self.callbacks),
-            },
-        )
-
-    def _packed_average(self) -> dict[str, bytes]:
-        if not self.step_of.average:
-            return {}
-        return {"average": tensors.pack(self._average_by_name())}
-
-    def _average_by_name(self) -> dict[str, Array]:
-        """The average under the names of the weights, with the model's other values."""
-        by_weight = {
-            id(weight): average for weight, average in zip(self.step_of.averaged, self.step_of.average, strict=True)
-        }
-        chosen = [by_weight.get(id(variable), variable) for variable in self._variables()]
-        return dict(zip(self.names, map(self.step_of.value, chosen), strict=True))
+        blobs = {"model": self._packed_weights(), "optimizer": self._packed_memory()}
+        blobs |= keras_callbacks.pack(self.callbacks)
+        if self.step_of.average:
+            with self.averaged():
+                blobs["average"] = self._packed_weights()
+        return Saved({"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)}, blobs)
 
     def _restore_average(self, parts: Mapping[str, bytes]) -> None:
         """Where the checkpoint has none, it begins with the checkpoint's weights."""
         if "average" not in parts:
             self.notes.append(NO_AVERAGE)
-        saved = tensors.fitting(parts.get("average", parts["model"]), self._average_by_name(), "an average")
-        numbers = {id(weight): number for number, weight in enumerate(self.step_of.averaged)}
-        for variable, value in zip(self._variables(), saved.values(), strict=True):
-            if id(variable) in numbers:
-                self.step_of.assign(self.step_of.average[numbers[id(variable)]], value)
+        self._set_weights(parts.get("average", parts["model"]))
+        for average, weight in zip(self.step_of.average, self.step_of.averaged, strict=True):
+            self.step_of.assign(average, self.step_of.value(weight))
 
     def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], figures: Figures) -> None:
+        if self.step_of.average:
+            self._restore_average(parts)
         self._set_weights(parts["model"])
         if "optimizer" in parts:  # weights from another framework come alone
             self._set_memory(parts["optimizer"])
         keras_callbacks.unpack(self.callbacks, parts)
-        if self.step_of.average:
-            self._restore_average(parts)
         self.step_of.set_sums(figures)
         self._counted = figures.counted
 

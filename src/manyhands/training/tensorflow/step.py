@@ -25,6 +25,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Array, Batch
+from manyhands.training.learner import check_average
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import optimizers
@@ -79,11 +80,11 @@ class Step:
             )
 
     def keep_average(self, averaging: Averaging) -> None:
-        """Before the first step: keep a moving average of the weights, in float32 at least."""
+        """Before the first step: keep a moving average of the weights."""
+        check_average(variable.dtype.size for variable in self.weights)
         floating = [variable for variable in self.statistics if averaging.buffers and variable.dtype.is_floating]
         self.averaged = [*self.weights, *floating]
-        first = [self.value(variable) for variable in self.averaged]
-        self.average = [self._per_replica(value.astype(np.promote_types(value.dtype, np.float32))) for value in first]
+        self.average = [self._per_replica(self.value(variable)) for variable in self.averaged]
         self._decay = averaging.decay
 
     def on_each(self, variable: Any) -> list[Any]:
@@ -217,9 +218,8 @@ class Step:
 
     def _moved(self, average: list[Any], values: list[Any]) -> list[Any]:
         """The moving average with the values of this step; infinity, as in a mask, stays."""
-        wide = [tf.cast(value, mean.dtype) for mean, value in zip(average, values, strict=True)]
-        moved = [mean + (value - mean) * (1 - self._decay) for mean, value in zip(average, wide, strict=True)]
-        return [tf.where(a == b, b, c) for a, b, c in zip(average, wide, moved, strict=True)]
+        moved = [mean + (value - mean) * (1 - self._decay) for mean, value in zip(average, values, strict=True)]
+        return [tf.where(a == b, b, c) for a, b, c in zip(average, values, moved, strict=True)]
 
     def _test_replica(
         self,
