@@ -16,13 +16,9 @@ from training_cases import CLASSES, Chunks, OneHot, Rows, difference, fit, mlp, 
 
 from manyhands.errors import (
     BadBatch,
-    BadDevice,
     BadLabels,
     BadSettings,
-    BadShares,
-    DuplicateDevices,
     LossIsNotANumber,
-    NoSuchDevice,
     NotATensor,
     NotSendable,
     WorkerFailed,
@@ -176,17 +172,6 @@ def test_numbers_need_a_loss_that_the_user_chooses() -> None:
     fit(mlp().bfloat16(), (X.bfloat16(), soft.bfloat16()), max_epochs=1)
 
 
-def test_devices_that_are_not_there() -> None:
-    with pytest.raises(NoSuchDevice):
-        Trainer(devices=["gpu:7"])
-    with pytest.raises(DuplicateDevices):
-        Trainer(devices=["cpu", "cpu"])
-    with pytest.raises(BadDevice):
-        Trainer(devices=["toaster"])
-    with pytest.raises((BadDevice, BadSettings)):
-        Trainer(devices=[])
-
-
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device must not be there")
 def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,14 +180,6 @@ def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "ranks", [torch.device("cpu"), torch.device("cuda", 0)])
     with pytest.raises(WorkerFailed, match=r"rank 1 \(cuda:0\)"):
         trainer.fit(mlp(), vectors())
-
-
-@pytest.mark.parametrize(
-    ("options", "error"), [({"batch_size": 1}, BadSettings), ({"step": Step(shares=[1.0])}, BadShares)]
-)
-def test_settings_that_do_not_fit_two_devices(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        fit(mlp(), vectors(), 2, **options)
 
 
 @pytest.mark.parametrize(

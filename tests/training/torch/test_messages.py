@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
-from training_cases import CLASSES, fit, images, mlp, same, vectors
+from training_cases import CLASSES, images, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.errors import BadBatch, BadSettings
@@ -30,15 +30,6 @@ def data(count: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # The loss
-
-
-def test_a_loss_by_its_class_or_name() -> None:
-    X, _ = vectors()
-    for loss in (nn.MSELoss, "mse"):
-        found, _ = fit(mlp(), (X, X[:, :CLASSES]), loss=loss)
-        assert same(found, fit(mlp(), (X, X[:, :CLASSES]), loss=nn.MSELoss())[0])
-    with pytest.raises(BadSettings, match="loss='msee': give a function, or one of cross_entropy, nll, mse"):
-        Trainer(1, loss="msee")
 
 
 class Several(nn.Module):
@@ -126,11 +117,6 @@ def test_a_training_step_may_give_a_dict_with_the_loss() -> None:
 def test_what_else_a_training_step_may_not_give(gives: Any, said: str) -> None:
     with pytest.raises((BadSettings, BadBatch), match=said):
         train(Step(gives), data())
-
-
-def test_a_step_that_gives_nothing_on_two_devices() -> None:
-    with pytest.raises(BadSettings, match=r"training_step of Step returned None"):
-        train(Step(lambda losses: None), data(), 2)
 
 
 def test_a_loss_that_gives_a_float() -> None:
@@ -291,9 +277,3 @@ def test_a_step_of_the_users_own_is_told_its_layer() -> None:
     X, y = data()
     with pytest.raises(BadBatch, match=r"the layer 'net\.0', Linear\(.*\), takes 6 numbers per sample"):
         train(Step(torch.mean), (X[:, :2], y))
-
-
-def test_data_that_a_model_does_not_take_on_two_devices() -> None:
-    model, given, said = wrong_data()["width"]
-    with pytest.raises(BadBatch, match=said):
-        train(model, given, 2)

@@ -18,8 +18,7 @@ from training_cases import Rows, fit, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.book.vocabulary import add_to_class
-from manyhands.errors import BadRunFolder
-from manyhands.training.options import Settings, Step, Workers
+from manyhands.training.options import Step, Workers
 from manyhands.training.torch.job import set_torch_settings, torch_settings
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.workers import pool
@@ -118,18 +117,6 @@ def test_all_random_numbers_are_the_jobs(tmp_path: Path) -> None:
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
-def test_run_folders(tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    fit(mlp(), vectors(), run=empty, max_epochs=1)
-    assert (empty / "metrics.jsonl").exists()
-    with pytest.raises(BadRunFolder, match="resume='auto'"):
-        fit(mlp(), vectors(), run=empty)
-    (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(BadRunFolder, match="other things"):
-        fit(mlp(), vectors(), run=tmp_path)
-
-
 def sleepy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     time.sleep(1.5)
     return nn.functional.cross_entropy(scores, y)
@@ -212,9 +199,3 @@ def test_the_books_own_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     result = Own(max_epochs=2).fit(mlp().float(), tuple(t.float() if t.is_floating_point() else t for t in vectors()))
     assert len(result.rows) == 2
     assert result.devices == ["cpu"]
-
-
-def test_numbers_of_numpy() -> None:
-    settings = Settings(lr=np.float64(0.5), seed=np.int64(3), batch_size=np.int32(4))
-    assert json.loads(json.dumps(settings.as_dict()))["seed"] == 3
-    assert type(settings.lr) is float

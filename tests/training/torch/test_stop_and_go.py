@@ -279,22 +279,6 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
         fit(mlp(), vectors(), 1, resume=tmp_path / "nowhere")
 
 
-def test_a_job_that_is_over_gives_its_weights(tmp_path: Path) -> None:
-    first, result = fit(mlp(), (vectors(), vectors(20)), 1, run=tmp_path / "run")
-    again, same_result = fit(mlp(), (vectors(), vectors(20)), 1, run=tmp_path / "run", resume="auto")
-    assert same(first, again)
-    assert rows(result) == rows(same_result)
-    longer, _ = fit(mlp(), (vectors(), vectors(20)), 1, run=tmp_path / "run", resume="auto", max_epochs=3)
-    assert same(longer, fit(mlp(), vectors(), 1, max_epochs=3)[0])
-
-
-def test_one_hot_counts() -> None:
-    """The tool of these tests: without a stop each sample counts once."""
-    X, y = one_hot(COUNT)
-    weights, _ = fit(SumsUp(COUNT), (X, y), 1, loss=mean_output, max_epochs=1, batch_size=4, lr=4.0)
-    assert weights["seen"].tolist() == [1.0] * COUNT
-
-
 def test_a_sampler_with_a_generator_of_its_own(tmp_path: Path) -> None:
     """It goes on from epoch to epoch, and a new one begins anew: a resume within an epoch says what to leave out."""
     X, y = vectors(32)
