@@ -22,6 +22,6 @@ def test_the_tour_runs(framework: str) -> None:
         [sys.executable, script], capture_output=True, text=True, check=False, timeout=300, env=environment
     )
     assert result.returncode == 0, result.stderr
-    one, two = [line for line in result.stdout.splitlines() if line.startswith("test acc")]
+    one, two = [line for line in result.stdout.splitlines() if line.startswith("val_acc")]
     assert one.partition(",")[0] == two.partition(",")[0]  # the same accuracy on one device and on two
     assert "hidden waits: 1" in result.stdout

@@ -50,7 +50,7 @@ def test_batches_that_are_dicts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_images_in_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, EXAMPLES / "scripts" / "custom_dataset.py", "--epochs", "1")
-    assert "test acc" in capsys.readouterr().out
+    assert "val_acc" in capsys.readouterr().out
 
 
 # --- torchrun and SLURM

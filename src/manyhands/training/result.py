@@ -50,7 +50,7 @@ class Result:
 
         Where the training ended before its last epoch, the line says why.
         """
-        figures = {"test acc": self.test_accuracy, "val loss": self.validation_loss}
+        figures = {"val_acc": self.test_accuracy, "val_loss": self.validation_loss}
         known = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)][:1]
         seconds = [] if math.isnan(self.seconds_per_epoch) else [f"{self.seconds_per_epoch:.2f} sec/epoch"]
         why = f"; ended: {self.ended}" if self.ended not in ("", "max_epochs") else ""

@@ -215,8 +215,8 @@ def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.Cap
     how: dict[str, Any] = {"loss": "mse", "lr": 0.01, "batch_size": 32, "precision": "fp32"}
     result = bench.mh.Trainer(1, **how, **bench.on(1)).fit(bench.recipes.model("mlp", 0), data, data)
     assert result.rows[-1]["val_acc"] is None
-    assert str(result).startswith(f"val loss {result.rows[-1]['val_loss']:.3f}, ")
-    assert f"val loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err
+    assert str(result).startswith(f"val_loss {result.rows[-1]['val_loss']:.3f}, ")
+    assert f"val_loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err
 
 
 @pytest.mark.neutral

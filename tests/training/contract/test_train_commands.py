@@ -24,7 +24,7 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
     assert first.returncode == 0, first.stderr
     assert "4,000 to train on, 1,000 to test with" in first.stdout
     last = first.stdout.splitlines()[-1]
-    assert last.startswith("test acc 0.")
+    assert last.startswith("val_acc 0.")
     assert "sec/epoch on [" in last
     assert first.stderr.count("epoch 1: ") == 1
     assert [path.name for path in (run / "checkpoints").iterdir()]

@@ -27,7 +27,7 @@ def test_a_model_learns(bench: Bench) -> None:
     assert losses[-1] < 0.8 * losses[0]
     assert result.test_accuracy > 0.3
     assert [row["samples"] for row in result.rows] == [400] * 3
-    assert str(result).startswith(f"test acc {result.test_accuracy:.3f}, ")
+    assert str(result).startswith(f"val_acc {result.test_accuracy:.3f}, ")
     assert str(result).endswith("sec/epoch on [cpu]")
 
 

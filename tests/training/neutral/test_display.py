@@ -121,7 +121,7 @@ def test_a_log_gets_lines_and_no_bar() -> None:
     log = io.StringIO()
     bar = ProgressBar(epochs=3, stream=log)
     for step in range(1, 6):
-        bar.update(step, 5, epoch=1, samples_per_second=12345.6, loss=1 / step, accuracy=0.5)
+        bar.update(step, 5, epoch=1, samples_per_second=12345.6, train_loss=1 / step, train_acc=0.5)
     bar.line("a [bold] line")
     bar.stop()
     assert log.getvalue() == "a [bold] line\n"
@@ -156,7 +156,7 @@ from manyhands.training.callbacks.progress import ProgressBar
 
 bar = ProgressBar(epochs=10)
 for step in range(1, 2001):
-    bar.update(step, 2000, epoch=3, samples_per_second=51234.0, loss=0.25, accuracy=0.875)
+    bar.update(step, 2000, epoch=3, samples_per_second=51234.0, train_loss=0.25, train_acc=0.875)
 print("printed by the program")
 bar.line("a [bold] line")
 bar.stop()
@@ -193,7 +193,7 @@ def on_a_terminal(**environment: str) -> tuple[str, str]:
 def test_a_terminal_gets_one_bar() -> None:
     printed, shown = on_a_terminal()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-    for words in ("epoch 3/10", "2000/2000", "51,234 samples/s  loss 0.2500  accuracy 0.8750", "a [bold] line"):
+    for words in ("epoch 3/10", "2000/2000", "51,234 samples/s  train_loss 0.2500  train_acc 0.8750", "a [bold] line"):
         assert words in text
     assert printed == "printed by the program\n"
     assert text.count("epoch 3/10") < 20  # not one drawing per step
@@ -224,7 +224,7 @@ def test_an_update_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Counted()
     bar = ProgressBar(epochs=1, stream=terminal)
     for step in range(1, 20_001):
-        bar.update(step, 10**6, epoch=1, loss=0.5)
+        bar.update(step, 10**6, epoch=1, train_loss=0.5)
     bar.stop()
     assert 0 < len(terminal.written) < 1000  # it is drawn a few times a second
 
@@ -241,10 +241,10 @@ def started(max_epochs: int) -> tuple[progress.Progress, Training]:
 
 def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
     row = {"epoch": 2, "seconds": 1.5, "whole": False, "val_acc": 0.8671}
-    assert str(Result(rows=[row], devices=["cpu"])) == "test acc 0.867 on [cpu]"
+    assert str(Result(rows=[row], devices=["cpu"])) == "val_acc 0.867 on [cpu]"
     regression = {"val_acc": None, "val_loss": 0.1234, "seconds": 0.42}
-    assert str(Result(rows=[regression], devices=["cpu"])) == "val loss 0.123, 0.42 sec/epoch on [cpu]"
-    assert str(Result(rows=[{**row, "whole": True}], devices=["cpu"])) == "test acc 0.867, 1.50 sec/epoch on [cpu]"
+    assert str(Result(rows=[regression], devices=["cpu"])) == "val_loss 0.123, 0.42 sec/epoch on [cpu]"
+    assert str(Result(rows=[{**row, "whole": True}], devices=["cpu"])) == "val_acc 0.867, 1.50 sec/epoch on [cpu]"
     assert str(Result(devices=["cpu", "cpu"])) == "trained on [cpu, cpu]"
 
 
@@ -259,8 +259,8 @@ def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) ->
     shown.on_epoch_end(training, {**row, "epoch": 2, "train_acc": None, "val_acc": None})
     shown.on_fit_end(training)
     assert capsys.readouterr().err.splitlines() == [
-        "epoch 1: loss 0.500, accuracy 0.750, val loss 0.400, val acc 0.800, val f1 0.700, seconds 1.500",
-        "epoch 2: loss 0.500, val loss 0.400, seconds 1.500",
+        "epoch 1: train_loss 0.500, train_acc 0.750, val_loss 0.400, val_acc 0.800, val_f1 0.700, seconds 1.500",
+        "epoch 2: train_loss 0.500, val_loss 0.400, seconds 1.500",
     ]
 
 

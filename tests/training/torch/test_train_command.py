@@ -42,7 +42,7 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert main(["train", "--resume", str(run)]) == 0, "it is at its end"
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1].startswith("test acc 0.")
+    assert shown.splitlines()[-1].startswith("val_acc 0.")
     assert "nan" not in shown
     config = json.loads((run / "config.json").read_text())["train"]
     assert (config["data"], config["devices"], config["shares"]) == (SMALL, "cpu", None)
@@ -97,7 +97,7 @@ def test_without_matplotlib_there_is_a_result(
     *_, note, run, last = capsys.readouterr().out.splitlines()
     assert note == "no picture: the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
     assert run == f"run: {tmp_path / 'run'}"
-    assert last.startswith("test acc 0.")
+    assert last.startswith("val_acc 0.")
 
 
 FULL = """
@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, epochs: i
     assert all(words in done.stderr for words in missing), done.stderr
     assert "There is no older one." in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout.splitlines()[-1].startswith("test acc 0.")
+    assert done.stdout.splitlines()[-1].startswith("val_acc 0.")
     assert list((run / "checkpoints").iterdir()) == []
 
 

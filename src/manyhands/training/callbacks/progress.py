@@ -39,8 +39,8 @@ class Progress(Callback):
             int(figures["batch"]),
             training.batches,
             epoch=training.epoch,
-            loss=figures.get("loss"),
-            accuracy=figures.get("accuracy"),
+            train_loss=figures.get("loss"),
+            train_acc=figures.get("accuracy"),
             samples_per_second=self._samples_per_second(training.epoch, int(figures["samples"])),
             **self._validation,
         )
@@ -78,26 +78,26 @@ class Progress(Callback):
 
 
 def row_line(row: Mapping[str, Any], where: str = "epoch") -> str:
-    """A row of figures as one line, those of the user's metrics too; ``where`` it stands: its epoch, or its step.
+    """A row of metrics as one line, by the names that they have everywhere; ``where`` it stands: its epoch, or its step.
 
     >>> row = {"epoch": 2, "train_loss": 0.41, "train_acc": None, "val_loss": 0.38, "val_mae": 12.5, "seconds": 1.5}
     >>> row_line(row)
-    'epoch 2: loss 0.410, val loss 0.380, val mae 12.500, seconds 1.500'
+    'epoch 2: train_loss 0.410, val_loss 0.380, val_mae 12.500, seconds 1.500'
     """
-    named = {"loss": row["train_loss"], "accuracy": row.get("train_acc")}
-    named |= {name.replace("_", " "): value for name, value in row.items() if name.startswith("val_")}
-    named["seconds"] = row["seconds"]
+    metrics = {name: value for name, value in row.items() if name not in _NO_METRICS and not name.startswith("lr")}
+    named = {**metrics, "seconds": row["seconds"]}
     shown = ", ".join(f"{name} {value:.3f}" for name, value in named.items() if isinstance(value, (int, float)))
     return f"{where} {row[where]}: {shown}"
 
 
+_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
 _PAUSE = 0.1  # seconds between two redraws
 _WORDS = {
     "samples_per_second": "{:,.0f} samples/s",
-    "loss": "loss {:.4f}",
-    "accuracy": "accuracy {:.4f}",
-    "val_loss": "val loss {:.4f}",
-    "val_acc": "val acc {:.4f}",
+    "train_loss": "train_loss {:.4f}",
+    "train_acc": "train_acc {:.4f}",
+    "val_loss": "val_loss {:.4f}",
+    "val_acc": "val_acc {:.4f}",
 }
 
 
