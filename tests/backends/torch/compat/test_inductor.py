@@ -1,18 +1,17 @@
-"""Compiling graphs with Inductor: a pure graph without aot_autograd, any other with it."""
+"""Compiling graphs with Inductor."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule, _symbolic_trace
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from whole_cases import needs_compiler
 
-from manyhands.backends.torch.compat import FakeTensorMode, inductor, inductor_compile, prepare_inductor
+from manyhands.backends.torch.compat import FakeTensorMode, inductor_compile, prepare_inductor
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
@@ -69,8 +68,7 @@ def step(x: torch.Tensor, w: torch.Tensor) -> Any:
     return torch.var_mean(x, 0)[0], torch.nn.functional.gelu(x, approximate="tanh")
 
 
-PURE = [norm, step, write_at_end, of_constant]
-OTHERS = [write_twice, write_before_use, write_in_place, write_inside, alone]
+FUNCTIONS = [norm, step, write_at_end, of_constant, write_twice, write_before_use, write_in_place, write_inside, alone]
 
 
 def traced(function: Callable[..., Any]) -> tuple[GraphModule, list[torch.Tensor]]:
@@ -85,29 +83,15 @@ def arguments() -> list[torch.Tensor]:
     return [torch.rand(4, 8, generator=generator), torch.rand(8, generator=generator)]
 
 
-@pytest.mark.parametrize("function", PURE + OTHERS)
-def test_which_graphs_are_pure(function: Callable[..., Any]) -> None:
-    module, _ = traced(function)
-    assert inductor._is_pure(module.graph) is (function in PURE)
-
-
 @needs_compiler
-@pytest.mark.parametrize("function", PURE + OTHERS)
-def test_results_and_writes_are_the_function_s(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx
-
-    asked: list[object] = []
-    through_autograd = compile_fx.compile_fx
-    monkeypatch.setattr(
-        compile_fx, "compile_fx", lambda module, inputs: asked.append(module) or through_autograd(module, inputs)
-    )
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_and_writes_are_the_function_s(function: Callable[..., Any]) -> None:
     with torch.no_grad():
         compiled = inductor_compile(*traced(function), {"joint_graph_constant_folding": False})
         mine, plain = arguments(), arguments()
         results, expected = compiled(*mine), function(*plain)
     torch.testing.assert_close(tuple(results) if isinstance(expected, tuple) else results, expected)
     torch.testing.assert_close(mine, plain)
-    assert bool(asked) is (function not in PURE)
 
 
 @needs_compiler
@@ -129,32 +113,3 @@ def test_processes_are_started_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -
     with FakeTensorMode(allow_non_fake_inputs=True):
         prepare_inductor([torch.rand(2), torch.empty(2, device="cuda")])
     assert started == ["pool", "woken"]
-
-
-def test_two_threads_compile_without_leaving_a_mark_that_something_is_traced() -> None:
-    """The mark belongs to the process, and each trace restores what it found: the second one would find the first's."""
-    first, second, over = (threading.Event() for _ in range(3))
-
-    def compile_failing(begins: threading.Event, awaited: threading.Event) -> None:
-        def forward(x: torch.Tensor) -> None:
-            begins.set()
-            awaited.wait(0.5)
-            raise KeyError
-
-        module = make_fx(lambda x: (x.sin(),))(torch.ones(2))
-        module.forward = forward  # type: ignore[method-assign,assignment]
-        with FakeTensorMode():
-            inputs = [torch.empty(2)]
-        with pytest.raises(KeyError):
-            inductor_compile(module, inputs, {})
-
-    def follow() -> None:
-        first.wait()
-        compile_failing(second, over)
-
-    follower = threading.Thread(target=follow)
-    follower.start()
-    compile_failing(first, second)
-    over.set()
-    follower.join()
-    assert not _symbolic_trace._is_fx_tracing_flag
