@@ -27,7 +27,7 @@ from manyhands.book import recipes
 from manyhands.book import trainer as _book
 from manyhands.book.models import Models, Size
 from manyhands.book.recipes import MODELS as NAMES
-from manyhands.book.recipes import Precision, Predictor, Recipes
+from manyhands.book.recipes import Predictor, Recipes
 from manyhands.training.checkpoints import tensors
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
@@ -239,11 +239,10 @@ class _Recipes(Recipes):
         skeleton.put_into(model, {**before, **jax.tree.map(jnp.asarray, after)})
 
     @contextlib.contextmanager
-    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nnx.Module]:
-        with jax.enable_x64(precision == "fp64"):
+    def in_float64(self, make: Callable[[], Any], data: Any) -> Iterator[nnx.Module]:
+        with jax.enable_x64(True):
             net = make()
-            if precision == "fp64":
-                doubled(net)
+            doubled(net)
             yield net
 
     def load_weights(self, model: Any, run: str | Path) -> Any:

@@ -19,7 +19,7 @@ from mxnet.gluon import nn
 from manyhands.backends.mxnet import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import Precision, Predictor, Recipes
+from manyhands.book.recipes import Predictor, Recipes
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.mxnet import checks, replicas, state
@@ -186,11 +186,11 @@ class _Recipes(Recipes):
         state.restore_model(model, weights)
 
     @contextlib.contextmanager
-    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
+    def in_float64(self, make: Callable[[], Any], data: Arrays) -> Iterator[Any]:
         model = make()
         with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, data, 0)
-            model.cast({"fp64": "float64", "fp32": "float32"}[precision])
+            model.cast("float64")
             yield model
 
     # Accuracy

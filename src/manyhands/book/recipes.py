@@ -24,7 +24,6 @@ from manyhands.training.result import Result
 
 Predictor = Callable[[Any], Any]
 Split = Callable[[Any, Any, Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
-Precision = Literal["fp64", "fp32"]
 MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
 
@@ -59,8 +58,8 @@ class Recipes(abc.ABC):
         """Put weights into a model; those of another model are refused."""
 
     @abc.abstractmethod
-    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Any) -> AbstractContextManager[Any]:
-        """Within it the model that ``make`` returns, with all its weights, in that precision."""
+    def in_float64(self, make: Callable[[], Any], data: Any) -> AbstractContextManager[Any]:
+        """Within it the model that ``make`` returns, with all its weights, in float64."""
 
     @staticmethod
     def native(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from manyhands.backends.tensorflow import devices as _backend
 from manyhands.backends.tensorflow.devices import TensorFlowDevice
 from manyhands.book import trainer as _book
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import Precision, Predictor, Recipes
+from manyhands.book.recipes import Predictor, Recipes
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Array, Arrays, Batch
@@ -98,7 +98,6 @@ def _chain(layers: Mapping[str, Any], size: Size) -> keras.Sequential:
     return keras.Sequential(net)
 
 
-# Each layer is a function of its name here: Keras's get theirs when they are made.
 # Each layer is a function of its name: Keras's get theirs when they are made.
 _models = Models(
     convolution=_convolution,
@@ -205,9 +204,9 @@ class _Recipes(Recipes):
         model.set_weights(list(saved.values()))
 
     @contextlib.contextmanager
-    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Arrays) -> Iterator[Any]:
+    def in_float64(self, make: Callable[[], Any], data: Arrays) -> Iterator[Any]:
         before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy({"fp64": "float64", "fp32": "float32"}[precision])
+        keras.config.set_dtype_policy("float64")
         try:
             model = make()
         finally:

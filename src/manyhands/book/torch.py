@@ -21,7 +21,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as _backend
 from manyhands.book import trainer as _book
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import Precision, Predictor, Recipes
+from manyhands.book.recipes import Predictor, Recipes
 from manyhands.placement.moves import Placement
 from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
@@ -167,8 +167,8 @@ class _Recipes(Recipes):
         job_state.restore_model(model, weights)
 
     @contextlib.contextmanager
-    def in_precision(self, make: Callable[[], Any], precision: Precision, data: Any) -> Iterator[nn.Module]:
-        yield make().to({"fp64": torch.float64, "fp32": torch.float32}[precision])
+    def in_float64(self, make: Callable[[], Any], data: Any) -> Iterator[nn.Module]:
+        yield make().double()
 
     # Accuracy
 

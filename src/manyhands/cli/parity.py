@@ -1,11 +1,9 @@
-"""``manyhands parity``: is training on N devices the same as on one? Trained and compared.
+"""``manyhands parity``: is training on N devices the same as on one? Trained in float64 and compared.
 
-In float64 the two agree to about 1e-15 after 50 steps. In float32 only the first steps can be compared, because small
-rounding differences grow without bound; and one value in a million is so close to zero that its last bit decides on
-which side of a ReLU it is. So a small difference in float32 passes as rounding if the same devices are equal in
-float64. The steps always include a short last batch, and uneven shards where the framework has them. Samples are taken
-from all of the data: in sorted data the first ones may all have the same length, and a mean over tokens would look like
-a mean over samples.
+In float64 the two agree to about 1e-15 after 50 steps. In float32 small rounding differences would grow without bound.
+The steps always include a short last batch, and uneven shards where the framework has them. Samples are taken from all
+of the data: in sorted data the first ones may all have the same length, and a mean over tokens would look like a mean
+over samples.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from manyhands.book import recipes as _recipes
-from manyhands.book.recipes import MODELS, Precision, Recipes
+from manyhands.book.recipes import MODELS, Recipes
 from manyhands.cli import flags, script
 from manyhands.cli.flags import Count, Framework, Reads
 from manyhands.errors import BadSettings
@@ -27,7 +25,8 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
 from manyhands.training.options import Step
 
-_ROUNDING = 1e-2  # the most that is taken for it in float32
+_LIMIT = 1e-12
+_STEPS = 50  # at least
 
 
 def run(
@@ -37,10 +36,9 @@ def run(
     devices: Annotated[int, Reads(type=flags.whole_number(2), metavar="N")] = 2,
     batch_size: Count = 16,
 ) -> int:
-    """Compares weights after at least 50 steps in float64 and 5 in float32.
+    """Compares weights after at least 50 steps in float64; they may differ by 1e-12.
 
-    The limits are 1e-12 and 1e-5; up to 0.01 is rounding if float64 is equal. A script's function is called for every
-    training; the first weights of all are those of its first model.
+    A script's function is called for every training; the first weights of all are those of its first model.
 
     Args:
         model: One of resnet18, lenet, small-resnet, mlp; or script.py:function, which returns (model, (X, y)) or
@@ -54,7 +52,7 @@ def run(
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     mh.Trainer(1, devices=f"cpu:{devices}")  # creates the devices before anything is computed
     make, data, loss = _subject(model, recipes)
-    print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
+    print(f"{'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     train = training_function(recipes, make, data, loss)
     uneven = "shares" not in mh.Trainer.refused
     comparisons = compare(train, data.count, devices, batch_size=batch_size, uneven=uneven)
@@ -91,7 +89,6 @@ class Training:
 
     devices: int
     shares: Sequence[float] | None
-    precision: Precision
     samples: int
     batch_size: int
     epochs: int
@@ -106,36 +103,32 @@ class Comparison:
 
     training: Training
     difference: float
-    limit: float
-    equal_in_float64: bool = False
 
     @property
     def equal(self) -> bool:
-        return self.difference <= self.limit or (self.equal_in_float64 and self.difference <= _ROUNDING)
+        return self.difference <= _LIMIT
 
     def __str__(self) -> str:
-        """A row of the table; a difference beyond the limit is never called equal."""
+        """A row of the table."""
         how = self.training
         steps = how.epochs * -(-how.samples // how.batch_size)
         shares = "even" if how.shares is None else ":".join(f"{share:g}" for share in how.shares)
-        beyond = "rounding: equal in float64" if self.equal else "NOT EQUAL"
-        verdict = "equal" if self.difference <= self.limit else beyond
-        trial = f"{how.precision:<10} {steps:>5} {how.devices:>7} {shares:<12}"
-        return f"{trial} {self.difference:>10.1e} {self.limit:>7.0e} {verdict}"
+        verdict = "equal" if self.equal else "NOT EQUAL"
+        return f"{steps:>5} {how.devices:>7} {shares:<12} {self.difference:>10.1e} {_LIMIT:>7.0e} {verdict}"
 
 
 def training_function(recipes: Recipes, make: Callable[[], Any], data: Any, loss: Any = None) -> Train:
     """A function that trains models which all begin with the weights of the first."""
-    with recipes.in_precision(make, "fp32", data) as model:
+    with recipes.in_float64(make, data) as model:
         first_weights = tensors.pack(recipes.tensors(model))
 
     def train(how: Training) -> Mapping[str, Any]:
         part = dataclasses.replace(data.spread(how.samples), batch_size=how.batch_size)
-        options: dict[str, Any] = {"devices": f"cpu:{how.devices}", "precision": how.precision, "loss": loss}
+        options: dict[str, Any] = {"devices": f"cpu:{how.devices}", "precision": "fp64", "loss": loss}
         options["step"] = Step(shares=how.shares, batch_stats=recipes.batch_stats)
         # With momentum, so that differences of early steps show.
         options["optimizer"] = recipes.nesterov(0.02)
-        with recipes.in_precision(make, how.precision, data) as model:
+        with recipes.in_float64(make, data) as model:
             recipes.restore(model, first_weights)
             recipes.trainer(how.epochs, quiet=True, **options).fit(model, part)
             return recipes.tensors(model)
@@ -143,37 +136,25 @@ def training_function(recipes: Recipes, make: Callable[[], Any], data: Any, loss
     return train
 
 
-# Precision, at least so many steps, and the largest difference.
-TRIALS: Sequence[tuple[Precision, int, float]] = (("fp64", 50, 1e-12), ("fp32", 5, 1e-5))
-
-
 def compare(
-    train: Train, samples: int, devices: int, *, batch_size: int = 32, trials: Any = TRIALS, uneven: bool = True
+    train: Train, samples: int, devices: int, *, batch_size: int = 32, steps: int = _STEPS, uneven: bool = True
 ) -> list[Comparison]:
     """Train on 1 and on N devices, evenly and (``uneven``) unevenly, and compare all that the models hold."""
-    all_shares = [None, [float(devices - rank) for rank in range(devices)]] if uneven else [None]
-    exact: dict[bool, bool] = {}  # whether they are equal in float64, evenly and unevenly
-    comparisons = []
-    for precision, steps, limit in trials:
-        count, epochs = _extent(samples, batch_size, steps)
-        plain = Training(1, None, precision, count, batch_size, epochs)
-        alone = train(plain)
-        for shares in all_shares:
-            how = dataclasses.replace(plain, devices=devices, shares=shares)
-            comparison = Comparison(how, largest_difference(train(how), alone), limit, exact.get(shares is None, False))
-            if precision == "fp64":
-                exact[shares is None] = comparison.equal
-            comparisons.append(comparison)
+    plain = Training(1, None, *_extent(samples, batch_size, steps))
+    alone, comparisons = train(plain), []
+    for shares in [None, [float(devices - rank) for rank in range(devices)]] if uneven else [None]:
+        how = dataclasses.replace(plain, devices=devices, shares=shares)
+        comparisons.append(Comparison(how, largest_difference(train(how), alone)))
     return comparisons
 
 
-def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:
-    """How many samples, and how many epochs of them: at least this many steps, and the last of an epoch is short."""
+def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int, int]:
+    """Samples, batch size and epochs: at least this many steps, and the last of an epoch is short."""
     short = max(1, batch_size // 3)
     count = min(count, batch_size * steps - short)
     if count % batch_size == 0 and count > short:
         count -= short
-    return count, -(-steps // -(-count // batch_size))
+    return count, batch_size, -(-steps // -(-count // batch_size))
 
 
 def largest_difference(tensors: Mapping[str, Any], other: Mapping[str, Any]) -> float:
