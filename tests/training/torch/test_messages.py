@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from training_cases import CLASSES, images, mlp, vectors
 
@@ -134,20 +133,6 @@ def test_answers_and_targets_of_other_shapes_are_not_compared_all_with_all() -> 
 
 
 # The schedule
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lr_scheduler.StepLR(torch.optim.SGD(mlp().parameters()), 1),
-        lr_scheduler.StepLR,
-        lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
-        functools.partial(lr_scheduler.StepLR, step_size=1),
-    ],
-)
-def test_a_scheduler_of_pytorch(schedule: Any) -> None:
-    with pytest.raises(BadSettings, match="a schedule is a function from how much of the training is done"):
-        train(mlp().float(), data(), schedule=schedule)
 
 
 # The data
