@@ -1,6 +1,6 @@
 """``Progress``: what a training shows while it runs; the one callback that is there by default.
 
-On a terminal there is a bar over the steps of the epoch, redrawn at most ten times a second; elsewhere (a log file, a
+On a terminal there is a bar over the steps of the epoch, redrawn a few times a second; elsewhere (a log file, a
 notebook, CI) only lines are printed. Both go to standard error, so that the program's own output can be piped. If
 standard error cannot be written to, the display falls silent and training continues.
 """
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
+_SHOWN = ("train_loss", "train_acc", "val_loss", "val_acc")  # beside a bar
+_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
+
+
 class Progress(Callback):
     """Shows how a training goes: a bar on a terminal, elsewhere one line per epoch.
 
@@ -25,28 +29,43 @@ class Progress(Callback):
     takes it instead: ``Trainer(callbacks=[MyProgress()])``. With ``quiet=True`` none is called.
     """
 
-    _bar: ProgressBar | None = None
+    _bar: Bar | None = None  # on a terminal
+    _stream: TextIO | None = None  # None without a console, and where it cannot be written to
 
     def on_fit_start(self, training: Training) -> None:
-        self._bar = ProgressBar(training.max_epochs)
+        self._stream = sys.stderr
+        self._bar = None if self._stream is None else _bar(self._stream)
+        if self._bar is not None:
+            self._bar.start()
         self._epoch_began = (time.perf_counter(), 0, 0)  # with the epoch, and the samples of it that were done then
-        self._validation: dict[str, float | None] = {}  # of the last evaluation
+        self._figures: dict[str, float] = {}  # the newest of this epoch, and of the last evaluation
 
     def on_progress(self, training: Training, figures: Values) -> None:
         if self._bar is None or not training.batches:
             return
+        newest = {"train_loss": figures.get("loss"), "train_acc": figures.get("accuracy")}
+        self._figures |= {name: value for name, value in newest.items() if value is not None}
+        speed = self._samples_per_second(training.epoch, int(figures["samples"]))
+        shown = [] if speed is None else [f"{speed:,.0f} samples/s"]
+        shown += [f"{name} {self._figures[name]:.4f}" for name in _SHOWN if name in self._figures]
+        of_all = f"/{training.max_epochs}" if training.max_epochs is not None else ""
         self._bar.update(
-            int(figures["batch"]),
-            training.batches,
-            epoch=training.epoch,
-            train_loss=figures.get("loss"),
-            train_acc=figures.get("accuracy"),
-            samples_per_second=self._samples_per_second(training.epoch, int(figures["samples"])),
-            **self._validation,
+            self._bar.task_ids[0],
+            description=f"epoch {training.epoch}{of_all}",
+            completed=int(figures["batch"]),
+            total=training.batches,
+            figures="  ".join(shown),
         )
+        self._bar.refresh()
+
+    def on_epoch_start(self, training: Training) -> None:
+        if self._bar is not None:
+            self._bar.reset(self._bar.task_ids[0])
+            self._figures = {name: value for name, value in self._figures.items() if name.startswith("val_")}
 
     def on_evaluation(self, training: Training, figures: Values) -> None:
-        self._validation = {name: figures.get(name) for name in ("val_loss", "val_acc")}
+        if self._bar is not None:
+            self._figures |= figures
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         self._line(row_line(row))
@@ -61,12 +80,18 @@ class Progress(Callback):
 
     def on_fit_end(self, training: Training) -> None:
         if self._bar is not None:
+            self._bar.refresh()
             self._bar.stop()
             self._bar = None
 
     def _line(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.line(text)
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            try:
+                print(text, file=self._stream, flush=True)
+            except (OSError, ValueError):  # a closed pipe, or a closed file
+                self._stream = None
 
     def _samples_per_second(self, epoch: int, samples: int) -> float | None:
         then, epoch_then, samples_then = self._epoch_began
@@ -88,83 +113,6 @@ def row_line(row: Mapping[str, Any], where: str = "epoch") -> str:
     named = {**metrics, "seconds": row["seconds"]}
     shown = ", ".join(f"{name} {value:.3f}" for name, value in named.items() if isinstance(value, (int, float)))
     return f"{where} {row[where]}: {shown}"
-
-
-_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
-_PAUSE = 0.1  # seconds between two redraws
-_WORDS = {
-    "samples_per_second": "{:,.0f} samples/s",
-    "train_loss": "train_loss {:.4f}",
-    "train_acc": "train_acc {:.4f}",
-    "val_loss": "val_loss {:.4f}",
-    "val_acc": "val_acc {:.4f}",
-}
-
-
-class ProgressBar:
-    """Shows a bar on a terminal; :meth:`line` prints above it, or plainly where there is none.
-
-    :meth:`update` may be called every step, and costs about a microsecond when nothing is drawn.
-    """
-
-    def __init__(self, epochs: int | None, stream: TextIO | None = None) -> None:
-        """``epochs``: None where the job has another end."""
-        self._epochs = epochs
-        self._stream: TextIO | None = sys.stderr if stream is None else stream  # None without a console
-        self._bar = None if self._stream is None else _bar(self._stream)
-        self._next = 0.0
-        self._step = self._total = self._epoch = 0
-        self._figures: dict[str, float | None] = {}
-        if self._bar is not None:
-            self._bar.start()
-
-    def stop(self) -> None:
-        """Draw the bar for the last time."""
-        if self._bar is not None:
-            self._draw(self._bar)
-            self._bar.stop()
-            self._bar = None
-
-    def update(self, step: int, total: int, *, epoch: int, **figures: float | None) -> None:
-        """Step `step` of `total` in this epoch (both from 1) is done.
-
-        Figures are those of `_WORDS`: plain numbers, never tensors on a device, whose reading would wait. One that is
-        not given keeps its last value.
-        """
-        if self._bar is None:
-            return
-        if epoch != self._epoch:
-            self._bar.reset(self._bar.task_ids[0])
-            self._epoch = epoch
-            self._figures.clear()
-        self._step, self._total = step, total
-        self._figures.update(figures)
-        now = time.monotonic()
-        if now >= self._next or step >= total:
-            self._next = now + _PAUSE
-            self._draw(self._bar)
-
-    def line(self, text: str) -> None:
-        """Print a line of text, above the bar where there is one."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif self._stream is not None:
-            try:
-                print(text, file=self._stream, flush=True)
-            except (OSError, ValueError):  # a closed pipe, or a closed file
-                self._stream = None
-
-    def _draw(self, bar: Bar) -> None:
-        of_all = f"/{self._epochs}" if self._epochs is not None else ""
-        figures = {name: value for name, value in self._figures.items() if value is not None}
-        bar.update(
-            bar.task_ids[0],
-            description=f"epoch {self._epoch}{of_all}" if self._epoch else "starting",
-            completed=self._step,
-            total=self._total or None,
-            figures="  ".join(form.format(figures[name]) for name, form in _WORDS.items() if name in figures),
-        )
-        bar.refresh()
 
 
 def _bar(stream: TextIO) -> Bar | None:
