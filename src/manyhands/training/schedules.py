@@ -181,7 +181,12 @@ class ScheduleOfJob:
 
 def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:
     """The factor that the schedule returns; refuses any other value."""
-    value: Any = function(at)
+    try:
+        value: Any = function(at)
+    except (TypeError, AttributeError) as error:
+        if not any(words in str(error) for words in ("is not an Optimizer", "'param_groups'")):
+            raise
+        raise BadSettings(f"schedule is a function of an optimizer, and {HINT}") from error
     try:
         number = float(value)
     except (TypeError, ValueError) as error:

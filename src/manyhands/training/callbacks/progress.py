@@ -103,7 +103,7 @@ class Progress(Callback):
 
 
 def row_line(row: Mapping[str, Any], where: str = "epoch") -> str:
-    """A row of metrics as one line, by the names that they have everywhere; ``where`` it stands: its epoch, or its step.
+    """A row of metrics as one line, by the names that they have everywhere; ``where`` it is: its epoch, or its step.
 
     >>> row = {"epoch": 2, "train_loss": 0.41, "train_acc": None, "val_loss": 0.38, "val_mae": 12.5, "seconds": 1.5}
     >>> row_line(row)

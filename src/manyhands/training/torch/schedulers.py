@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -270,7 +271,7 @@ class Rates:
 def as_schedule(schedule: Any) -> Any:
     """A scheduler, its class, or a function that makes one, with the moments at which PyTorch's documentation steps it.
 
-    What a function makes is seen by calling it with an optimizer of nothing.
+    A function that makes one has ``optimizer`` as its first parameter; what it makes is seen by calling it.
     """
     if isinstance(schedule, by_step | PerStep | PerEpoch) or not (
         callable(schedule) or isinstance(schedule, LRScheduler)
@@ -278,7 +279,12 @@ def as_schedule(schedule: Any) -> Any:
         return schedule
     made: Any = schedule
     if callable(schedule):
-        with contextlib.suppress(Exception):  # a function of progress: 1 - optimizer
+        first = None
+        with contextlib.suppress(TypeError, ValueError):  # of some functions in C nothing is known
+            first = next(iter(inspect.signature(schedule).parameters), None)
+        if first != "optimizer":  # it may be a function of progress, which is not called before it is needed
+            return schedule
+        with contextlib.suppress(Exception):  # it fails with the job's own optimizer, too
             made = schedule(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     kind = made if isinstance(made, type) else type(made)
     if not issubclass(kind, LRScheduler):
