@@ -312,7 +312,7 @@ def test_what_is_no_loss(value: Any) -> None:
 
 
 def test_an_average_in_half_precision_is_refused() -> None:
-    with pytest.raises(BadSettings, match="EMA: .*float32 weights"):
+    with pytest.raises(BadSettings, match=r"EMA: .*float32 weights"):
         fit(nnx.Linear(6, CLASSES, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), vectors(), callbacks=[mh.EMA(0.9)])
 
 
