@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 from training_cases import Rows, difference, fit, mlp, same
@@ -15,6 +17,7 @@ from training_cases import Rows, difference, fit, mlp, same
 from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints
 from manyhands.training.torch.data.drawn_samples import DrawnSamples
+from manyhands.training.torch.data.sources import Samples, source
 
 
 class Augmented(Rows):
@@ -36,10 +39,17 @@ def start(_: int) -> None:
     information.dataset.shift = 0.5
 
 
-def train(ranks: int = 1, workers: int = 2, **options: Any) -> Any:
+def train(ranks: int = 1, workers: int = 2, persistent: bool = False, **options: Any) -> Any:
     dataset = Augmented(40)
     dataset.shift = 0.0 if workers else 0.5
-    loader = DataLoader(dataset, 8, shuffle=True, num_workers=workers, worker_init_fn=start if workers else None)
+    loader = DataLoader(
+        dataset,
+        8,
+        shuffle=True,
+        num_workers=workers,
+        worker_init_fn=start if workers else None,
+        persistent_workers=persistent,
+    )
     return fit(mlp(dropout=options.pop("dropout", 0.0)), loader, ranks, max_epochs=2, **options)
 
 
@@ -56,13 +66,36 @@ def test_resumed_within_an_epoch_to_the_bit(tmp_path: Path) -> None:
 def test_the_same_samples_on_any_number_of_workers_and_devices() -> None:
     alone, _ = train(workers=0)
     assert same(alone, train(workers=2)[0])
+    assert same(alone, train(workers=2, persistent=True)[0])
     assert difference(alone, train(ranks=2, workers=0)[0]) < 1e-12
 
 
 def test_every_epoch_draws_anew() -> None:
     dataset = Augmented(4)
-    one, again, other = (DrawnSamples(dataset, seed).__getitems__([2, 3]) for seed in (5, 5, 6))
+    one, again, other = (DrawnSamples(dataset).__getitems__((seed, [2, 3])) for seed in (5, 5, 6))
     assert torch.equal(one[1][0], again[1][0])
     assert not torch.equal(one[1][0], other[1][0])
-    subset = DrawnSamples(Subset(dataset, [3, 2]), 5)
-    assert torch.equal(subset.__getitems__([0, 1])[1][0], subset[1][0])
+    subset = DrawnSamples(Subset(dataset, [3, 2]))
+    assert torch.equal(subset.__getitems__((5, [0, 1]))[1][0], subset.__getitems__((5, [1]))[0][0])
+
+
+class Processes(Rows):
+    """Each sample is the process that reads it."""
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([os.getpid()]), torch.tensor(number)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_workers_read_every_epoch(persistent: bool) -> None:
+    samples = source(DataLoader(Processes(8), 4, num_workers=2, persistent_workers=persistent))
+    assert isinstance(samples, Samples)
+    readers = []
+    for order in (np.arange(8), np.arange(8)[::-1]):
+        batches = list(samples.batches(np.split(order, 2), seed=0, draws=0))
+        assert torch.cat([numbers for _, numbers in batches]).tolist() == order.tolist()
+        readers.append({int(process) for processes, _ in batches for process in processes})
+    assert (readers[0] == readers[1]) is persistent
+    begun = samples.batches(np.split(np.arange(8), 2), seed=0, draws=0)
+    next(begun)  # an epoch that a limit ends: the next one starts anew
+    assert next(samples.batches([np.arange(4, 8)], seed=0, draws=0))[1].tolist() == [4, 5, 6, 7]

@@ -31,33 +31,34 @@ def draws_nothing(dataset: Any, collate: Any) -> bool:
 
 
 class DrawnSamples(Dataset[Any]):
-    """The same samples, each of which draws its own random numbers."""
+    """The same samples, each of which draws its own random numbers: a batch is asked for by (seed, numbers)."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, number: int) -> Any:
-        self._begin(number)
-        return self.dataset[number]
-
-    def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
+    def __getitems__(self, batch: tuple[int, list[int]]) -> Sequence[Any]:
         """All samples of a batch; PyTorch's loader calls this."""
-        self._begin(numbers[0])  # a collate function may draw, too
-        if type(self.dataset) in _PLAIN:
-            return [self.dataset[number] for number in numbers]
-        if _reads_at_once(self.dataset):
+        seed, numbers = batch
+        _begin(seed, numbers[0])  # a collate function may draw, too
+        if type(self.dataset) not in _PLAIN and _reads_at_once(self.dataset):
             samples: Sequence[Any] = self.dataset.__getitems__(numbers)
             return samples
-        return [self[number] for number in numbers]
+        return [self._sample(seed, number) for number in numbers]
 
-    def _begin(self, number: int) -> None:
-        seed = _mixed(self.seed, number)
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that would reset those of the GPUs
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
+    def _sample(self, seed: int, number: int) -> Any:
+        if type(self.dataset) not in _PLAIN:
+            _begin(seed, number)
+        return self.dataset[number]
+
+
+def _begin(seed: int, number: int) -> None:
+    mixed = _mixed(seed, number)
+    torch.default_generator.manual_seed(mixed)  # not torch.manual_seed: that would reset those of the GPUs
+    np.random.seed(mixed & 0xFFFFFFFF)
+    random.seed(mixed)
 
 
 def _reads_at_once(dataset: Any) -> bool:

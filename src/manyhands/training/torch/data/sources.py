@@ -127,6 +127,7 @@ class Samples(_Numbered):
     options: dict[str, Any] = field(default_factory=dict)
     # Looks at each batch on the host, before it goes to the device; raises where it cannot be trained on.
     look: Look | None = None
+    _kept: DataLoader[Any] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.count:
@@ -155,18 +156,9 @@ class Samples(_Numbered):
         ``seed`` is that of the loader's worker processes, ``draws`` that of what each sample draws. ``divided``: each
         is a part of a batch, so that all samples must be in it.
         """
-        plain, start = draws_nothing(self.dataset, self.collate), self.start_worker
-        loader = DataLoader(
-            self.dataset if plain else DrawnSamples(self.dataset, draws),
-            batch_sampler=[part.tolist() or [0] for part in parts],
-            collate_fn=self.collate,
-            num_workers=self.workers,
-            pin_memory=pin,
-            worker_init_fn=start if plain or start is None else functools.partial(start_worker, start),
-            # Without it the loader would draw from the numbers that dropout uses, and a resumed job once more.
-            generator=torch.Generator().manual_seed(seed),
-            **(self.options if self.workers else {}),
-        )
+        plain = draws_nothing(self.dataset, self.collate)
+        numbers = [part.tolist() or [0] for part in parts]
+        loader = self._loader(numbers if plain else [(draws, each) for each in numbers], plain, seed, pin)
         loaded = iter(loader)
         # Samples that are read in this process leave its random numbers as they are.
         stream = nullcontext() if plain or self.workers else randomness.OwnStream(draws)
@@ -178,6 +170,26 @@ class Samples(_Numbered):
             if self.look is not None:
                 self.look(batch)
             yield batch if len(part) else cut(batch, 0, 0)
+
+    def _loader(self, batches: list[Any], plain: bool, seed: int, pin: bool) -> DataLoader[Any]:
+        """The loader of these batches; one with persistent workers is kept, and gets other batches."""
+        if self._kept is not None:
+            self._kept.batch_sampler[:] = batches  # type: ignore[index]
+            return self._kept
+        start = self.start_worker
+        loader = DataLoader(
+            self.dataset if plain else DrawnSamples(self.dataset),
+            batch_sampler=batches,
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            pin_memory=pin,
+            worker_init_fn=start if plain or start is None else functools.partial(start_worker, start),
+            # Without it the loader would draw from the numbers that dropout uses, and a resumed job once more.
+            generator=torch.Generator().manual_seed(seed),
+            **(self.options if self.workers else {}),
+        )
+        self._kept = loader if loader.persistent_workers else None
+        return loader
 
 
 @dataclass
@@ -281,10 +293,11 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
 
 
 def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How the loader wants its workers. Not persistent: there is a loader for each epoch, and they end with it."""
+    """How the loader wants its workers."""
     context: Any = loader.multiprocessing_context
     method = context.get_start_method() if hasattr(context, "get_start_method") else context  # a context cannot be sent
-    return {"multiprocessing_context": method, "prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
+    names = ("prefetch_factor", "timeout", "persistent_workers")
+    return {"multiprocessing_context": method, **{name: getattr(loader, name) for name in names}}
 
 
 def _gives_each_once(loader: DataLoader[Any]) -> bool:
