@@ -80,7 +80,7 @@ TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda mh, model: mh.Trainer(devices=["gpu:99"]), NO_GPU[0]),
     (lambda mh, model: mh.Trainer(devices=["cpu:99"]), NOT_THE_HOST),
     (lambda mh, model: mh.Trainer(devices=["cpu", "cpu"]), TWICE),
-    (lambda mh, model: mh.Trainer(devices=[3]), NOT_A_DEVICE),
+    (lambda mh, model: mh.Trainer(devices=[3.5]), NOT_A_DEVICE.replace("3", "3.5")),
     (
         lambda mh, model: mh.Trainer(num_gpus=3, devices=["cpu"]),
         "BadSettings: num_gpus=3 and devices=['cpu']: give one of the two options",
