@@ -1,59 +1,7 @@
-"""Every error of manyhands, in one tree.
+"""Every error of manyhands: a tree under :class:`ManyhandsError`.
 
-::
-
-    ManyhandsError
-     +- DeviceError
-     |   +- BadDevice            a name or a number that is not a device           (ValueError)
-     |   +- NoSuchDevice         a device that this machine does not have          (RuntimeError)
-     |   +- DuplicateDevices     the same device twice in a list                   (ValueError)
-     |   +- DeviceMismatch       tensors that must be together are not             (RuntimeError)
-     |   +- SeveralDevices       one device was asked for, there are several       (RuntimeError)
-     |   +- PlacementFailed      the framework put a tensor somewhere else         (RuntimeError)
-     |   +- VirtualDevicesError  virtual devices requested too late, or twice      (RuntimeError)
-     +- DataError
-     |   +- ForeignTensor        an array of another framework                     (TypeError)
-     |   +- NotATensor           something else where a tensor is needed           (TypeError)
-     |   +- BadBatch             a batch that cannot be split or put together      (ValueError)
-     |   +- BadShares            shares that are negative, all zero or too few     (ValueError)
-     |   +- ChangedInFlight      a source was written to while it was being copied (RuntimeError)
-     |   +- BadLabels            labels that a model has no output for             (ValueError)
-     |   +- BadDataFile          a damaged or wrong data file                      (ValueError)
-     |   +- DataNotFound         data files that are missing                       (FileNotFoundError)
-     +- NotJson                  a value that JSON cannot hold exactly             (ValueError)
-     +- BadRunFolder             a folder that is not a run, or has damaged files  (ValueError)
-     +- BadProfile               a profile or link file that cannot be used        (ValueError)
-     +- RunInUse                 another job writes to the run's folder            (RuntimeError)
-     +- CheckpointError
-     |   +- NoCheckpoint         nothing to load                                   (FileNotFoundError)
-     |   +- CheckpointDamaged    a file of a checkpoint is missing or was changed  (ValueError)
-     |   +- CheckpointNotWritten the disk is full or refuses to write              (OSError)
-     |   +- WrongCheckpoint      a checkpoint of another model, data set or job    (ValueError)
-     +- TrainingError
-     |   +- BadSettings          invalid settings                                  (ValueError)
-     |   |   +- UnknownOption    an option that the trainer does not have          (TypeError)
-     |   +- LossIsNotANumber     a loss that is infinite or NaN                    (ArithmeticError)
-     |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
-     |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
-     |   +- CallbackFailed       a user's callback raised an error                 (RuntimeError)
-     |   +- MetricFailed         a user's metric raised an error                   (RuntimeError)
-     +- HiddenWait               the host waited for a device in a no-wait block   (RuntimeError)
-     +- NothingWatched           a guard where there is no device to wait for      (RuntimeError)
-     +- EngineError
-     |   +- CannotTrace          a function that cannot be traced                  (RuntimeError)
-     |   |   +- NotYet           a function that the next call may trace
-     |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
-     |   +- CannotCompile        kernels that cannot be compiled on this device    (RuntimeError)
-     |   +- UnsafeSchedule       a schedule that does not order a conflict         (RuntimeError)
-     |   +- TaskCancelled        a task that was not run                           (RuntimeError)
-     |   +- UndeclaredWrite      a task wrote to what it did not declare           (RuntimeError)
-     |   +- WaitsForItself       tasks that wait for each other: a deadlock        (RuntimeError)
-     +- ResultsDiffer            ways that should compute the same did not         (ArithmeticError)
-     +- FrameworkMissing         the framework of this import is not installed     (ImportError)
-     +- PackageMissing           an optional package is not installed              (ImportError)
-
-Each is also the built-in exception that a caller would think of first. A message says what was
-requested, why it failed, and what to write instead.
+Each is also the built-in exception that a caller would think of first. A message says what was requested, why it
+failed, and what to write instead.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,6 +110,7 @@ def test_forecast_gives_times_and_memory(tmp_path: Path) -> None:
     [
         {"input": torch.randn(6, 100), "labels": torch.randint(10, (6,))},
         ((torch.randn(6, 100), torch.randn(6, 3)), torch.randint(10, (6,))),
+        {"input": torch.randn(1, 100)},
     ],
 )
 def test_a_step_takes_any_batch(inputs: Any) -> None:
@@ -126,20 +126,6 @@ def test_a_step_takes_any_batch(inputs: Any) -> None:
 
     made = mh.forecast(Own(), inputs, devices=[1], precision="fp32", device="cpu")
     assert made.rows[0].seconds > 0
-
-
-def test_one_sample_and_a_step_of_its_own() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(100, 10)
-
-        def training_step(self, batch: Any) -> torch.Tensor:
-            return self.layer(batch["x"]).square().mean()
-
-    made = mh.forecast(Own(), {"x": torch.randn(1, 100)}, devices=[1, 2], precision="fp32", device="cpu")
-    assert made.profile.batch_size == 1
-    assert made.rows[1].seconds > 0
 
 
 def test_what_cannot_be_measured_is_one_line() -> None:
@@ -227,11 +213,3 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
     assert (
         shown.err == "manyhands: the plot cannot be drawn: matplotlib is not installed. Run: pip install matplotlib\n"
     )
-
-
-def test_the_examples_of_the_page_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "forecast.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(examples) == 2
-    for example in examples:
-        exec(example, {})

@@ -14,7 +14,7 @@ from manyhands.errors import BadProfile, BadSettings, EngineError
 from manyhands.forecast.forecast import Forecast
 from manyhands.forecast.links import LINKS, Link, all_reduce, link
 from manyhands.forecast.memory import Memory, MemoryLine, memory_lines
-from manyhands.forecast.profile import BUCKET, FIRST_BUCKET, Bucket, Profile, StepTime, spread_buckets
+from manyhands.forecast.profile import Bucket, Profile, StepTime
 from manyhands.forecast.scaling import Assumptions, largest_shard, rows
 
 PLAIN = Link("plain", "measured", ((1 << 30, 1e9),), 1 << 30, None, 0.0)
@@ -150,14 +150,6 @@ def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
     assert noisy.step(128).backward == pytest.approx(0.4)
 
 
-def test_no_device_is_more_than_itself() -> None:
-    """A whole batch that was measured while the machine was busy does not make its parts look cheap."""
-    disturbed = profile(times=(StepTime(16, 0.01, 0.02, 0.001), StepTime(64, 0.4, 0.8, 0.004)))
-    for devices in (2, 4, 8, 64):
-        part = disturbed.step(64 / devices)
-        assert part.total >= disturbed.step(64).total / devices * (1 - 1e-12)
-
-
 def test_memory_is_on_a_line_and_fits_or_not() -> None:
     lines = (
         MemoryLine(False, Memory(weights=100), Memory(activations=10)),
@@ -205,12 +197,6 @@ def test_the_first_line_says_where_devices_do_not_pay() -> None:
     assert "8 devices do not pay" in loses.headline
     assert "communication eats most of the gain; they pay from batch size" in loses.headline
     assert json.loads(json.dumps(loses.as_dict()))["rows"][1]["worst_term"] == "communication"
-
-
-def test_buckets_of_a_size() -> None:
-    buckets = spread_buckets(60e6)
-    assert [bucket.size for bucket in buckets] == [FIRST_BUCKET, BUCKET, BUCKET, 60_000_000 - FIRST_BUCKET - 2 * BUCKET]
-    assert buckets[-1].ready == 1
 
 
 def test_links_by_name_and_from_files(tmp_path: Path) -> None:

@@ -89,12 +89,6 @@ def test_a_sweep_says_where_a_method_is_faster() -> None:
     assert [row[-1] for row in sweep.table("size", "T", gain="fast", to="plain").rows] == ["0.50", "1.00", "2.10"]
 
 
-def test_a_gain_is_the_quotient_of_the_times_beside_it() -> None:
-    times = Times({"plain": [4.0, 1.0, 2.0], "fast": [1.0, 2.0, 1.0]})
-    assert times.compare("fast", to="plain").ratio == 2.0
-    assert times.table(to="plain").rows[1][1:] == ("1 s", "1 s to 2 s", "2.00")
-
-
 def _unlike(*ratios: float) -> Experiment:
     """An experiment that measures these gains on two devices, one in each run."""
     gains = iter(ratios)
@@ -168,10 +162,3 @@ def test_every_experiment_is_called_as_it_is_listed(name: str) -> None:
     assert loaded.question.endswith("?")
     assert f"| `{name}` |" in PAGE, "docs/lab.md has a row for it"
     assert loaded.exercise.split(":")[0] in ("GPUs", "Automatic parallelism") or "several GPUs" in loaded.exercise
-
-
-def test_ways_are_compared_with_one_thread_where_that_is_asked_for() -> None:
-    norms, two, cpu = map(load, ("logging-norms", "how-linear", "cpu-or-gpu"))
-    assert [norms.uses_one_core(gpus) for gpus in (0, 1)] == [True, False]
-    assert [two.uses_one_core(gpus) for gpus in (0, 1, 2)] == [True, True, False]
-    assert not cpu.uses_one_core(0)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from support import lab_results
 
-from manyhands.lab.experiments import training_scaling, unequal_devices
-from manyhands.lab.experiments.training_scaling import Job
-from manyhands.lab.finding import Implausible, Sweep, Times
+from manyhands.lab.experiments import unequal_devices
+from manyhands.lab.finding import Times
 
 Results = dict[str, dict[str, Any]]
 
@@ -37,28 +36,6 @@ def test_the_auditor_sees_the_norms_that_are_read(results: Results) -> None:
     assert "read each norm: 50 waits in 50 products" in read
     assert "norm = operations.numpy(norm)" in read
     assert "keep the log on the device: 0 waits" in kept
-
-
-JOBS = [Job("lenet", size, 0.1) for size in (64, 512)]
-
-
-def _sweep(small: float, large: float) -> Sweep:
-    """Two devices are so many times as fast with batch sizes 64 and 512."""
-    return Sweep(
-        {
-            job: Times({"1 device": [2.0] * 3, "2 devices": [2 / gain] * 3})
-            for job, gain in zip(JOBS, (small, large), strict=True)
-        }
-    )
-
-
-def test_each_outcome_of_scaling_has_its_sentence() -> None:
-    both, one, none = (training_scaling.conclusion(_sweep(*gains)) for gains in ((1.5, 1.9), (0.7, 1.9), (0.7, 0.9)))
-    assert both.startswith("2 devices pay with lenet, batch size 64, lr 0.1 (1.50 times as fast as one); lenet, batch")
-    assert "batch size 512, lr 0.1 (1.90 times as fast as one). No clear gain with lenet, batch size 64" in one
-    assert none.startswith("2 devices do not pay. No clear gain with lenet, batch size 64, lr 0.1 (0.70); lenet")
-    with pytest.raises(Implausible, match=r"2 devices was 77\.54 times as fast as 1 device"):
-        training_scaling.conclusion(_sweep(1.5, 77.54))
 
 
 @pytest.mark.parametrize(

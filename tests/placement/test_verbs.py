@@ -13,8 +13,6 @@ from hypothesis import given
 from manyhands import tree
 from manyhands.device import Device, DeviceRecord
 from manyhands.errors import (
-    BadBatch,
-    BadDevice,
     DeviceError,
     DeviceMismatch,
     NoSuchDevice,
@@ -100,14 +98,6 @@ def test_synchronize_waits_for_the_device_that_is_named() -> None:
         mh.synchronize("gpu:99")
 
 
-def test_a_device_that_is_not_there_is_refused_whatever_is_moved() -> None:
-    mh, _ = fake()
-    for value in (FakeTensor([1]), [], {}, "text", None, [FakeTensor([1])], FakeModel()):
-        for wait in (True, False):
-            with pytest.raises(NoSuchDevice):
-                mh.to(value, "gpu:99", wait=wait)
-
-
 def test_a_model_is_refused_where_a_tensor_is_meant() -> None:
     mh, _ = fake()
     net = FakeModel(weight=FakeTensor([1, 2]))
@@ -119,66 +109,6 @@ def test_a_model_is_refused_where_a_tensor_is_meant() -> None:
     ):
         with pytest.raises(NotATensor, match=cure):
             call()
-
-
-def test_a_move_under_way_is_not_its_value() -> None:
-    mh, _ = fake()
-    tree_of_arrivals = [FakeTensor([1]), mh.to(FakeTensor([1]), GPU0, wait=False)]
-    for call in (
-        lambda x: mh.to(x, GPU0),
-        lambda x: mh.to(x, GPU0, wait=False),
-        mh.copy,
-        mh.device_of,
-        mh.check_same_device,
-        lambda x: mh.split(x, [GPU0]),
-        lambda x: mh.gather([x], GPU0),
-    ):
-        with pytest.raises(NotATensor, match=r"pass its result\(\)"):
-            call(tree_of_arrivals)
-
-
-@pytest.mark.parametrize(
-    ("shards", "text"),
-    [
-        ({"x": FakeTensor([1])}, "a list of shards is needed.* this is a dict"),
-        (FakeTensor([1]), "a list of shards is needed"),
-        ("shards", "a list of shards is needed"),
-        ([], "no shards"),
-        (
-            [{"x": FakeTensor([[1, 2]])}, {"x": FakeTensor([[1]])}],
-            r"shard\['x'\].*\(2,\) in shard 0, \(1,\) in shard 1",
-        ),
-        ([FakeTensor(1), FakeTensor(2)], "scalar in shard 0"),
-        ([FakeTensor([1]), 7], "tensor in some shards and none in others"),
-        ([7, FakeTensor([1])], "tensor in some shards and none in others"),
-        ([{"epoch": 1}, {"epoch": 2}], r"shard\['epoch'\] is 1 in shard 0 and 2 in shard 1"),
-    ],
-)
-def test_what_cannot_be_put_together(shards: Any, text: str) -> None:
-    mh, _ = fake()
-    with pytest.raises(BadBatch, match=text):
-        mh.gather(shards, GPU0)
-
-
-def test_leaves_that_do_not_compare_are_not_the_same() -> None:
-    class Strange:
-        def __eq__(self, other: object) -> bool:
-            raise ValueError("ambiguous")
-
-        __hash__ = None  # type: ignore[assignment]
-
-    mh, _ = fake()
-    one = Strange()
-    assert mh.gather([[one], [one]], GPU0) == [one]
-    with pytest.raises(BadBatch):
-        mh.gather([[one], [Strange()]], GPU0)
-
-
-def test_what_is_no_list_of_devices() -> None:
-    mh, _ = fake()
-    for wrong in (None, 2):
-        with pytest.raises(BadDevice, match="a list of devices is needed"):
-            mh.split(FakeTensor([1, 2]), wrong)  # type: ignore[arg-type]
 
 
 def test_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,13 +193,6 @@ def test_a_device_that_vanishes() -> None:
     assert mh.to(x, "cpu").data == [1]
 
 
-def test_without_gpus_everything_falls_back() -> None:
-    mh, _ = fake(gpus=0)
-    assert mh.try_all_gpus() == [mh.cpu()]
-    assert mh.num_gpus() == 0
-    assert [record.kind for record in mh.devices()] == ["cpu"]
-
-
 def test_virtual_devices_stand_in_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     mh, _ = fake(gpus=0)
     made = mh.virtual_devices(2)
@@ -282,24 +205,11 @@ def test_virtual_devices_stand_in_for_gpus(capsys: pytest.CaptureFixture[str]) -
         mh.virtual_devices(3)
 
 
-@pytest.mark.parametrize("wrong", [-2, 0, 65, 1.5, "2", True, None])
-def test_a_number_of_virtual_devices_that_cannot_be(wrong: Any) -> None:
-    with pytest.raises(VirtualDevicesError, match="virtual devices cannot be made: ask for 1 to 64"):
-        fake(gpus=0)[0].virtual_devices(wrong)
-
-
 @pytest.mark.parametrize("text", ["x", "-1", "1.5"])
 def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", text)
     with pytest.raises(VirtualDevicesError, match="number of devices"):
         fake()
-
-
-def test_the_variable_makes_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", "4")
-    assert fake(gpus=0)[0].num_gpus() == 4
-    monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", "0")
-    assert fake(gpus=0)[0].num_gpus() == 0
 
 
 def test_a_long_mismatch_can_be_read() -> None:
@@ -310,14 +220,6 @@ def test_a_long_mismatch_can_be_read() -> None:
     text = str(caught.value)
     assert "... and 92 more on gpu:0" in text
     assert 'Write x = mh.to(x, "gpu:0")' in text
-    culprits = FakeModel(**{f"wrong{i}": FakeTensor([i]) for i in range(20)})
-    with pytest.raises(DeviceMismatch) as caught:
-        mh.check_same_device(net=net, culprits=culprits)
-    assert all(f"culprits.wrong{i}: cpu" in str(caught.value) for i in range(20))
-    with pytest.raises(DeviceMismatch, match="self: cpu"):
-        mh.check_same_device(self=FakeTensor([1]), x=net)
-    with pytest.raises(DeviceMismatch, match=r"where x is argument 1"):
-        mh.check_same_device(FakeTensor([1], GPU0), FakeTensor([1]), FakeTensor([1], GPU0))
 
 
 class Encoded(UserDict[str, Any]):

@@ -84,17 +84,3 @@ def test_who_takes_an_old_result_waits_for_who_wrote_to_what_it_may_be() -> None
         c = task(lambda one: [*one])(b)
         go.set()
         assert c.result() == [1, 3]
-
-
-def test_a_link_of_a_long_chain_costs_no_more_than_one_of_a_short_one() -> None:
-    """What is listed per task stays the same, with a new argument at each link too."""
-    go = threading.Event()
-    with parallel(threads=2):
-        future: Future[Any] = task(lambda: go.wait(60) and [])()
-        listed = []
-        for _ in range(30):
-            future = task(lambda one, new: one)(future, [])
-            listed.append(len(future._job.listed))
-        go.set()
-    assert len(set(listed)) == 1
-    assert not future._job.listed

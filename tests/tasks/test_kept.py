@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from typing import Any
 
@@ -59,17 +58,6 @@ def test_arguments_are_let_go_of_and_so_are_failures_that_were_seen() -> None:
         assert not scope.jobs
 
 
-def test_an_error_that_nobody_has_seen_is_kept_although_its_future_is_gone() -> None:
-    def body() -> None:
-        with parallel(threads=2):
-            task(fails)()
-            for _ in range(10):
-                task(time.sleep)(0)
-
-    with pytest.raises(ArithmeticError):
-        body()
-
-
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_tasks_leave_nothing_to_the_garbage_collector(synchronous: bool) -> None:
     """Circles would stay until it comes, with all that they hold; and to come is what many tasks cost most."""
@@ -91,17 +79,3 @@ def test_tasks_leave_nothing_to_the_garbage_collector(synchronous: bool) -> None
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-def test_who_has_waited_is_forgotten() -> None:
-    with parallel(threads=1) as scope:
-        workers = scope.workers
-        assert workers is not None
-        future = task(time.sleep)(0.05)
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                future.result(timeout=0.001)
-        future.result()
-        waitall()
-        assert not workers._awaited
-        assert not workers._ready

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import TaskCancelled
-from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import Future, parallel, task
 
 
@@ -81,27 +79,6 @@ def test_nothing_is_lost_however_threads_are_interrupted(threads: int) -> None:
         assert boxes == [list(range(place, 120, 3)) for place in range(3)]
 
 
-def test_a_task_that_ends_while_another_is_submitted_starts_it() -> None:
-    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def memory_of(value: Any) -> int:
-        if isinstance(value, bytearray):  # looked at when it is given, with the lock held
-            go.set()
-            ended.wait(60)
-            time.sleep(0.02)
-        return id(value)
-
-    with parallel(threads=1, hooks=Hooks(memory_of)):
-        first = task(lambda: begun.set() or (go.wait(60) and ended.set()))()
-        begun.wait(60)
-        second = task(lambda *_: None)(first, bytearray(1))
-        for _ in range(5000):
-            if second.done():  # does not touch the lock
-                break
-            time.sleep(0.004)
-        assert second.done()
-
-
 def test_what_is_given_to_a_thread_that_is_about_to_rest_is_done() -> None:
     with parallel(threads=1):
         for number in range(60):
@@ -129,20 +106,6 @@ def test_tasks_that_wait_and_threads_do_not_do_one_twice() -> None:
             assert sorted(done) == list(range(6))
 
 
-def test_what_was_not_run_says_so() -> None:
-    def fails() -> None:
-        raise ArithmeticError("on purpose")
-
-    box: list[int] = []
-    with parallel(threads=1):
-        bad = task(fails, writes=(box,))()
-        reader, taker = task(len)(box), task(len)(bad)
-        assert bad.exception() is not None
-        assert isinstance(reader.exception(), TaskCancelled)
-        assert isinstance(taker.exception(), TaskCancelled)
-        assert [repr(value).split(": ")[1] for value in (bad, reader, taker)] == ["failed>", "cancelled>", "cancelled>"]
-
-
 def test_what_an_earlier_task_puts_into_a_list_is_seen() -> None:
     box: list[Any] = [1]
 
@@ -154,38 +117,6 @@ def test_what_an_earlier_task_puts_into_a_list_is_seen() -> None:
         two = task(lambda: time.sleep(0.01) or 2)()
         task(put, writes=(box,))(box, two)
         assert task(lambda pair: pair[1][0] + 1)((0, box)).result() == 3
-
-
-def test_a_function_with_a_state_is_an_object_as_any() -> None:
-    def counter() -> int:
-        return counter.count  # type: ignore[attr-defined, no-any-return]
-
-    def set_to(function: Any, value: int) -> None:
-        time.sleep(0.01)
-        function.count = value
-
-    counter.count = 1  # type: ignore[attr-defined]
-    with parallel(threads=2):
-        task(set_to, writes=(counter,))(counter, 2)
-        assert task(counter)().result() == 2
-
-
-def test_a_result_that_cannot_be_asked_for_its_memory_is_an_error_of_its_task() -> None:
-    def memory_of(value: Any) -> int:
-        if isinstance(value, bytearray):
-            raise NotImplementedError("no storage")
-        return id(value)
-
-    go = threading.Event()
-    with parallel(threads=1, hooks=Hooks(memory_of)):
-        bad = task(lambda: bytearray(go.wait(60)))()
-        follows = task(len)(bad)
-        go.set()
-        with pytest.raises(NotImplementedError, match="no storage"):
-            bad.result(timeout=60)
-        with pytest.raises(TaskCancelled, match="no storage"):
-            follows.result(timeout=60)
-        assert task(int)(1).result(timeout=60) == 1
 
 
 class Runner:
@@ -209,19 +140,3 @@ class Runner:
 def test_an_object_is_not_looked_into() -> None:
     """Tasks that reach the futures before them would wait for these, and never meet."""
     assert Runner().run() == [0, 2, 4]
-
-
-def test_tasks_that_declare_one_object_keep_their_order() -> None:
-    class Notes:
-        seen: tuple[int, ...] = ()
-
-        def note(self, number: int) -> None:
-            before = self.seen
-            time.sleep(0.001)
-            self.seen = (*before, number)
-
-    notes = Notes()
-    with parallel(threads=3):
-        for number in range(5):
-            task(notes.note, writes=(notes,))(number)
-    assert notes.seen == (0, 1, 2, 3, 4)

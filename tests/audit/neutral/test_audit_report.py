@@ -6,14 +6,12 @@ import functools
 import json
 import re
 import threading
-import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from manyhands.audit import recorder, sites, speeds, watch, wrapping
+from manyhands.audit import recorder, sites, speeds, watch
 from manyhands.audit.critical_path import Work, gains
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
@@ -21,7 +19,6 @@ from manyhands.audit.reports import report, sarif, table
 from manyhands.audit.sites import Line, Site
 from manyhands.audit.stall import Stall
 from manyhands.audit.watch import Event
-from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
 HERE = __file__
@@ -86,57 +83,12 @@ def test_without_steps_lines_of_loops_count_and_that_is_said() -> None:
     assert "no optimizer step was seen" in audited.notes[0]
 
 
-def test_fewer_steps_than_the_warmup_are_counted_and_that_is_said() -> None:
-    audited = report.make(_recorder(3), program="p", warmup=5)
-    assert audited.counted_steps == 2
-    assert "no more than the 5 of --warmup" in audited.notes[0]
-
-
 def test_two_optimizers_make_one_step() -> None:
     made = Recorder()
     for _ in range(4):
         made.step("generator")
         made.step("critic")
     assert made.steps == 4
-
-
-def test_what_the_auditor_does_between_steps_is_not_in_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls = [0.0], []
-
-    def ends_the_profiler(steps: int) -> None:
-        calls.append(steps)
-        now[0] += 100.0 * (steps == 2)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    made = Recorder(on_step=ends_the_profiler)
-    made.used_device = True
-    made.frameworks.add("torch")
-    for _ in range(4):
-        for optimizer in ("generator's", "discriminator's"):
-            now[0] += 0.5
-            made.step(optimizer)
-    assert report.make(made, program="p", warmup=2).step_seconds == 1.0
-    assert calls == [1, 2, 3, 4]
-
-
-def test_a_loop_that_tells_its_steps_counts_alone() -> None:
-    made = Recorder()
-    for _ in range(3):
-        made.step("optimizer")
-        made.step("loop", loop=True)
-    before = made.steps
-    made.step("optimizer")
-    assert made.steps == before
-
-
-def test_another_threads_waits_are_found_but_are_not_on_the_path() -> None:
-    made = _recorder(6, waits=0)
-    thread = threading.Thread(target=_wait, args=(made, 1))
-    thread.start()
-    thread.join()
-    made.step("optimizer")
-    (finding,) = report.make(made, program="p", warmup=2).findings
-    assert finding.gained is None
 
 
 def test_without_steps_the_main_threads_waits_are_on_the_path() -> None:
@@ -164,20 +116,6 @@ def test_a_device_that_idles_without_waits_is_told() -> None:
         idle.launch(0.0)
         idle.step("optimizer")
     assert "the GPU idles 75% of a step, because the host" in report.make(idle, program="p", warmup=2).notes[-1]
-
-
-def test_a_wrapped_call_warns_at_the_callers_line() -> None:
-    def warns() -> None:
-        warnings.warn("look", UserWarning, stacklevel=1)
-
-    owner = type("Owner", (), {"warns": staticmethod(warns)})
-    wrapping.Installation("jax", lambda value: True, lambda: 0, lambda: 0).wrap(owner, "warns", "warns", Kind.READ)
-    warns.__code__ = warns.__code__.replace(co_filename=wrapping.__file__)  # as C++ does it, which has no frame
-    sites.name_callers_in_warnings()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        owner.warns()
-    assert seen[0].filename == HERE
 
 
 def _gain(entry: tuple[float, Event], busy: float, steps: int = 50) -> float:
@@ -335,14 +273,6 @@ def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding(
     assert run["invocations"][0]["executionSuccessful"] is True
 
 
-def test_paths_stay_those_of_the_start_when_a_program_changes_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = sites.shown_path(HERE)
-    monkeypatch.chdir(tmp_path)
-    assert sites.shown_path(HERE) == before
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("no json", "is not JSON"), ("[]", "devices --measure"), ('{"frameworks": []}', "no measured GPU")],
@@ -354,12 +284,6 @@ def test_a_bad_profile_is_refused(tmp_path: Path, text: str, message: str) -> No
         speeds.load(path)
     with pytest.raises(BadSettings, match="No such file"):
         speeds.load(tmp_path / "none.json")
-
-
-def test_every_kind_has_words() -> None:
-    for kind in Kind:
-        assert kind.title
-        assert all(kind.cure_in(framework) for framework in FRAMEWORKS)
 
 
 @pytest.mark.parametrize("kind", Kind)

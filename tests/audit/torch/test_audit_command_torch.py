@@ -62,45 +62,6 @@ def test_a_prediction_with_its_files_and_exit_codes(program: Path, tmp_path: Pat
     assert "known from the baseline and not shown: " in known.stderr
 
 
-SLOWED = """
-import os, time, torch
-def slow():
-    time.sleep(float(os.environ["SLOW"]))
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-    def __getitem__(self, number):
-        slow()
-        return torch.ones(4), number % 2
-net = torch.nn.Linear(4, 2).to("cuda")
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for x, y in torch.utils.data.DataLoader(Samples(), 4):
-    loss = torch.nn.functional.cross_entropy(net(x.to("cuda")), y.to("cuda"))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    slow()
-    print(loss.item())
-"""
-
-
-def test_a_prediction_does_not_depend_on_how_slow_the_machine_is(tmp_path: Path) -> None:
-    script, report = tmp_path / "train.py", tmp_path / "report.json"
-    script.write_text(SLOWED)
-    seen = []
-    for seconds in ("0", "0.01"):
-        options = ("--as-if-gpu", "--json", str(report), "--fail-over", "1%")
-        done = run_command("audit", *options, str(script), SLOW=seconds)
-        told = json.loads(report.read_text())
-        ((place, batch),) = told.pop("loaders").items()
-        assert place.endswith("train.py:13")
-        assert batch >= 4 * float(seconds)
-        assert f"{place}: the data loader takes " in done.stderr
-        seen.append((done.returncode, told))
-    assert seen[0] == seen[1]
-    assert seen[0][1]["gain"] > 0
-
-
 UNCHANGED = """
 import sys, warnings, torch
 lines = []
@@ -159,40 +120,3 @@ def test_tensors_in_a_list_are_numbers_as_in_a_plain_run(tmp_path: Path) -> None
         assert audited.returncode == 0, audited.stderr
         assert audited.stdout == plain.stdout
     assert "no tensor was on a GPU: there was nothing to audit" in audited.stderr
-
-
-ON_A_STAND_IN = """
-import sys, torch
-torch.cuda.set_sync_debug_mode("warn")
-lines = []
-sys.settrace(lambda frame, event, arg: lines.append(frame.f_lineno) if frame.f_code.co_name == "traced" else None)
-def traced():
-    return 1
-net = torch.nn.Linear(4, 2).to("cuda")
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-@torch.compile(backend="eager")
-def forward(x):
-    return net(x).square().mean()
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-    for step in range(8):
-        loss = forward(torch.ones(2, 4, device="cuda"))
-        optimizer.zero_grad(); loss.backward(); optimizer.step()
-        traced()
-        loss.item()
-sys.settrace(None)
-print(len(profiler.events()) > 0, len(lines), torch.cuda.get_sync_debug_mode())
-"""
-
-
-def test_debugging_tools_of_a_program_work_on_a_device_that_is_stood_in_for(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(ON_A_STAND_IN)
-    audited = run_command("audit", "--as-if-gpu", str(script))
-    assert audited.returncode == 0, audited.stderr
-    assert audited.stdout.split() == ["True", "8", "1"]
-    assert "1 line costs" in audited.stderr
-    script.write_text("import torch\nprint(torch.ones(2).sum().item())\n")
-    assert (
-        "no tensor was on the device that stands in for a GPU"
-        in run_command("audit", "--as-if-gpu", str(script)).stderr
-    )

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.once
 
 CASES = """
-import asyncio, threading, warnings
+import asyncio, warnings
 import pytest, torch
 from manyhands import torch as mh
 from manyhands.audit.guard import HiddenWaitWarning
@@ -36,16 +36,6 @@ def test_count():
     assert stalls[1].cure.startswith("keep the value on the device")
     x.sum().item()
     assert len(seen) == 4
-
-
-def test_forbid():
-    with mh.guard("forbid"):
-        y = x * 2
-        with pytest.raises(HiddenWait, match="test_cases.py:.*the host waits for a value.*Cure"):
-            y.sum().item()
-        with pytest.raises(HiddenWait, match="decision"):
-            if y.sum() > 0:
-                pass
 
 
 def test_a_number_that_pytorch_reads_by_itself():
@@ -90,13 +80,7 @@ def test_moves_by_our_verbs_are_silent():
     assert [stall.kind.value for stall in seen] == ["copy-to-host", "pageable-copy"]
 
 
-def test_other_threads_and_tasks_are_not_charged():
-    waited = threading.Event()
-
-    def other():
-        x.sum().item()
-        waited.set()
-
+def test_other_tasks_are_not_charged():
     async def quiet():
         with mh.guard("count") as seen:
             await asyncio.sleep(0.01)
@@ -112,12 +96,6 @@ def test_other_threads_and_tasks_are_not_charged():
     async def both():
         return await asyncio.gather(quiet(), noisy())
 
-    with mh.guard("count") as seen:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-    assert waited.is_set()
-    assert len(seen) == 0
     assert asyncio.run(both()) == [0, 2]
 
 
@@ -127,13 +105,6 @@ def test_nested_guards_both_see():
             x.sum().item()
         x.sum().item()
     assert (len(outer), len(inner)) == (2, 1)
-
-
-def test_assert_no_stalls():
-    with mh.assert_no_stalls():
-        x.sum()
-    with pytest.raises(HiddenWait, match="waited 1 time:"), mh.assert_no_stalls():
-        x.sum().item()
 
 
 def test_an_unknown_mode_is_refused():

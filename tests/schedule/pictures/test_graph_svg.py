@@ -21,7 +21,6 @@ from manyhands.parallel.plan import Plan
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
 from manyhands.schedule.pictures import graph_svg
-from manyhands.schedule.pictures.timeline import colour_of
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.task import Kind, Task
 
@@ -96,13 +95,6 @@ def test_one_lane_of_several_devices_is_named_by_what_it_holds() -> None:
     assert many.names() == ["one lane (16 devices)"]
 
 
-def test_one_lane_of_one_device_and_several_lanes_are_named_as_lanes() -> None:
-    assert program(("cpu", "compute"), ("cpu", "compute")).names() == ["cpu compute 0"]
-    measured = program(*MIXED).graph
-    several = schedule(measured, lanes_for(measured, 1))
-    assert several.names() == [f"{device} {kind} 0" for device, kind in MIXED]
-
-
 def test_on_one_lane_columns_are_devices() -> None:
     made = program(*MIXED)
     assert len({x for x, _, _ in boxes(made)}) == 3
@@ -120,12 +112,6 @@ def chain(*names: str, **changes: Any) -> list[Task]:
     return [Task(name, frozenset({number}), frozenset({number + 1}), **changes) for number, name in enumerate(names)]
 
 
-def test_an_operation_has_the_same_colour_everywhere() -> None:
-    one, other = one_lane(graph(chain("mm", "relu"))), one_lane(graph(chain("relu", "sin", "mm")))
-    assert [colour for *_, colour in boxes(one)] == [boxes(other)[2][2], boxes(other)[0][2]]
-    assert boxes(one)[0][2] == colour_of("mm") != colour_of("relu")
-
-
 def test_views_are_left_out_and_what_needs_them_needs_their_base() -> None:
     tasks = chain("mm", "view", "relu")
     tasks[1] = replace(tasks[1], is_view=True)
@@ -134,22 +120,11 @@ def test_views_are_left_out_and_what_needs_them_needs_their_base() -> None:
     assert "view" not in graph_svg.svg(made)
 
 
-def test_needs_that_follow_from_others_are_left_out() -> None:
-    first, second = Task("a", writes=frozenset({1})), Task("b", frozenset({1}), frozenset({2}))
-    third = Task("c", frozenset({1, 2}), frozenset({3}))
-    assert graph_svg.visible_needs(one_lane(graph([first, second, third]))) == {0: set(), 1: {0}, 2: {1}}
-
-
 def test_a_block_that_comes_again_is_drawn_once() -> None:
     made = one_lane(graph(chain("conv", *["mm", "relu"] * 5, "sum")))
     assert len(boxes(made)) == 4
     assert ">x 5<" in graph_svg.svg(made)
     assert len(boxes(one_lane(graph(chain("mm", "relu", "mm", "relu"))))) == 4  # twice is no pattern
-
-
-def test_branches_that_are_alike_are_not_folded() -> None:
-    branches = [Task("mm", frozenset({0}), frozenset({number})) for number in range(1, 6)]
-    assert len(boxes(one_lane(graph(branches)))) == 5
 
 
 def test_updates_that_wait_for_the_same_task_are_one_box() -> None:
@@ -175,17 +150,6 @@ def test_branches_on_one_lane_stand_side_by_side() -> None:
     _, left, right, below = boxes(one_lane(graph([source, *branches, join])))
     assert left[0] != right[0]
     assert left[1] == right[1] < below[1]
-
-
-def test_updates_stand_beside_what_they_wait_for() -> None:
-    """A chain of gradients, and at its end the update of each weight: two columns, not one for every update."""
-    chain = [Task(f"gradient {n}", frozenset({n - 1}), frozenset({n}), seconds=1e-3) for n in range(1, 8)]
-    updates = [Task("add_", frozenset({n}), frozenset({100 + n}), seconds=1e-3) for n in range(1, 8)]
-    picture = ElementTree.fromstring(graph_svg.svg(one_lane(graph([*chain, *updates]))))
-    boxes = [box.find("{*}rect") for box in picture.iter("{http://www.w3.org/2000/svg}g")]
-    places = [(float(box.attrib["x"]), float(box.attrib["y"])) for box in boxes if box is not None]
-    assert len(places) == len(set(places)) == 14, "no two tasks in one place"
-    assert len({x for x, _ in places}) == 2
 
 
 def test_no_edge_runs_through_a_box() -> None:
