@@ -17,7 +17,6 @@ collect_ignore = (
         "dynamo/test_dynamo.py",
         "run/test_copies.py",
         "run/test_streams.py",
-        "test_parallel_decorator.py",
     ]
     if os.environ.get("MANYHANDS_VIRTUAL_DEVICES")
     else []

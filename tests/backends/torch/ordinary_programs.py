@@ -7,7 +7,6 @@ behind: results, state, errors, what it wrote down, the next random numbers.
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,16 +78,6 @@ def model_called_in_a_loop(make: Make) -> Any:
             optimizer.step()
         losses.append(loss.item())
     return losses, _state(net), [parameter.grad for parameter in net.parameters()], torch.rand(2)
-
-
-def dict_batches(make: Make) -> Any:
-    def step(batch: dict[str, Any], *, scale: float = 1.0) -> dict[str, Any]:
-        total = sum(value.sum() for name, value in batch.items() if name.startswith("x"))
-        return {"total": total * scale, "first": batch["x"] @ batch["x"].t(), "name": batch["name"]}
-
-    fast = make(step)
-    batches = [{"x": X, "name": "a"}, {"name": "b", "x": X, "x2": X + 1}, {"x": X[:2], "name": "a"}]
-    return [fast(batch, scale=scale) for scale in (1.0, 2.0) for batch in batches for _ in range(2)]
 
 
 class Pair(NamedTuple):
@@ -197,37 +186,6 @@ def gradient_toggles(make: Make) -> Any:
     return found, weight.grad
 
 
-def frozen_layers(make: Make) -> Any:
-    net = _net(nn.ReLU())
-    fast, found = make(net), []
-    for frozen in (False, True, False):
-        net[0].requires_grad_(not frozen)
-        net.zero_grad()
-        fast(X).sum().backward()
-        found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
-    return found
-
-
-def gradient_accumulation(make: Make) -> Any:
-    net = _net(nn.Tanh())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-
-    def backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = functional.cross_entropy(net(x), y) / 2
-        loss.backward()
-        return loss.detach()
-
-    fast, losses = make(backward), []
-    for number in range(6):
-        losses.append(fast(X + number, Y))
-        if number % 2:
-            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            losses.append(norm)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, _state(net)
-
-
 def scheduler_and_checkpoint(make: Make) -> Any:
     net = _net(nn.Tanh())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
@@ -257,7 +215,6 @@ def scheduler_and_checkpoint(make: Make) -> Any:
 def several_threads(make: Make) -> Any:
     net = _net(nn.ReLU()).requires_grad_(False)
     fast = make(net)
-    fast(X)
     results: list[Any] = [None] * 4
     start = threading.Barrier(4)
 
@@ -271,20 +228,6 @@ def several_threads(make: Make) -> Any:
     for thread in threads:
         thread.join()
     return results
-
-
-def scaled(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
-    return (x @ x.t()) * by
-
-
-def copies_and_pickles(make: Make) -> Any:
-    fast = make(scaled)
-    first = fast(X)
-    other, third = copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))
-    net = make(_net(nn.ReLU()))
-    net(X)
-    moved = pickle.loads(pickle.dumps(net))
-    return first, other(X), third(X, by=3.0), fast(X, 4.0), moved(X), net(X), copy.copy(fast)(X)
 
 
 def many_kinds_of_calls(make: Make) -> Any:
@@ -447,18 +390,14 @@ def gradients_through_one_result(make: Make) -> Any:
 PROGRAMS: list[Callable[[Make], Any]] = [
     loop_over_a_loader,
     model_called_in_a_loop,
-    dict_batches,
     structured_results,
     updates_in_place,
     shared_memory,
     errors_and_after,
     autocast_toggles,
     gradient_toggles,
-    frozen_layers,
-    gradient_accumulation,
     scheduler_and_checkpoint,
     several_threads,
-    copies_and_pickles,
     many_kinds_of_calls,
     sizes_that_change,
     hooks,

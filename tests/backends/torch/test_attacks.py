@@ -7,12 +7,9 @@ Each is run by default, and with plans that are always used. What Dynamo itself 
 from __future__ import annotations
 
 import copy
-import functools
-import io
 import math
 import os
 import pickle
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,18 +67,6 @@ def os_write(make: Any) -> Any:
         return results, file.read()
 
 
-def string_write(make: Any) -> Any:
-    text = io.StringIO()
-    write = text.write
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        write("seen ")
-        return (x @ x).sin()
-
-    fast = make(function)
-    return [fast(X) for _ in range(3)], text.getvalue()
-
-
 def numpy_state(make: Any) -> Any:
     generator = np.random.default_rng(3)
     np.random.seed(4)
@@ -91,16 +76,6 @@ def numpy_state(make: Any) -> Any:
 
     fast = make(function)
     return [fast(X) for _ in range(3)], float(np.random.rand()), float(generator.random())
-
-
-def list_pop(make: Any) -> Any:
-    left = [1.0, 2.0, 3.0, 4.0]
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return (x @ x) * left.pop()
-
-    fast = make(function)
-    return [fast(X) for _ in range(3)], left
 
 
 def equal_outside(make: Any) -> Any:
@@ -152,31 +127,6 @@ def saved_tensors_hooks_later(make: Any) -> Any:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         fast(X).backward()
     return weight.grad, bool(packed)
-
-
-def attribute_of_an_argument(make: Any) -> Any:
-    def function(record: Any, x: torch.Tensor) -> torch.Tensor:
-        record.seen += 1
-        record.last = x * 2
-        return x @ x
-
-    record, fast = types.SimpleNamespace(seen=0, last=None), make(function)
-    return [fast(record, X) for _ in range(3)], record.seen, record.last
-
-
-def cached_function(make: Any) -> Any:
-    calls: list[int] = []
-
-    @functools.lru_cache
-    def scale(number: int) -> float:
-        calls.append(number)
-        return number / 2
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return (x @ x) * scale(3)
-
-    fast = make(function)
-    return [fast(X) for _ in range(3)], len(calls) >= 1
 
 
 def optimizer_hook_later(make: Any) -> Any:
@@ -255,15 +205,11 @@ def checkpoint_with_dropout(make: Any) -> Any:
 PROGRAMS = [
     bound_append,
     os_write,
-    string_write,
     numpy_state,
-    list_pop,
     equal_outside,
     identity_with_a_global,
     unused_operation_raises,
     saved_tensors_hooks_later,
-    attribute_of_an_argument,
-    cached_function,
     optimizer_hook_later,
     torch_cond,
     deep_copy,

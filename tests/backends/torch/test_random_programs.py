@@ -93,7 +93,7 @@ def outcome(run: Callable[..., Any], inputs: list[torch.Tensor]) -> Any:
 @given(
     STEPS, st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([schedule, schedule_chains]), st.data()
 )
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_random_programs_equal_eager_to_the_bit(
     steps: list[tuple[str, int, int]], lanes: int, chance: Any, way: Any, data: st.DataObject
 ) -> None:
@@ -191,7 +191,7 @@ PLAIN_VALUES = st.lists(st.sampled_from([None, True, 1, 1.0, 2.5, float("nan"), 
 
 
 @given(ODD_STEPS, st.integers(1, 3), st.randoms(use_true_random=False), PLAIN_VALUES)
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_random_programs_with_checks_and_hidden_memory(
     steps: list[tuple[str, int, int]], lanes: int, chance: Any, values: list[Any]
 ) -> None:

@@ -189,13 +189,6 @@ def test_both_bias_gradients_of_an_lstm_have_their_own_memory(layers: int) -> No
     assert not planning.overlapping([parameter.grad for parameter in layer.parameters()])
 
 
-def test_results_that_share_memory_are_found() -> None:
-    one, other = torch.full((3,), 2.0), torch.full((3,), 2.0)
-    assert planning.overlapping([one, one]) == {(0, 1)}
-    assert planning.overlapping([one, other]) == set()
-    assert planning.overlapping(torch.full((6,), 2.0).split(3)) == set()  # of one memory, but not of the same bytes
-
-
 # Arrays of NumPy
 
 
