@@ -22,10 +22,10 @@ from manyhands.book.models import Models, Size
 from manyhands.book.recipes import Predictor, Recipes
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
-from manyhands.training.mxnet import checks, replicas, state
+from manyhands.training.mxnet import checks, replicas
 from manyhands.training.mxnet import trainer as _trainer
 from manyhands.training.mxnet.objective import count_right
-from manyhands.training.mxnet.state import initialise
+from manyhands.training.mxnet.replicas import initialise
 
 # Models
 
@@ -179,11 +179,11 @@ class _Recipes(Recipes):
         return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
 
     def tensors(self, model: Any) -> dict[str, Any]:
-        return state.model_tensors(model)
+        return replicas.model_tensors(model)
 
     def restore(self, model: Any, weights: bytes) -> None:
         checks.check_values(model)
-        state.restore_model(model, weights)
+        replicas.restore_model(model, weights)
 
     @contextlib.contextmanager
     def in_float64(self, make: Callable[[], Any], data: Arrays) -> Iterator[Any]:

@@ -165,9 +165,6 @@ optimizers: dict[str, Callable[[float], Any]] = {
     "momentum, decay": lambda rate: mx.optimizer.SGD(learning_rate=rate, momentum=0.9, wd=0.01),
     "nag": lambda rate: mx.optimizer.NAG(learning_rate=rate, momentum=0.9),
     "adam": lambda rate: mx.optimizer.Adam(learning_rate=rate),
-    "rmsprop": lambda rate: mx.optimizer.RMSProp(learning_rate=rate),
-    "adagrad": lambda rate: mx.optimizer.AdaGrad(learning_rate=rate),
-    "adadelta": lambda rate: mx.optimizer.AdaDelta(learning_rate=1.0),
     OWN_SCHEDULE: lambda rate: mx.optimizer.SGD(lr_scheduler=mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=rate)),
 }
 

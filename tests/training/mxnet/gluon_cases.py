@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 from numpy.typing import NDArray
 
 from manyhands.book.mxnet import initialise
-from manyhands.training.mxnet import state
+from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.result import Result
 
@@ -67,7 +67,7 @@ def fit(model: Any, data: Any, devices: int = 1, **options: Any) -> tuple[dict[s
         given.setdefault("lr", 0.1)
     model.cast("float64")
     result = Trainer(devices=contexts(devices), **given).fit(model, data)
-    return state.model_tensors(model), result
+    return replicas.model_tensors(model), result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from manyhands.errors import (
     NotATensor,
 )
 from manyhands.training.data.order import epoch_order
-from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.trainer import Trainer
 
 BATCH = 8
@@ -38,7 +38,7 @@ def spoilt(number: int) -> Any:
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_loss_that_is_no_number(devices: int) -> None:
     """The step and its samples are named, the same on any number of devices, whichever had the sample."""
-    for number in (17, 18, 19):
+    for number in (17, 18):
         step = epoch_order(0, 0, 40).tolist().index(number) // BATCH
         net = mlp()
         with pytest.raises(LossIsNotANumber, match=rf"step {step} is not a number .*samples .*\b{number}\b"):
@@ -71,8 +71,7 @@ def test_a_model_without_parameters() -> None:
         fit(sparse, vectors())
 
 
-@pytest.mark.parametrize("numpy_like", [False, True])
-@pytest.mark.parametrize("label", [CLASSES, -1])
+@pytest.mark.parametrize(("label", "numpy_like"), [(CLASSES, False), (-1, True)])
 def test_labels_out_of_range(label: int, numpy_like: bool) -> None:
     """MXNet itself would take the nearest class."""
     X, y = vectors()
@@ -87,15 +86,6 @@ def test_labels_out_of_range(label: int, numpy_like: bool) -> None:
             fit(mlp(), loader, 2)
 
 
-def test_targets_that_are_no_labels() -> None:
-    X, y = vectors()
-    y[5] = 100
-    _, result = fit(sequential(nn.Dense(1, in_units=6)), (X, y.astype(float)), 2, lr=1e-4, loss=gluon.loss.L2Loss())
-    assert result.rows[-1]["train_acc"] is None
-    _, result = fit(mlp(), (X, (y % CLASSES).astype(np.float32)), 2)
-    assert result.rows[-1]["train_acc"] is not None  # the loss says that these are classes
-
-
 def test_a_loss_that_is_no_mean() -> None:
     softmax = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -107,15 +97,6 @@ def test_a_loss_that_is_no_mean() -> None:
     fit(mlp(), vectors(), 1, loss=summed, lr=0.001)
     with pytest.raises(BadBatch, match="one number per sample"):
         fit(mlp(), vectors(), 1, loss=lambda output, target: output.sum(axis=0))
-
-
-class Twice(gluon.Block):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, X: Any) -> Any:
-        return self.net(X), self.net(X)
 
 
 def test_empty_data() -> None:
@@ -145,7 +126,7 @@ def test_empty_data() -> None:
 def test_samples_of_whole_numbers() -> None:
     X, y = vectors()
     for net in (nn.Dense(CLASSES), nn.Dense(CLASSES, in_units=X.shape[1])):
-        with pytest.raises(BadBatch, match=r"samples are uint8, the model's weights float.*X\.astype\('float"):
+        with pytest.raises(BadBatch, match=r"Dense does not take it .*If these uint8 are not .*X\.astype\('float32'\)"):
             fit(net, (np.zeros(X.shape, np.uint8), y))
     words = sequential(nn.Embedding(5, 4), nn.Dense(CLASSES, in_units=4 * X.shape[1]))
     fit(words, (np.zeros(X.shape, np.int32), y))
@@ -175,7 +156,7 @@ def test_a_model_that_nobody_initialised() -> None:
     assert same(one, again)
     assert not same(one, other)
     partly = mlp()
-    before = state.model_tensors(partly)
+    before = replicas.model_tensors(partly)
     partly.add(nn.Dense(CLASSES, in_units=CLASSES))
     after, _ = fit(partly, vectors(), 2, lr=0.0)
     assert all(np.array_equal(after[name].astype("float32"), before[name]) for name in before)
@@ -204,21 +185,6 @@ def test_a_model_of_the_other_mode(numpy_like: bool) -> None:
     assert same(weights, expected)
 
 
-def test_a_hybridized_model_is_the_same() -> None:
-    expected, _ = fit(mlp(norm=True), vectors(), 2)
-    net = mlp(norm=True)
-    net.hybridize()
-    assert np.abs(fit(net, vectors(), 2)[0]["0.weight"] - expected["0.weight"]).max() < 1e-12
-
-
-def test_float32_data_and_float64_models_and_back() -> None:
-    X, y = vectors()
-    net = mlp()
-    Trainer(1, quiet=True, devices=contexts(2), precision="fp64").fit(net, (X.astype(np.float32), y))
-    assert np.dtype(net[0].weight.dtype) == np.float32
-    Trainer(1, quiet=True, devices=contexts(2)).fit(net, (X, y.astype(np.int16)))
-
-
 @pytest.mark.parametrize("initialised", [False, True])
 def test_images_without_an_axis_of_channels(initialised: bool) -> None:
     net = nn.HybridSequential()
@@ -226,5 +192,5 @@ def test_images_without_an_axis_of_channels(initialised: bool) -> None:
     if initialised:
         net.initialize()
     images, labels = np.zeros((8, 5, 5), np.float32), np.zeros(8, np.int32)
-    with pytest.raises(BadBatch, match=r"shape \(5, 5\), without the axis of channels.*X\[:, np.newaxis\]"):
+    with pytest.raises(BadBatch, match=r"shape \(5, 5\), and HybridSequential .*axis of channels: give X\[:, np"):
         Trainer(1, quiet=True).fit(net, (images, labels))

@@ -15,12 +15,13 @@ from gluon_cases import CLASSES, Branching, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
-from manyhands.book.mxnet import BOOK, Module
+from manyhands.book.mxnet import BOOK
 from manyhands.cli.parity import compare, largest_difference, training_function
 from manyhands.errors import BadSettings
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
-from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet import replicas
+from manyhands.training.mxnet.optimizers import AdamW
 from manyhands.training.options import Step
 from manyhands.training.schedules import one_cycle
 
@@ -46,14 +47,10 @@ def _evenly(options: dict[str, Any]) -> Step:
 
 
 DIVISIONS: dict[str, dict[str, Any]] = {
-    "even": {"batch_size": 18},
     "uneven on three": {"batch_size": 16, "devices": 3},
     "last batch of one": {"batch_size": 89, "devices": 3},
-    "shares": {"step": Step(shares=[0.7, 0.3])},
-    "an empty shard": {"step": Step(shares=[1, 0]), "optimizer": nesterov},
-    "an empty first shard": {"step": Step(shares=[0, 1]), "optimizer": nesterov},
+    "an empty shard": {"step": Step(shares=[0, 1]), "optimizer": nesterov},
     "clip": {"gradient_clip_val": 0.05, "step": Step(shares=[0.6, 0.4])},
-    "nesterov": {"optimizer": nesterov, "step": Step(shares=[0.6, 0.4])},
     "adam": {"optimizer": "adam", "step": Step(shares=[0.6, 0.4])},
     "schedule": {"schedule": one_cycle, "optimizer": nesterov},
 }
@@ -61,37 +58,14 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_several_contexts_are_one_device(name: str) -> None:
-    check(mlp, (vectors(), vectors(37)), max_epochs=3, **DIVISIONS[name])
+    check(mlp, (vectors(), vectors(37)), max_epochs=2, **DIVISIONS[name])
 
 
-def test_clipping_is_by_the_norm_of_all_gradients() -> None:
-    """With a rate of 1, plain SGD moves the weights by exactly the clipped gradient."""
-    before = state.model_tensors(mlp())
-    after, _ = fit(mlp(), vectors(16), 2, max_epochs=1, lr=1.0, gradient_clip_val=0.01)
-    moved = sum(float(((after[name] - before[name]) ** 2).sum()) for name in after) ** 0.5
-    assert moved == pytest.approx(0.01, rel=1e-3)
-
-
-def test_gradients_that_are_added_up_are_those_of_one_batch() -> None:
-    def adding() -> Any:
-        net = mlp()
-        for parameter in net.collect_params().values():
-            parameter.grad_req = "add"
-        return net
-
-    expected, _ = fit(mlp(), vectors(), 1)
-    for devices in (1, 3):
-        net = adding()
-        weights, _ = fit(net, vectors(), devices)
-        assert largest_difference(weights, expected) <= CLOSE
-        assert {parameter.grad_req for parameter in net.collect_params().values()} == {"add"}
-
-
-@pytest.mark.parametrize("optimizer", [nesterov, "adam"])
-def test_parameters_that_are_not_used(optimizer: Any) -> None:
+def test_parameters_that_are_not_used() -> None:
     """A parameter that no device used has no gradient; not zero, for weight decay and momentum would move it."""
+    optimizer = nesterov
     check(Branching, vectors(), batch_size=6, optimizer=optimizer, step=Step(shares=[0.8, 0.2]), lr=0.01)
-    before = state.model_tensors(Branching())
+    before = replicas.model_tensors(Branching())
     after, _ = fit(Branching(), vectors(), 2, optimizer=optimizer)
     assert np.array_equal(before["unused.weight"], after["unused.weight"].astype("float32"))
     assert not np.array_equal(before["rarely.weight"], after["rarely.weight"].astype("float32"))
@@ -120,20 +94,6 @@ def test_a_loss_per_sample_or_their_mean_or_a_step_of_its_own() -> None:
         assert result.rows[-1]["train_acc"] is None
 
 
-class Classifier(Module):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = mlp()
-
-
-def test_the_books_module_says_its_optimizer() -> None:
-    expected, figures = fit(mlp(), vectors(), 1)
-    weights, result = fit(Classifier(), vectors(), 2)
-    assert largest_difference({name.removeprefix("net."): one for name, one in weights.items()}, expected) <= CLOSE
-    assert result.rows[-1]["train_acc"] == figures.rows[-1]["train_acc"]
-
-
 def test_the_optimizer_in_four_ways() -> None:
     expected, _ = fit(mlp(), vectors(), 1, optimizer="adam", lr=0.02)
     adam = mx.optimizer.Adam(learning_rate=0.02)
@@ -146,14 +106,6 @@ def test_the_optimizer_in_four_ways() -> None:
     own = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.02})
     own._optimizer.rescale_grad = 1 / 64  # as a step of its own leaves it
     assert largest_difference(fit(net, vectors(), 2, optimizer=own)[0], expected) <= CLOSE
-
-
-def test_only_the_parameters_of_a_given_trainer_are_trained() -> None:
-    net = mlp()
-    before = state.model_tensors(net)
-    after, _ = fit(net, vectors(), 2, optimizer=gluon.Trainer(net[2].collect_params(), "sgd"))
-    assert np.array_equal(after["0.weight"], before["0.weight"])
-    assert not np.array_equal(after["2.weight"], before["2.weight"])
 
 
 def test_a_stream_is_divided_as_arrays_are() -> None:
@@ -197,11 +149,6 @@ def test_parity_in_numpys_mode() -> None:
     assert not mx.util.is_np_array()
 
 
-@pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adadelta"])
-def test_optimizers_that_remember_in_float32_whatever_the_weights_are(optimizer: str) -> None:
-    check(mlp, vectors(), optimizer=optimizer)
-
-
 class Centred(gluon.Block):  # type: ignore[misc]
     """Its forward pass compares the samples of a batch, in front of one of Gluon's losses."""
 
@@ -218,3 +165,17 @@ def test_a_model_that_compares_samples_is_refused_in_parts() -> None:
     fit(Centred(), vectors(), max_epochs=1)
     with pytest.raises(BadSettings, match="depends on the other samples"):
         fit(Centred(), vectors(), 2, max_epochs=1)
+
+
+def test_the_weight_decay_of_adamw_is_decoupled() -> None:
+    """MXNet 1.9 has no such optimizer: two steps by the formula of the paper."""
+    weights, mean, variance = np.array([1.0, -2.0]), np.zeros(2), np.zeros(2)
+    ours = mx.nd.array(weights, dtype="float64")
+    optimizer = AdamW(learning_rate=0.1, wd=0.5)
+    state = optimizer.create_state(0, ours)
+    for step, gradient in enumerate((np.array([0.3, -0.1]), np.array([0.2, 0.4])), 1):
+        optimizer.update(0, ours, mx.nd.array(gradient, dtype="float64"), state)
+        mean, variance = 0.9 * mean + 0.1 * gradient, 0.999 * variance + 0.001 * gradient**2
+        weights = weights * (1 - 0.1 * 0.5)
+        weights -= 0.1 * (mean / (1 - 0.9**step)) / (np.sqrt(variance / (1 - 0.999**step)) + 1e-8)
+    assert np.allclose(ours.asnumpy(), weights, rtol=1e-5)

@@ -19,9 +19,8 @@ from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings
 from manyhands.mxnet import LossSum
 from manyhands.training.data.sources import source
-from manyhands.training.mxnet import checks, state
+from manyhands.training.mxnet import checks, replicas
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.replicas import numpy_like
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.options import Step
 
@@ -45,8 +44,6 @@ def weighted_sum(output: Any, target: Any) -> LossSum:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "shares": {"step": Step(shares=[0.1, 0.6, 0.3])},
     "an empty shard": {"step": Step(shares=[0.5, 0, 0.5])},
     "clipping and Adam": {"gradient_clip_val": 0.1, "optimizer": "adam"},
 }
@@ -124,44 +121,6 @@ def test_a_mean_over_something_else_is_refused_in_parts() -> None:
         fit(mlp(), vectors(), 3, loss=weighted_mean)
 
 
-def test_one_text_of_another_length_is_enough() -> None:
-    """In arrays and in a loader's batch, and on two devices: the first texts, and most others, are equally long."""
-    X, _ = vectors()
-    labels = np.random.default_rng(2).integers(CLASSES, size=(90, 3)).astype("float64")
-    fit(Tokens("mean"), (X, labels), 2)  # all texts are equally long: a mean over samples
-    labels[47, 1:] = -1
-    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, labels), 90)
-    for data, options in (((X, labels), {}), (loader, {"batch_size": None})):
-        with pytest.raises(BadSettings, match=r"not a mean over the samples of a batch: it is .* put together from 8"):
-            fit(Tokens("mean"), data, 2, **options)
-    expected, _ = fit(Tokens("mean"), (X, labels), 1)
-    summed, _ = fit(Tokens("array"), (X, labels), 2)
-    assert largest_difference(summed, expected) <= CLOSE
-
-
-def zeros() -> Any:
-    net = mlp()
-    for parameter in net[-1].collect_params().values():
-        parameter.set_data(parameter.data() * 0)
-    return net
-
-
-@pytest.mark.parametrize("hybridized", [False, True])
-def test_a_last_layer_of_zeros_hides_nothing(hybridized: bool) -> None:
-    """All samples have the same loss, so only the gradients show that it is no mean over samples."""
-
-    def net() -> Any:
-        made = zeros()
-        made.hybridize(hybridized)
-        return made
-
-    with pytest.raises(BadSettings, match=r"the gradients of 8 samples .*return mh\.LossSum\(total, count\)"):
-        fit(net(), vectors(), 2, loss=weighted_mean)
-    expected, _ = fit(net(), vectors(), 1, loss=weighted_mean)
-    summed, _ = fit(net(), vectors(), 2, loss=weighted_sum)
-    assert largest_difference(summed, expected) <= CLOSE
-
-
 def test_the_trial_of_a_loss_leaves_the_model_as_it_is() -> None:
     """Also with dropout, statistics and a layer that is not used: the loss is a mean, and is not refused."""
 
@@ -175,10 +134,10 @@ def test_the_trial_of_a_loss_leaves_the_model_as_it_is() -> None:
 
     model = Wider()
     model.cast("float64")
-    before = state.model_tensors(model)
+    before = replicas.model_tensors(model)
     objective = Objective(model, lambda output, target: softmax(output, target).mean() * 2)
-    assert checks.check_loss(model, objective, source(vectors()), 2) is None
-    assert largest_difference(before, state.model_tensors(model)) == 0
+    assert checks.check_loss(model, objective, source(vectors())) is None
+    assert largest_difference(before, replicas.model_tensors(model)) == 0
     for parameter in model.collect_params().values():
         if parameter.grad_req != "null":
             assert not parameter.data()._fresh_grad
@@ -196,53 +155,6 @@ def test_what_is_not_checked_is_noted() -> None:
     plain = lambda output, target: softmax(output, target).mean()  # noqa: E731
     _, result = fit(mlp(), batches, 2, max_epochs=1, batch_size=None, loss=plain)
     assert any("can be read only once" in note for note in result.notes)
-
-
-def test_a_rare_class_is_found_in_many_samples() -> None:
-    X, y = vectors(3000)
-    y[y == 2] = 0
-    y[1777] = 2
-    weights = np.array([1.0, 1.0, 9.0])
-
-    def weighted(output: Any, target: Any) -> Any:
-        weight = mx.nd.array(weights, dtype="float64", ctx=target.ctx).take(target.astype("int32"))
-        return (softmax(output, target) * weight).sum() / weight.sum()
-
-    with pytest.raises(BadSettings, match="not a mean over the samples"):
-        fit(mlp(), (X, y), 2, loss=weighted, max_epochs=1)
-
-
-def test_the_trial_draws_no_random_numbers() -> None:
-    calls: list[float] = []
-
-    def own(output: Any, target: Any) -> Any:
-        calls.append(np.random.normal())
-        return softmax(output, target).mean()
-
-    before = np.random.get_state()[2]
-    with pytest.raises(InterruptedError):
-        fit(mlp(), vectors(32), 2, loss=own, schedule=_interrupt)
-    assert 0 < len(calls) <= 11
-    assert np.random.get_state()[2] == before
-
-
-def _interrupt(done: float) -> float:
-    raise InterruptedError
-
-
-def test_in_numpys_mode() -> None:
-    def summed(output: Any, target: Any) -> LossSum:
-        weights = target.astype("float64") + 1
-        each = (output - target.reshape(-1, 1)) ** 2
-        return LossSum((each.mean(axis=1) * weights).sum(), weights.sum())
-
-    found = []
-    with numpy_like():
-        for devices in (1, 3):
-            net = nn.Dense(2, in_units=6)
-            net.initialize(mx.init.One())
-            found.append(fit(net, vectors(), devices, loss=summed)[0])
-    assert largest_difference(*found) <= CLOSE
 
 
 def test_a_loss_of_gluons_that_compares_the_samples_of_a_batch() -> None:

@@ -17,11 +17,10 @@ from support import run_python
 from manyhands import mxnet as mh
 from manyhands.book import mxnet as datasets
 from manyhands.book.models import WEIGHT_NAMES
-from manyhands.book.mxnet import MODELS, Residual, initialise
-from manyhands.errors import BadBatch
+from manyhands.book.mxnet import MODELS, initialise
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
-from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet import replicas
 
 both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
 
@@ -31,16 +30,16 @@ def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
     """In MXNet's older mode the contract suite looks at all of them."""
     with replicas.numpy_like():
         net = initialise(MODELS[name](num_classes=10), 0)
-        state.restore_model(net, tensors.pack(WEIGHT_NAMES["mxnet"].from_common(reference.weights(name), name)))
+        replicas.restore_model(net, tensors.pack(WEIGHT_NAMES["mxnet"].from_common(reference.weights(name), name)))
         images, _ = datasets.BOOK.scale_images((replicas.native(reference.images()), replicas.native(np.zeros(4))))
         output = net(images).asnumpy()
     np.testing.assert_allclose(output, reference.logits(name), atol=1e-4)
-    assert same(WEIGHT_NAMES["mxnet"].to_common(state.model_tensors(net), name), reference.weights(name))
+    assert same(WEIGHT_NAMES["mxnet"].to_common(replicas.model_tensors(net), name), reference.weights(name))
 
 
 def test_a_seed_gives_the_same_weights_on_every_device() -> None:
     nets = [initialise(MODELS["lenet"](), seed) for seed in (5, 5, 6)]
-    first, again, other = map(state.model_tensors, nets)
+    first, again, other = map(replicas.model_tensors, nets)
     assert same(first, again)
     assert not same(first, other)
     bound = (6 / (1 * 25 + 6 * 25)) ** 0.5
@@ -52,36 +51,13 @@ def test_a_seed_gives_the_same_weights_on_every_device() -> None:
         assert np.array_equal(array.asnumpy(), first["0.weight"])
 
 
-def test_drawing_weights_leaves_the_programs_random_numbers_alone() -> None:
-    mx.random.seed(1)
-    expected = mx.nd.random.uniform(shape=3).asnumpy()
-    mx.random.seed(1)
-    initialise(mlp(), 4)
-    assert np.array_equal(mx.nd.random.uniform(shape=3).asnumpy(), expected)
-
-
-def test_a_residual_block_sees_its_input_at_the_first_call() -> None:
-    block = Residual(6, use_1x1conv=True, strides=2)
-    block.initialize()
-    assert block(mx.nd.ones((2, 3, 6, 6))).shape == (2, 6, 3, 3)
-
-
-def test_a_parameter_where_it_was_never_initialised() -> None:
-    """The book's experiment: MXNet itself names the parameter, the device, and where it is."""
-    net = mlp()
-    net.collect_params().reset_ctx(contexts(2))
-    assert net[0].params["weight" if "weight" in net[0].params else net[0].weight.name].data(mx.cpu(1)).ctx == mx.cpu(1)
-    with pytest.raises(RuntimeError, match=r"not initialized on context cpu\(5\).*only initialized on"):
-        net[0].weight.data(mx.cpu(5))
-
-
 def test_the_values_that_come_home_are_those_of_the_first_replica() -> None:
     """Gluon's own reset_ctx takes a mean, which rounds: three equal numbers, and not the number."""
     net = mlp()
-    before = state.model_tensors(net)
+    before = replicas.model_tensors(net)
     with replicas.on(net, contexts(3)):
         pass
-    assert same(state.model_tensors(net), before)
+    assert same(replicas.model_tensors(net), before)
 
     def fails() -> None:
         with replicas.on(net, contexts(3), "float64"):
@@ -92,7 +68,7 @@ def test_the_values_that_come_home_are_those_of_the_first_replica() -> None:
         fails()
     assert net[0].weight.list_ctx() == [mx.cpu(0)]
     assert np.dtype(net[0].weight.dtype) == np.float32
-    assert same(state.model_tensors(net), before)
+    assert same(replicas.model_tensors(net), before)
 
 
 # Data and figures
@@ -146,11 +122,6 @@ def test_evaluation_counts_each_sample_once(numpy_like: bool) -> None:
     with replicas.numpy_like(not numpy_like):  # the net's mode counts, not that of the program
         assert mh.evaluate_accuracy_gpu(net, data[0]) == pytest.approx(expected)
         assert mh.evaluate_accuracy_gpus(net, data[1]) == pytest.approx(expected)
-
-
-def test_evaluation_without_samples() -> None:
-    with pytest.raises(BadBatch, match="no sample"):
-        mh.evaluate_accuracy_gpu(mlp(), iter([]))
 
 
 # The book's names

@@ -18,7 +18,7 @@ from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import optimizers, replicas, running_sums
+from manyhands.training.mxnet import optimizers, replicas, step
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.options import Settings, Step
@@ -38,7 +38,7 @@ class Waits:
         self._kept: list[Any] = []  # an address that is used again would hide something
         for name in WAITING:
             monkeypatch.setattr(mx.base._LIB, name, self._watched(getattr(mx.base._LIB, name)))
-        set_out = running_sums.RunningSums._on_the_way
+        set_out = step.RunningSums._on_the_way
 
         def watched(sums: Any) -> Any:
             coming = set_out(sums)
@@ -46,7 +46,7 @@ class Waits:
             self._kept.append(coming)
             return coming
 
-        monkeypatch.setattr(running_sums.RunningSums, "_on_the_way", watched)
+        monkeypatch.setattr(step.RunningSums, "_on_the_way", watched)
 
     def _watched(self, wait: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -70,9 +70,7 @@ def learner(settings: Settings, devices: int, data: Any = None, loss: Any = None
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clip": {"gradient_clip_val": 0.1},
-    "an empty shard": {"step": Step(shares=[1, 0])},
-    "callbacks": {},
+    "callbacks, clipping and an empty shard": {"gradient_clip_val": 0.1, "step": Step(shares=[1, 0])},
 }
 CALLBACKS = CallbackPlan(every=(2,), rates=True)
 
@@ -83,7 +81,7 @@ def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: py
     one = learner(settings, 2, norm=True)
     monkeypatch.setattr(reporter, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
     said: list[Any] = []
-    callbacks = CALLBACKS if name == "callbacks" else NO_CALLBACKS
+    callbacks = CALLBACKS if CASES[name] else NO_CALLBACKS
     loop = Loop(one, settings, said.append, schedule=one_cycle, callbacks=callbacks)
     waits = Waits(monkeypatch)
 
@@ -112,17 +110,6 @@ def test_a_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         wait()
         assert waits.found
         assert waits.found[0] == (0, None)
-
-
-def test_the_figures_that_are_shown_are_of_two_steps_ago() -> None:
-    settings = Settings(max_epochs=1, batch_size=8)
-    one = learner(settings, 2)
-    shown = []
-    for window, batch in one.batches(Cursor()):
-        one.step(window, batch, None)
-        figures = one.peek()
-        shown.append(0 if figures is None else int(figures.count))
-    assert shown[:5] == [0, 0, 8, 16, 24]
 
 
 class Gate(mx.operator.CustomOp):  # type: ignore[misc]

@@ -62,13 +62,8 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
 
     The loss is tried on a copy of the model in evaluation mode: batch statistics and dropout differ between parts.
     """
-    if data.is_read_once:
-        return loss_trial.note(loss_trial.READ_ONCE)
-    arrays = loss_trial.arrays_of(data)
-    chosen, numbers = loss_trial.choose(arrays), skeleton.numbers(model)
-    is_own_step = not isinstance(objective, Supervised)
-    if isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy:
-        chosen = chosen[:1]  # no label weighs more
+    numbers = skeleton.numbers(model)
+    is_known = isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy
 
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
         copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
@@ -78,12 +73,13 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
 
     gradients_of = jax.jit(jax.value_and_grad(total_of, has_aux=True))  # a program for each of a few sizes
 
-    def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
-        picked = arrays.prepare(tuple(map(arrays.native, arrays.rows([batch[row] for row in rows]))))
+    def compute(arrays: Arrays, rows: Sequence[int]) -> Pass:
+        picked = arrays.prepare(tuple(map(arrays.native, arrays.rows(rows))))
         parts = arrays.nested(tuple(map(jax.numpy.asarray, picked)))
         (total, count), gradients = gradients_of(numbers["parameters"], parts)
-        arrays_of = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradients)]
-        return Pass([Term(float(total), float(count), arrays_of)])
+        of_leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradients)]
+        return Pass([Term(float(total), float(count), of_leaves)])
 
     precisions = {str(leaf.dtype) for leaf in jax.tree.leaves(numbers["parameters"])}
-    return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=is_own_step)
+    own = not isinstance(objective, Supervised)
+    return loss_trial.check_source(data, compute, precisions=precisions, own_step=own, labels_weigh=not is_known)

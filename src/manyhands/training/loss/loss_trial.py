@@ -124,7 +124,6 @@ _COUPLED = "it needs the whole batch: one device, and accumulate=1"
 Batches = Sequence[tuple[Compute, int]]  # what computes some rows of a batch, and how many rows it has
 
 DRAWS = "it draws random numbers, or counts its calls: two passes over the same samples differ"
-READ_ONCE = "the loader can be read only once"
 
 
 def note(why: str | Exception) -> str:
@@ -134,17 +133,31 @@ def note(why: str | Exception) -> str:
     return f"it was not checked whether the loss is a mean over samples, which batches in several parts need ({why})"
 
 
-def note_of(
-    compute: Callable[..., Pass], chosen: Sequence[Sequence[int]], *, precisions: Iterable[str], own_step: bool
+def check_source(
+    data: Source,
+    compute: Callable[[Arrays, Sequence[int]], Pass],
+    *,
+    precisions: Iterable[str],
+    own_step: bool,
+    labels_weigh: bool = True,
 ) -> str | None:
-    """Refuse a loss whose parts do not add up over the chosen samples; or a note, where that is not known.
+    """Refuse a loss whose parts do not add up over samples of the data; or a note, where that is not known.
 
-    ``compute`` gives the pass of some rows of a batch. ``own_step``: the loss comes from ``training_step``. An error of
-    the user's code is no reason to refuse a job: the first step raises it.
+    ``compute`` gives the pass of some rows of the data, or of a loader's first batch. ``own_step``: the loss comes from
+    ``training_step``; ``labels_weigh``: a label may weigh more than another. An error of the user's code is no reason
+    to refuse a job: the first step raises it.
     """
+    if data.is_read_once:
+        return note("the loader can be read only once")
+    arrays = data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
+    chosen = choose(arrays)[: None if labels_weigh else 1]
+
+    def of_batch(batch: Sequence[int], rows: Sequence[int]) -> Pass:
+        return compute(arrays, [batch[row] for row in rows])
+
     try:
         with preserve_host_random_state():
-            why = check([(partial(compute, batch), len(batch)) for batch in chosen], precisions, own_step=own_step)
+            why = check([(partial(of_batch, batch), len(batch)) for batch in chosen], precisions, own_step=own_step)
     except BadSettings:
         raise
     except Exception as error:
@@ -245,11 +258,6 @@ def are_close(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[floa
 
 
 # Samples
-
-
-def arrays_of(data: Source) -> Arrays:
-    """The arrays to choose samples from: the data, or the first batch of a loader."""
-    return data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
 
 
 def choose(data: Arrays) -> list[list[int]]:

@@ -23,7 +23,6 @@ from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.objective import Objective, checked_output
-from manyhands.training.mxnet.state import initialise
 
 _FEW = 2
 
@@ -78,7 +77,7 @@ def make_parameters(model: Any, data: Source, seed: int) -> None:
             few = laid_for(model, data.few(_FEW, replicas.native))
             checked_output(model, few[:-1])
     if missing:
-        initialise(model, seed, only=missing)
+        replicas.initialise(model, seed, only=missing)
 
 
 def check_labels(objective: Objective, train: Source, test: Source | None) -> Look | None:
@@ -96,28 +95,21 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
     return look
 
 
-def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:
+def check_loss(model: Any, objective: Objective, data: Source) -> str | None:
     """Refuse a loss that is not a mean over samples; a note if that could not be checked.
 
     The model is in evaluation mode, and gradients are not written to its parameters. MXNet's random numbers are not put
     back: every step of such a job seeds them.
     """
-    if parts == 1:
-        return None
-    if data.is_read_once:
-        return loss_trial.note(loss_trial.READ_ONCE)
-    arrays = loss_trial.arrays_of(data)
-    chosen = loss_trial.choose(arrays)
-    if objective.is_gluons:
-        chosen = chosen[:1]  # how labels weigh is known
     trained = [parameter.list_data()[0] for parameter in replicas.distinct(model) if parameter.grad_req != "null"]
 
-    def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:
-        picked = arrays.rows([numbers[row] for row in rows])
-        return _pass(objective, laid_for(model, arrays.prepare(tuple(map(replicas.native, picked)))), trained)
+    def compute(arrays: Arrays, rows: Sequence[int]) -> Pass:
+        batch = arrays.prepare(tuple(map(replicas.native, arrays.rows(rows))))
+        return _pass(objective, laid_for(model, batch), trained)
 
     precisions = {np.dtype(array.dtype).name for array in trained}
-    return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=objective.loss is None)
+    own, weigh = objective.loss is None, not objective.is_gluons  # how labels weigh in Gluon's losses is known
+    return loss_trial.check_source(data, compute, precisions=precisions, own_step=own, labels_weigh=weigh)
 
 
 def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:

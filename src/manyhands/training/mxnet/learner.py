@@ -1,7 +1,7 @@
 """MXNet's learner: one process, a replica of the model on each of its devices.
 
 Nothing in a step makes the host wait for that step: every call hands work to MXNet's engine, which works on all devices
-at once. The one wait is for the sums of two steps ago, see :mod:`.running_sums`.
+at once. The one wait is for the sums of two steps ago, see :mod:`.step`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.placement.moves import Placement
 from manyhands.training.callbacks.callback import Averaging
-from manyhands.training.checkpoints import saving
-from manyhands.training.checkpoints import tensors as _blobs
+from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Source
 from manyhands.training.learner import Saved, Take, named_rates
-from manyhands.training.mxnet import evaluation, replicas, state
+from manyhands.training.mxnet import optimizers, replicas
+from manyhands.training.mxnet.evaluation import Evaluation
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.running_sums import RunningSums
-from manyhands.training.mxnet.step import Step
+from manyhands.training.mxnet.step import RunningSums, Step
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
 
@@ -48,19 +47,20 @@ class GluonLearner:
         devices: Sequence[mx.Context],
         look: Look | None = None,
     ) -> None:
-        self.model, self.trainer, self.objective, self.settings = model, trainer, objective, settings
+        self.model, self.trainer, self.settings = model, trainer, settings
         self.devices, self.data, self.test = list(devices), data, test
         self.notes: list[str] = []
         self.shares = settings.fixed_shares
         self.optimizer_name = type(trainer.optimizer).__name__
-        self.optimizer_options = state.optimizer_options(trainer)
+        self.optimizer_options = optimizers.optimizer_options(trainer)
         self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)
         dtype = replicas.distinct(model)[0].dtype
         several = len(devices) > 1 and replicas.normalises(model)
         self.feed = Feed(data, devices, dtype, least=2 if several else 1, look=look)
-        self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
-        self.metrics = RunningSums(self.devices[0])
-        self.whole_step = Step(trainer, objective, self.metrics, settings.gradient_clip_val)
+        test_feed = None if test is None else Feed(test, devices, dtype, look=look)
+        self.evaluation = None if test_feed is None else Evaluation(objective, test_feed, settings)
+        self.sums = RunningSums(self.devices[0])
+        self.whole_step = Step(trainer, objective, self.sums, settings.gradient_clip_val)
         if several:
             self.notes.append(
                 "batch normalisation: each device takes the statistics of its own samples, and the model has those of "
@@ -75,7 +75,7 @@ class GluonLearner:
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Shards]]:
         settings = self.settings
-        return self.feed.batches(cursor, settings.batch_size, settings.seed, self.shares, shuffle=self.data.shuffle)
+        return self.feed.batches(cursor, settings.batch_size, settings.seed, self.shares)
 
     def step(self, window: Window, batch: Shards, factor: float | None) -> None:
         if factor is not None and self.base_rate is not None:
@@ -89,12 +89,13 @@ class GluonLearner:
         They depend only on the seed, the step and the device, so a resumed job draws the same ones.
         """
         for number, device in enumerate(self.devices):
-            mx.random.seed(_mixed(self.settings.seed, step, number), ctx=device)
+            mixed = np.random.SeedSequence((self.settings.seed, step, number)).generate_state(1)[0]
+            mx.random.seed(int(mixed >> 1), ctx=device)
 
     # Figures
 
     def peek(self) -> Figures | None:
-        return self.metrics.peek()
+        return self.sums.peek()
 
     def keep_average(self, averaging: Averaging) -> None:
         raise BadSettings("EMA: MXNet's trainer keeps no average of the weights, those of the other frameworks do")
@@ -103,53 +104,52 @@ class GluonLearner:
         return contextlib.nullcontext()
 
     def send_figures(self, step: int) -> None:
-        self.metrics.send(step)
+        self.sums.send(step)
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        return self.metrics.arrived(wait=wait)
+        return self.sums.arrived(wait=wait)
 
     def learning_rates(self) -> dict[str, float]:
         return named_rates([float(self.trainer.learning_rate)])
 
     def read(self) -> list[Figures]:
-        return [self.metrics.read()]
+        return [self.sums.read()]
 
     def reset(self) -> None:
-        self.metrics.reset()
+        self.sums.reset()
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
-        """Loss and accuracy on the validation data, each sample counted once, on all devices."""
         self._share_statistics()
-        if self.test_feed is None:
-            return None
-        return evaluation.figures(self.objective, self.test_feed, self.settings, alive, take)
+        return None if self.evaluation is None else self.evaluation.evaluate(alive, take)
 
     # Checkpoints
 
     def save(self) -> Saved | None:
         self._share_statistics()
+        arrays = optimizers.optimizer_arrays(self.trainer._updaters[0])
+        numbers = {name: array.asnumpy() for name, array in arrays.items()}
         return Saved(
             state={
                 "world": 1,
                 "devices": Placement(backend).names(self.devices),
-                "optimizer": state.optimizer_numbers(self.trainer),
+                "optimizer": optimizers.optimizer_numbers(self.trainer),
             },
             blobs={
-                "model": _blobs.pack(state.model_tensors(self.model)),
-                "optimizer": _blobs.pack(state.optimizer_tensors(self.trainer)),
+                "model": tensors.pack(replicas.model_tensors(self.model)),
+                "optimizer": tensors.pack(numbers),
             },
         )
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        state.restore_model(self.model, blobs["model"])
+        replicas.restore_model(self.model, blobs["model"])
         if "optimizer" in blobs:  # weights from another framework come alone
-            state.restore_optimizer(
+            optimizers.restore_optimizer(
                 self.trainer,
                 blobs["optimizer"],
                 saved["optimizer"],
                 lambda name: saving.is_kept(name, self.optimizer_options, saved),
             )
-        self.metrics.restore(figures)
+        self.sums.restore(figures)
 
     def from_first(self, data: bytes) -> bytes:
         return data
@@ -161,8 +161,3 @@ class GluonLearner:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         largest = self.shares.index(max(self.shares)) if self.shares else 0
         replicas.spread(replicas.statistics(self.model), largest)
-
-
-def _mixed(*parts: int) -> int:
-    """One seed of several numbers, well mixed."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

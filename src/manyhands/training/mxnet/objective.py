@@ -13,8 +13,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.amounts import counted
-from manyhands.backends.mxnet import devices as _backend
-from manyhands.errors import BadBatch, BadSettings, type_in_words
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss.own_step import LossSum, call_step, is_default, step_name
@@ -98,13 +97,13 @@ def checked_output(model: Any, inputs: Batch) -> Any:
     """The model's output. If it does not take such inputs, the error describes the user's data."""
     try:
         return model(*inputs)
-    except Exception as error:
-        _refuse_whole_numbers(model, inputs)
-        _refuse_missing_channels(model, inputs)
-        if isinstance(error, mx.MXNetError):
-            shapes = [part.shape[1:] for part in inputs]
-            raise refusals.not_taken(model, shapes, ValueError(_reason(error))) from error
-        if isinstance(error, TypeError) and len(inputs) > 1 and "positional argument" in str(error):
+    except (mx.MXNetError, ValueError) as error:
+        if isinstance(error, ManyhandsError):
+            raise
+        refusal = refusals.not_taken(model, [part.shape[1:] for part in inputs], ValueError(_reason(error)))
+        raise BadBatch(f"{refusal}{_cure(model, inputs)}") from error
+    except TypeError as error:
+        if len(inputs) > 1 and "positional argument" in str(error):
             error.add_note(
                 f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. Weights of samples need a "
                 "training_step(batch) that returns mh.LossSum(total, count)."
@@ -112,31 +111,14 @@ def checked_output(model: Any, inputs: Batch) -> Any:
         raise
 
 
-def _refuse_whole_numbers(model: Any, inputs: Batch) -> None:
-    """Refuse samples of whole numbers if the model would take them as floating-point numbers."""
-    kind = np.dtype(replicas.distinct(model)[0].dtype).name
-    kinds = {np.dtype(part.dtype).name for part in inputs if "float" not in np.dtype(part.dtype).name}
-    if not kinds:
-        return
-    try:
-        with autograd.pause():
-            model(*(part.astype(kind) for part in inputs))
-    except Exception:
-        return
-    raise BadBatch(
-        f"the samples are {', '.join(sorted(kinds))}, the model's weights {kind}, and MXNet does not compute with "
-        f"both: give X.astype('{kind}')"
-    ) from None
-
-
-def _refuse_missing_channels(model: Any, inputs: Batch) -> None:
-    """Grey images need an axis of channels; MXNet only says that it cannot infer shapes."""
+def _cure(model: Any, inputs: Batch) -> str:
+    kind = np.dtype(inputs[0].dtype).name
+    if "float" not in kind:
+        return f". If these {kind} are not numbers of words, give floating-point numbers, X.astype('float32')"
     convolutions = any(isinstance(layer, gluon.nn.Conv2D) for layer in replicas.layers(model))
-    if convolutions and len(inputs) == 1 and len(inputs[0].shape) == 3:
-        raise BadBatch(
-            f"the samples have the shape {tuple(inputs[0].shape[1:])}, without the axis of channels that a convolution "
-            "takes: give X[:, np.newaxis]"
-        ) from None
+    if convolutions and len(inputs[0].shape) == 3:
+        return ". A convolution takes images with an axis of channels: give X[:, np.newaxis]"
+    return ""
 
 
 def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objective:
@@ -207,8 +189,7 @@ def count_correct(output: Any, target: Any, *, are_classes: bool = False) -> Any
 
     Floating-point targets are not, unless they are known to be classes (``are_classes``).
     """
-    if not (_backend.is_tensor(output) and _backend.is_tensor(target)):
-        return None
-    if len(output.shape) != 2 or len(target.shape) != 1:
+    are_arrays = isinstance(output, mx.nd.NDArray) and isinstance(target, mx.nd.NDArray)
+    if not are_arrays or len(output.shape) != 2 or len(target.shape) != 1:
         return None
     return count_right(output, target) if are_classes or "int" in str(target.dtype) else None

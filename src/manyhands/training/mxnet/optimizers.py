@@ -1,20 +1,26 @@
-"""Makes the optimizer of a job, and says which of the model's parameters it updates."""
+"""Makes the optimizer of a job, says which of the model's parameters it updates, and saves what it remembers.
+
+Arrays become safetensors, everything else JSON; nothing is pickled.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 from mxnet import gluon
 
 from manyhands.errors import BadSettings
+from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet import replicas
 from manyhands.training.optimizers import Optimizers
 
 Optimizer = mx.optimizer.Optimizer
+# How an optimizer runs, not what it has learnt: the job's values count.
+_COUNTED = ("rescale_grad", "aggregate_num", "begin_num_update", "num_update")
 # These keep a number of their own beside the state of each parameter, or draw random ones: replicas would drift apart.
 _FOR_ONE_DEVICE = (mx.optimizer.Nadam, mx.optimizer.LBSGD, mx.optimizer.SGLD)
 
@@ -106,15 +112,65 @@ def _fresh(optimizer: Any) -> Any:
     fresh._index_update_count = fresh._all_index_update_counts[0]
     fresh.num_update = fresh.begin_num_update
     fresh.allow_np_array = True  # it may have been made while MXNet was in its older mode
-    create_state = fresh.create_state
-    fresh.create_state = lambda index, weight: _in_dtype(create_state(index, weight), weight.dtype)
     return fresh
 
 
-def _in_dtype(state: Any, dtype: Any) -> Any:
-    """An optimizer's state in the weight's float64: some of MXNet's (RMSProp, AdaGrad) make it in float32 always."""
-    if isinstance(state, (tuple, list)):
-        return type(state)(_in_dtype(part, dtype) for part in state)
-    if isinstance(state, mx.nd.NDArray) and np.dtype(dtype) == np.float64 and state.dtype != dtype:
-        return state.astype(dtype)
-    return state
+# What the optimizer remembers. Gluon's trainer has one updater per device; all of them hold the same.
+
+
+def optimizer_arrays(updater: Any) -> dict[str, Any]:
+    """The arrays of an updater's state, by the parameter's number and their place in its state."""
+    return {name: array for index, state in updater.states.items() for name, array in _arrays_of(state, str(index))}
+
+
+def _arrays_of(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The arrays in one parameter's state, which is nothing, an array, or a tuple of such."""
+    if isinstance(state, mx.nd.NDArray):
+        yield name, state
+    elif isinstance(state, Sequence):
+        for place, part in enumerate(state):
+            yield from _arrays_of(part, f"{name}.{place}")
+
+
+def optimizer_numbers(trainer: gluon.Trainer) -> dict[str, Any]:
+    """How often each parameter was updated, and the optimizer's own numbers, as JSON."""
+    optimizer = trainer.optimizer
+    counts = optimizer._all_index_update_counts.get(trainer._contexts[0].device_id, {})
+    return {
+        "updates": optimizer.num_update,
+        "counts": {str(index): count for index, count in counts.items()},
+        "numbers": {name: value for name, value in optimizer_options(trainer).items() if name != "lr"},
+    }
+
+
+def optimizer_options(trainer: gluon.Trainer) -> dict[str, Any]:
+    """The options of the optimizer."""
+    attributes = vars(trainer.optimizer)
+    return {name: value for name, value in attributes.items() if name not in _COUNTED and _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in (int, bool) or (type(value) is float and math.isfinite(value))
+
+
+def restore_optimizer(
+    trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any], is_kept: Callable[[str], bool]
+) -> None:
+    """Restore the saved state on the devices of this trainer; ``is_kept`` says which options keep the job's value."""
+    optimizer, saved = trainer.optimizer, tensors.unpack(blob)
+    counts = {int(index): count for index, count in numbers["counts"].items() if int(index) < len(trainer._params)}
+    for name, value in numbers["numbers"].items():
+        if name in vars(optimizer) and not is_kept(name):
+            setattr(optimizer, name, value)
+    optimizer.num_update = numbers["updates"]
+    for number, (device, updater) in enumerate(zip(trainer._contexts, trainer._updaters, strict=True)):
+        optimizer._all_index_update_counts[device.device_id] = dict(counts)
+        for index in counts:
+            # Optimizers work with MXNet's older arrays unless they say otherwise.
+            weight = trainer._params[index].list_data()[number].as_nd_ndarray()
+            updater.states[index] = optimizer.create_state_multi_precision(index, weight)
+            updater.states_synced[index] = True
+        arrays = optimizer_arrays(updater)
+        tensors.refuse_others(saved, arrays, "numbers of another optimizer")
+        for name, array in arrays.items():
+            array[:] = saved[name].astype(array.dtype)

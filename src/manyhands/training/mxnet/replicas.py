@@ -1,4 +1,4 @@
-"""A model with a replica on each device, and its way back to the caller's model.
+"""A model with a replica on each device, its way back to the caller's model, and the values of its parameters.
 
 Gluon keeps a copy of every parameter on each device that it was initialised on. Its own ``reset_ctx`` makes one copy of
 several by taking their mean, which rounds (three equal numbers of float32 need not have themselves as their mean): so
@@ -12,13 +12,18 @@ whatever the program's mode is, and back again.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 from mxnet import gluon
+from mxnet.gluon import nn
+from mxnet.gluon.nn.conv_layers import _Conv
 from numpy.typing import NDArray
+
+from manyhands.training.checkpoints import tensors
 
 
 def parameters(model: Any) -> dict[str, gluon.Parameter]:
@@ -97,6 +102,62 @@ def spread(values: Sequence[gluon.Parameter], source: int) -> None:
         for number, array in enumerate(arrays):
             if number != source:
                 arrays[source].copyto(array)
+
+
+# The values of the parameters
+
+
+def model_tensors(model: Any) -> dict[str, NDArray[Any]]:
+    """All that a model holds, as the first of its devices has it; waits."""
+    return {name: parameter.list_data()[0].asnumpy() for name, parameter in parameters(model).items()}
+
+
+def restore_model(model: Any, blob: bytes) -> None:
+    """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
+    by_name = parameters(model)
+    arrays = {name: parameter.list_data()[0] for name, parameter in by_name.items()}
+    for name, values in tensors.fitting(blob, arrays, "weights of another model").items():
+        set_values(by_name[name], values)
+
+
+def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parameter] | None = None) -> Any:
+    """Draw new parameters for all dense and convolutional layers, and give the same net.
+
+    Weights are Xavier uniform, biases uniform by the number of inputs, as in PyTorch. NumPy draws them on the host, so
+    that a seed gives the same net on every device, and without touching the random state of the program. Parameters of
+    other layers that have no values yet get those that their layer wants. ``only``: of these parameters.
+    """
+    generator = np.random.Generator(np.random.Philox(seed))
+    wanted = None if only is None else set(map(id, only))
+    drawn = [layer for layer in layers(net) if isinstance(layer, (nn.Dense, _Conv))]
+    here = {id(parameter) for layer in drawn for parameter in (layer.weight, layer.bias)}
+    for name, parameter in parameters(net).items():
+        if parameter._data is None and not parameter._deferred_init:
+            parameter.initialize(mx.init.Zero() if id(parameter) in here else None)
+        if parameter._deferred_init:
+            raise ValueError(
+                f"parameter {name!r} has no shape yet, so nothing can be drawn for it: "
+                "call the net once on a batch first, or use a layer that is given its input size"
+            )
+    for layer in drawn:
+        shape = layer.weight.shape
+        fan_in, fan_out = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
+        bounds = [(layer.weight, math.sqrt(6 / (fan_in + fan_out)))]
+        if layer.bias is not None:
+            bounds.append((layer.bias, 1 / math.sqrt(max(fan_in, 1))))
+        for parameter, bound in bounds:
+            values = generator.uniform(-bound, bound, parameter.shape)
+            if wanted is None or id(parameter) in wanted:
+                set_values(parameter, values)
+    return net
+
+
+def set_values(parameter: gluon.Parameter, values: np.ndarray[Any, Any]) -> None:
+    """The same values on every device where the parameter is."""
+    for array in parameter.list_data():
+        module = mx.np if isinstance(array, mx.np.ndarray) else mx.nd
+        # From array to array: MXNet refuses to write NumPy's into weights that a forward pass has laid out for oneDNN.
+        module.array(np.asarray(values), dtype=array.dtype, ctx=array.ctx).copyto(array)
 
 
 # MXNet's two kinds of arrays

@@ -12,11 +12,20 @@ divided.
 
 A device without samples has zeros for gradients. Every device then makes the same update of its own replica. Nothing
 here waits: each call hands work to MXNet's engine, which runs the devices side by side.
+
+Loss and accuracy are summed on the first device and read late. MXNet can wait for an array but cannot tell whether it
+is ready. So every step starts a copy of the sums to the host, and two steps later the host waits for it: that step was
+issued long ago. The engine, which would queue steps without bound, then has at most two in its queue; and the sums that
+have arrived can be shown without waiting::
+
+    step 7 issued | step 8 issued | wait for the sums of step 7; step 9 issued | wait for those of step 8; ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +33,13 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch
+from manyhands.training.data.sources import Batch
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.replicas import numpy_like
-from manyhands.training.mxnet.running_sums import RunningSums
+from manyhands.training.running_sums import Figures
 
+_IN_FLIGHT = 2  # steps that may be issued and not done
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
 
@@ -36,8 +47,8 @@ _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
 class Step:
     """Forward and backward on each device, sum, clip, update."""
 
-    def __init__(self, trainer: gluon.Trainer, objective: Objective, metrics: RunningSums, clip: float) -> None:
-        self.trainer, self.objective, self.metrics, self.clip = trainer, objective, metrics, clip
+    def __init__(self, trainer: gluon.Trainer, objective: Objective, sums: RunningSums, clip: float) -> None:
+        self.trainer, self.objective, self.sums, self.clip = trainer, objective, sums, clip
         self.parameters: list[gluon.Parameter] = list(trainer._params)
 
     def close(self) -> None:
@@ -50,20 +61,15 @@ class Step:
             for gradient in parameter.list_grad() if parameter.grad_req == "add" else ():
                 gradient[:] = 0  # the update is that of one batch; MXNet's zero_grad takes no arrays of its NumPy mode
         losses = [self._work(shard, whole) for shard in shards if shard is not None]
-        counts = [loss.count for loss in losses] if check_same_kind(losses) else None
-        for loss in losses:
-            self.metrics.add(loss)
+        counts = [loss.count for loss in losses] if check_same_kind(losses) else []
         self._fill_gaps()
         self.trainer.allreduce_grads()
-        if counts is not None:
-            self._divide(len(shards), counts)
-        if self.clip:
-            self._clip(len(shards))
-        gradients = self._finite()
+        for number in range(len(shards) if counts or self.clip else 0):
+            self._scale(number, counts)
+        finite = self._finite()
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
-        self.metrics.add_up(step, whole, gradients)
-        self.metrics.set_out()
+        self.sums.add(losses, whole, step, finite)
 
     def _work(self, shard: Sequence[Any], whole: int) -> Loss:
         """Forward and backward of one device; the loss for the figures."""
@@ -96,51 +102,140 @@ class Step:
     def _finite(self) -> list[Any]:
         """1 or 0 on a device. MXNet's ReLU turns NaN into 0, so bad samples may show in the gradients only."""
         by_dtype: dict[Any, list[Any]] = {}
-        for parameter in self.parameters:
-            if parameter.list_data()[0]._fresh_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter.list_grad()[0].as_nd_ndarray())
+        for parameter in self._used:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.list_grad()[0].as_nd_ndarray())
         parts = [ones[at : at + _AT_ONCE] for ones in by_dtype.values() for at in range(0, len(ones), _AT_ONCE)]
         return [mx.nd.multi_all_finite(*part, num_arrays=len(part)) for part in parts]
 
-    def _clip(self, devices: int) -> None:
-        """Scale all gradients together, on each device for itself: they are the same everywhere."""
+    def _scale(self, number: int, counts: Sequence[Any]) -> None:
+        """Divide one device's gradients by the sum of the counts, if any, and clip all of them together.
 
-        def scale(gradients: Sequence[Any]) -> Any:
-            squares = mx.np.stack([mx.np.square(gradient).sum() for gradient in gradients])
-            return mx.np.minimum(self.clip / (mx.np.sqrt(squares.sum()) + _TINY), 1.0)
-
-        self._scale(devices, scale)
-
-    def _divide(self, devices: int, counts: Sequence[Any]) -> None:
-        """Divide all gradients by the sum of the counts."""
-
-        def scale(gradients: Sequence[Any]) -> Any:
-            here = [count.as_np_ndarray().reshape(()).as_in_ctx(gradients[0].ctx) for count in counts]
-            return 1.0 / sum(here[1:], here[0])
-
-        self._scale(devices, scale)
-
-    def _scale(self, devices: int, factor: Callable[[Sequence[Any]], Any]) -> None:
-        used = [parameter for parameter in self.parameters if parameter.list_data()[0]._fresh_grad]
-        if not used:
-            return
+        They are the same on every device.
+        """
         with numpy_like():
-            for number in range(devices):
-                gradients = [parameter.list_grad()[number].as_np_ndarray() for parameter in used]
-                scale = factor(gradients)
-                for gradient in gradients:
-                    gradient *= scale.astype(gradient.dtype)
+            gradients = [parameter.list_grad()[number].as_np_ndarray() for parameter in self._used]
+            if counts and gradients:
+                here = [count.as_np_ndarray().reshape(()).as_in_ctx(gradients[0].ctx) for count in counts]
+                _multiply(gradients, 1.0 / sum(here[1:], here[0]))
+            if self.clip and gradients:
+                squares = mx.np.stack([mx.np.square(gradient).sum() for gradient in gradients])
+                _multiply(gradients, mx.np.minimum(self.clip / (mx.np.sqrt(squares.sum()) + _TINY), 1.0))
+
+    @property
+    def _used(self) -> list[gluon.Parameter]:
+        """The parameters that have a gradient of this step."""
+        return [parameter for parameter in self.parameters if parameter.list_data()[0]._fresh_grad]
 
 
-def evaluate(objective: Objective, shards: Shards, metrics: RunningSums) -> list[Any]:
-    """Add a batch to the metrics, with layers in evaluation mode; returns the model's output for each shard.
+def _multiply(gradients: Sequence[Any], factor: Any) -> None:
+    for gradient in gradients:
+        gradient *= factor.astype(gradient.dtype)
+
+
+def evaluate(objective: Objective, shards: Sequence[Batch], sums: RunningSums) -> list[Any]:
+    """Add a batch to the sums, with layers in evaluation mode; returns the model's output for each shard.
 
     An output is None where the objective does not return it.
     """
-    losses = [objective(shard, training=False) for shard in shards if shard is not None]
+    losses = [objective(shard, training=False) for shard in shards]
     check_same_kind(losses)
-    for loss in losses:
-        metrics.add(replace(loss, output=None))
-    metrics.add_up(step=0, count=sum(len(shard[0]) for shard in shards if shard is not None))
-    metrics.set_out()
+    sums.add(losses, sum(len(shard[0]) for shard in shards))
     return [loss.output for loss in losses]
+
+
+class RunningSums:
+    """Four numbers on a device: sum of losses, correct predictions, first bad step (or infinity), and a divisor.
+
+    Samples are counted here. A LossSum is divided by its count step by step; with ``over_all``, as in a test, all sums
+    are divided by all counts, the divisor.
+
+    The shards of a step are added up before they go into the sums: so a job that goes on from a checkpoint's sums adds
+    the same numbers in the same order.
+    """
+
+    def __init__(self, device: mx.Context, *, over_all: bool = False) -> None:
+        self.device, self.over_all = device, over_all
+        self.counts_correct = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.restore(Figures(counted=self.counts_correct))
+
+    def restore(self, figures: Figures) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.counts_correct, self._count = figures.counted, int(figures.count)
+        self._loss, self._correct = self._number(figures.loss_sum), self._number(figures.correct)
+        self._bad = self._never = self._number(math.inf)
+        self._divisor, self._weighed = self._number(0.0), False
+        self._coming: deque[tuple[int, Any]] = deque()
+        self._arrived: tuple[int, Any] | None = None
+        self._sent: deque[tuple[int, int, Any]] = deque()
+
+    def _number(self, value: float) -> Any:
+        with numpy_like():
+            return mx.np.full((), value, dtype="float64", ctx=self.device)
+
+    def add(self, losses: Sequence[Loss], count: int, step: int = 0, finite: Sequence[Any] = ()) -> None:
+        """Add a step's parts, of this many samples; ``finite``: 1 or 0 each, a good step has only 1.
+
+        The sums set out to the host, and those of two steps ago are waited for.
+        """
+        self._count += count
+        with numpy_like():
+            loss = self._together([part.total for part in losses])
+            if counts := [part.count for part in losses if part.count is not None]:
+                divisor = self._together(counts)
+                if self.over_all:
+                    self._divisor, self._weighed = self._divisor + divisor, True
+                else:
+                    loss = loss / divisor * count
+            good = mx.np.isfinite(loss)
+            if finite:
+                good = good.astype("float64") + self._together([*finite]) == 1 + len(finite)
+            self._loss = self._loss + loss
+            if correct_counts := [part.correct for part in losses if part.correct is not None]:
+                self.counts_correct = True
+                self._correct = self._correct + self._together(correct_counts)
+            self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, self._number(step)))
+        self._coming.append((self._count, self._on_the_way()))
+        if len(self._coming) > _IN_FLIGHT:
+            self._arrived = self._coming.popleft()
+            self._arrived[1].wait_to_read()  # manyhands: wait-ok newer steps keep the devices busy
+
+    def peek(self) -> Figures | None:
+        """The figures of two steps ago, which are on the host already."""
+        return None if self._arrived is None else self._figures(*self._arrived)
+
+    def send(self, step: int) -> None:
+        """Remember to hand out the sums that have just set out, once they are there."""
+        self._sent.append((step, *self._coming[-1]))
+
+    def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        """The sent figures that have arrived, with their steps; ``wait``: all of them."""
+        under_way = {id(sums) for _, sums in self._coming}
+        figures = []
+        while self._sent and (wait or id(self._sent[0][2]) not in under_way):
+            step, count, sums = self._sent.popleft()
+            figures.append((step, self._figures(count, sums)))
+        return figures
+
+    def read(self) -> Figures:
+        """The figures of all that was issued; waits."""
+        return self._figures(self._count, self._on_the_way())
+
+    def _together(self, parts: list[Any]) -> Any:
+        total = mx.np.zeros((), dtype="float64", ctx=self.device)
+        for part in parts:
+            total = total + part.as_np_ndarray().reshape(()).astype("float64").as_in_ctx(self.device)
+        return total
+
+    def _on_the_way(self) -> Any:
+        """The sums after all work that was issued so far, on their way to the host."""
+        with numpy_like():
+            return mx.np.stack([self._loss, self._correct, self._bad, self._divisor]).as_in_ctx(mx.cpu())
+
+    def _figures(self, count: int, sums: Any) -> Figures:
+        numbers = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
+        loss, correct, bad, divisor = numbers
+        figures = Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
+        return figures.weighed(divisor) if self._weighed else figures

@@ -21,12 +21,13 @@ from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Source
-from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, ignore_progress, named_results
+from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, evaluate_to_dict
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, evaluation, optimizers, replicas
+from manyhands.training.mxnet.evaluation import Evaluation
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
-from manyhands.training.mxnet.objective import Objective, objective_for
+from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.options import Settings
 from manyhands.training.result import Result
 from manyhands.training.trainer import BaseTrainer
@@ -81,34 +82,28 @@ class Trainer(BaseTrainer):
         return evaluation.joined(arrays)
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
-        objective, metrics = objective_for(model, self.options.loss), self._metrics()
-        checks.check_parts(objective, source)
-        with self._feeding(model, source, settings, objective) as feed:
-            metrics.reset()
-            take = metrics.update if metrics else None
-            figures = evaluation.figures(objective, feed, settings, ignore_progress, take)
-            return named_results(figures, metrics.figures())
+        with self._evaluating(model, source, settings, tests=True) as evaluation:
+            return evaluate_to_dict(evaluation, self._metrics())
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_block(model)
         return inputs_of(evaluation.call_of(model), type(model).__name__, targets)
 
     def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
-        with self._feeding(model, source, settings) as feed:
-            work = functools.partial(evaluation.predict, model, inputs, feed, settings)
-            return collect_outputs(work, self._joined)
+        with self._evaluating(model, source, settings, tests=False) as evaluation:
+            return collect_outputs(functools.partial(evaluation.predict, inputs), self._joined)
 
     @contextlib.contextmanager
-    def _feeding(
-        self, model: Any, source: Source, settings: Settings, objective: Objective | None = None
-    ) -> Iterator[Feed]:
-        """The model on all devices, and the data on their way there."""
+    def _evaluating(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
+        """The model on all devices; ``tests``: the loss is computed, and not only the model's outputs."""
         checks.refuse_launcher()
         checks.check_values(model)
-        devices = self._natives()
+        objective, devices = objective_for(model, self.options.loss), self._natives()
+        if tests:
+            checks.check_parts(objective, source)
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
-            look = None if objective is None else checks.check_labels(objective, source, None)
-            yield Feed(source, devices, replicas.distinct(model)[0].dtype, look=look)
+            look = checks.check_labels(objective, source, None) if tests else None
+            yield Evaluation(objective, Feed(source, devices, replicas.distinct(model)[0].dtype, look=look), settings)
 
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
@@ -123,7 +118,7 @@ class Trainer(BaseTrainer):
         with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(objective, train, test)
-            note = checks.check_loss(model, objective, train, len(devices))
+            note = checks.check_loss(model, objective, train) if len(devices) > 1 else None
         schedule, optimizer = self.options.schedule, self.options.optimizer
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(

@@ -144,21 +144,19 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
 
     The model is a function of its weights here, so that none of its variables changes, and traced once.
     """
-    if train.is_read_once:
-        return loss_trial.note(loss_trial.READ_ONCE)
-    data, function = loss_trial.arrays_of(train), Function(model, objective, 0)
-    chosen, seeds = loss_trial.choose(data), itertools.count()
+    function, seeds = Function(model, objective, 0), itertools.count()
+    graph: Any = None
     with changed(without_noise(model)), tf.device("/device:CPU:0"):
-        graph = _graph(function, data)
 
-        def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
-            arrays = data.rows([batch[row] for row in rows])
-            terms = graph(tf.constant(next(seeds)), *map(tf.convert_to_tensor, arrays))
+        def compute(data: Arrays, rows: Sequence[int]) -> Pass:
+            nonlocal graph
+            graph = graph or _graph(function, data)
+            terms = graph(tf.constant(next(seeds)), *map(tf.convert_to_tensor, data.rows(rows)))
             return Pass([_term(*term) for term in terms])
 
         precisions = {str(layer.compute_dtype) for layer in model._flatten_layers()}
         own = isinstance(objective, OwnStep)
-        return loss_trial.note_of(compute, chosen, precisions=precisions, own_step=own)
+        return loss_trial.check_source(train, compute, precisions=precisions, own_step=own)
 
 
 def _graph(function: Function, data: Arrays) -> Any:
