@@ -40,7 +40,7 @@ def callbacks(*, loggers: bool) -> list[tuple[str, Any]]:
     """Those that come with manyhands and have options."""
     found = []
     for name, module in sorted(loaded_late("torch").items()):
-        if module.startswith("manyhands.training.callbacks.") and (".loggers." in module) == loggers:
+        if module.startswith("manyhands.training.callbacks.") and module.endswith(".loggers") == loggers:
             kind = getattr(importlib.import_module(module), name)
             if described(kind):
                 found.append((name, kind))

@@ -77,7 +77,7 @@ def no_trace_of_compilers() -> None:
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings in a run's folder draw their curves; hundreds of tests need none, those of the mark do."""
     if request.node.get_closest_marker("pictures") is None:
-        from manyhands.training.callbacks.curves import Picture
+        from manyhands.training.callbacks.display import Picture
 
         monkeypatch.setattr(Picture, "on_fit_end", lambda *_: None)
 

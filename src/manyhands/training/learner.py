@@ -7,6 +7,7 @@ several (PyTorch; all of them on many machines).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -145,3 +146,8 @@ class Learner(Protocol):
 
     def close(self) -> None:
         """Give model and optimizer back to the caller."""
+
+
+def shared(learner: Learner, value: Any) -> Any:
+    """The value that the first process has, in all of them; of what JSON holds."""
+    return json.loads(learner.from_first(json.dumps(value).encode()))

@@ -1,7 +1,7 @@
 """Training from the first step to the last, in any framework: a learner makes the steps, the loop does the rest.
 
 The loop drives epochs; its parts know where the job stands (:mod:`.data.position`), when it ends (:mod:`.stopping`),
-what is reported to callbacks (:mod:`.callbacks.reporter`), what is saved (:mod:`.checkpoints.saving`) and how the
+what is reported to callbacks (:mod:`.callbacks.events`), what is saved (:mod:`.checkpoints.saving`) and how the
 learning rate changes (:mod:`.schedules`).
 
 Nothing in a step makes the host wait: losses stay on the devices, and only sums that have already arrived are shown.
@@ -13,21 +13,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
-from manyhands.training.callbacks.reporter import Reporter
+from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.checkpoints.saving import Saver
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.position import Position
 from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
-from manyhands.training.learner import Learner, Say
+from manyhands.training.learner import Learner, Say, shared
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, NanCheck, add, means_by_name, means_of_logged, or_none
@@ -63,7 +62,7 @@ class Loop:
         self.schedule = ScheduleOfJob(schedule, learner, self.position)
         self.nan_check = NanCheck(learner, self.position)
         self.saver = Saver(learner, self.position, self.ending, self.report, self.nan_check, run)
-        self._is_resumed = False
+        self._before: dict[str, Any] | None = None  # the state of the checkpoint that the job resumes
         try:
             self._begin(resume)
         except BaseException:
@@ -84,15 +83,11 @@ class Loop:
         self.saver.lock()
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
-        before = self.saver.restore(resume)
-        if before is not None:
-            self._is_resumed = True
-            if self.first:
-                self.saver.announce(before, is_over=self.is_over)
+        self._before = self.saver.restore(resume)
         self.schedule.check(self.metrics.names)
         self.result.rows = self.saver.begin()
-        if before is not None:
-            self.result.rows = json.loads(self.learner.from_first(json.dumps(self.result.rows).encode()))
+        if self._before is not None:
+            self.result.rows = shared(self.learner, self.result.rows)
 
     def _close(self) -> None:
         try:
@@ -107,7 +102,9 @@ class Loop:
                 self.learner.notes.append("this run had already finished: nothing was trained")
             else:
                 self._check_repeats()
-            self.report.begin(self.result.rows, resumed=self._is_resumed)
+            self.report.begin(self.result.rows, resumed=self._before is not None)
+            if self._before is not None and self.first:
+                self.saver.announce(self._before, is_over=self.is_over)
             while (ended := self._why_ended()) is None:
                 self.report.epoch_start()
                 self._train_epoch()

@@ -302,9 +302,13 @@ def make_plain(options: object, names: Iterable[str], kind: type, plain: Callabl
 
 
 def check_positive(options: object, name: str) -> None:
-    value = getattr(options, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadSettings(f"{as_written(options, name)}: give a whole number of at least 1")
+    check_count(getattr(options, name), as_written(options, name))
+
+
+def check_count(value: object, written: str) -> None:
+    """Refuse what is not a whole number of at least 1; ``written``: the option as the user wrote it."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise BadSettings(f"{written}: give a whole number of at least 1")
 
 
 def check_part(value: object, text: str) -> None:

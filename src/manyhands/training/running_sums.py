@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,11 @@ class Figures:
         logged = {name: [or_none(total), weight] for name, (total, weight) in self.logged.items()}
         return [or_none(self.loss_sum), self.correct, self.count, self.counted, logged]
 
+    def negative(self) -> Figures:
+        """What takes these figures off when it is added."""
+        logged = {name: (-total, -weight) for name, (total, weight) in self.logged.items()}
+        return Figures(-self.loss_sum, -self.correct, -self.count, counted=self.counted, logged=logged)
+
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Figures:
         loss, correct, count, counted, logged = values
@@ -56,26 +61,21 @@ class Figures:
 
 
 def add(parts: Sequence[Figures]) -> Figures:
-    """The sums of the figures of all processes."""
+    """The sums of some figures, as those of all processes."""
     bad = [part.bad_step for part in parts if part.bad_step is not None]
+    logged: dict[str, Sum] = {}
+    for part in parts:
+        for name, (total, weight) in part.logged.items():
+            before = logged.get(name, (0.0, 0.0))
+            logged[name] = before[0] + total, before[1] + weight
     return Figures(
         sum(part.loss_sum for part in parts),
         sum(part.correct for part in parts),
         sum(part.count for part in parts),
         min(bad, default=None),
         any(part.counted for part in parts),
-        added_up((part.logged, 1) for part in parts),
+        logged,
     )
-
-
-def added_up(parts: Iterable[tuple[Mapping[str, Sum], int]]) -> dict[str, Sum]:
-    """Logged sums, each taken so many times, added up by name."""
-    sums: dict[str, Sum] = {}
-    for logged, times in parts:
-        for name, (total, weight) in logged.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + times * total, before[1] + times * weight
-    return sums
 
 
 def figures_of_process(parts: Sequence[Figures], rank: int, size: int) -> Figures:

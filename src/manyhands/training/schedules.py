@@ -7,19 +7,18 @@ rates itself, after every step (:class:`PerStep`) or every epoch (:class:`PerEpo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.callbacks.monitored import is_known, known_figures, missing_metric, several_values
+from manyhands.training.callbacks.builtin import is_known, known_figures, missing_metric, several_values
+from manyhands.training.learner import Learner, shared
 from manyhands.training.options import ENDLESS
 
 if TYPE_CHECKING:
     from manyhands.training.data.position import Position
-    from manyhands.training.learner import Learner
 
 HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
@@ -162,7 +161,7 @@ class ScheduleOfJob:
     def after_row(self, row: Mapping[str, Any]) -> None:
         """Step schedulers that follow a metric, where the row has a new one; the same in all processes."""
         for monitor in self._monitors:
-            value = json.loads(self._learner.from_first(json.dumps(row.get(monitor)).encode()))
+            value = shared(self._learner, row.get(monitor))
             if isinstance(value, list):
                 raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
             if value is not None:

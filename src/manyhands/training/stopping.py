@@ -18,7 +18,6 @@ caller's handlers stay, and ours are removed when ``fit`` ends.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -26,15 +25,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.training import launcher
+from manyhands.training.learner import Learner, shared
 from manyhands.training.options import Limits
 from manyhands.training.result import Result
-
-if TYPE_CHECKING:
-    from manyhands.training.learner import Learner
 
 _ASK_EVERY = 1.0  # seconds between two questions to the other processes
 _MOST_STEPS = 1000
@@ -126,7 +123,7 @@ class Ending:
         name = None if nobody else self._signal_of_any(wants)
         first: dict[str, Any] = {"up": self._is_time_up(self.seconds), "wish": self._wish()}
         first["next"] = step + self._steps_a_second(step)
-        first = json.loads(self.learner.from_first(json.dumps(first).encode()))
+        first = shared(self.learner, first)
         self._ask_at = first["next"]
         self._decide(name, first["wish"], time_is_up=first["up"])
 
@@ -162,7 +159,7 @@ class Requests:
     """Which signal has asked this process to stop; None: no signal has."""
 
     asked: str | None = None
-    # In a worker: why its caller's callbacks want the training to end, as :mod:`.callbacks.dispatcher` answers.
+    # In a worker: why its caller's callbacks want the training to end, as :mod:`.callbacks.events` answers.
     wish: dict[str, Any] | None = None
     _when: float = 0.0
 

@@ -22,10 +22,10 @@ from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.placement.moves import Placement
 from manyhands.training import devices as device_choice
 from manyhands.training import launcher, options, refusals, schedules, stopping
+from manyhands.training.callbacks import builtin
 from manyhands.training.callbacks import callback as callback_plans
-from manyhands.training.callbacks import monitored
 from manyhands.training.callbacks.callback import Callback
-from manyhands.training.callbacks.logger import Logger
+from manyhands.training.callbacks.loggers import Logger
 from manyhands.training.checkpoints.run_folder import RunPlan, checkpoint_to_resume, plan_run
 from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import as_number, first_batches
@@ -39,7 +39,7 @@ from manyhands.training.running_sums import NAN_HINT
 from manyhands.training.schedules import Schedule
 
 if TYPE_CHECKING:
-    from manyhands.training.callbacks.dispatcher import Dispatcher
+    from manyhands.training.callbacks.events import Dispatcher
 
 DEFAULT_BATCH = 256
 
@@ -364,11 +364,11 @@ class BaseTrainer(Evaluating):
         return False
 
     def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
-        from manyhands.training.callbacks.dispatcher import dispatcher_for
+        from manyhands.training.callbacks.events import Dispatcher
 
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self.options.quiet or not first
-        return dispatcher_for(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
+        return Dispatcher(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
 
     def _check_monitors(self, model: Any) -> None:
         """Refuse callbacks that follow a metric that there will not be."""
@@ -376,8 +376,8 @@ class BaseTrainer(Evaluating):
             return
         callbacks, metrics = self._callbacks(), self._metrics(model).names
         rates = any(callback.wants_rates for callback in callbacks)
-        known = monitored.known_figures(metrics, validates=self.test_source is not None, rates=rates)
-        monitored.check_monitors(callbacks, known)
+        known = builtin.known_figures(metrics, validates=self.test_source is not None, rates=rates)
+        builtin.check_monitors(callbacks, known)
 
     def _may_log(self, model: Any) -> bool:
         """Whether the model may log metrics of its own."""

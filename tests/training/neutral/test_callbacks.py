@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, CallbackFailed, NotJson
-from manyhands.training.callbacks import monitored
+from manyhands.training.callbacks import builtin
+from manyhands.training.callbacks.builtin import EMA, BestCheckpoint, EarlyStopping
 from manyhands.training.callbacks.callback import Averaging, Callback, Training, check_callbacks, plan_of
-from manyhands.training.callbacks.dispatcher import Dispatcher, StepMeans, dispatcher_for
-from manyhands.training.callbacks.monitored import BestCheckpoint, EarlyStopping
-from manyhands.training.callbacks.progress import Progress
-from manyhands.training.callbacks.weights import EMA
+from manyhands.training.callbacks.display import Progress
+from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints import store
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
 
 
 def begun(
     callbacks: list[Callback], run: Path | None = None, step: int = 0, states: Any = None, quiet: bool = True
 ) -> tuple[Dispatcher, dict[str, Any]]:
     """A training that has begun, and the answer to that."""
-    dispatcher = dispatcher_for(callbacks, Settings(max_epochs=9), run, quiet=quiet, first=True)
+    dispatcher = Dispatcher(callbacks, Settings(max_epochs=9), run, quiet=quiet, first=True)
     place = {"epoch": 1, "step": step, "rows": [], "batches": 4, "states": states, "resumed": states is not None}
     answer = dispatcher.event({"kind": "begin", "asks": True, **place})
     assert answer is not None
@@ -37,25 +35,28 @@ def evaluate(dispatcher: Dispatcher, step: int, **figures: float) -> dict[str, A
     return answer
 
 
+class Means(Callback):
+    def __init__(self, every: int) -> None:
+        self.every, self.state_key, self.losses = every, str(every), list[float]()
+
+    def on_steps(self, training: Training, figures: dict[str, float]) -> None:
+        self.losses.append(figures["train_loss"])
+
+
 def test_means_over_the_steps_since_the_last_ones() -> None:
     """Two callbacks, after every 2 and every 3 steps; an epoch has 4 steps of one sample, with losses 1 to 8."""
-    twos, threes = StepMeans(), StepMeans()
-    losses, got = range(1, 9), {2: [], 3: []}  # type: ignore[var-annotated]
-    total, right = 0.0, 0
-    for step in losses:
-        total, right = total + step, right + step % 2
-        sums = Figures(total, right, (step - 1) % 4 + 1, None, True)
-        for every, means in ((2, twos), (3, threes)):
-            if step % every == 0:
-                got[every].append(means.take(sums)["train_loss"])
+    callbacks: list[Any] = [Means(2), Means(3)]
+    dispatcher, _ = begun(callbacks)
+    total = 0
+    for step in range(1, 9):
+        total += step
+        place = {"epoch": 1, "step": step, "sums": [total, 0.0, (step - 1) % 4 + 1, False, {}]}
+        dispatcher.event({"kind": "steps", "rates": {}, **place})
         if step % 4 == 0:
-            for means in (twos, threes):
-                means.end_epoch(sums)
-            threes_again = StepMeans()
-            threes_again.restore(threes.state())
-            threes = threes_again
-            total, right = 0.0, 0
-    assert got == {2: [1.5, 3.5, 5.5, 7.5], 3: [2.0, 5.0]}
+            dispatcher.event({"kind": "epoch", "row": {}, **place})
+            dispatcher, _ = begun(callbacks, step=step, states=dispatcher.event({"kind": "states", "asks": True}))
+            total = 0
+    assert [callback.losses for callback in callbacks] == [[1.5, 3.5, 5.5, 7.5], [2.0, 5.0]]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_states_find_their_callbacks_in_any_order() -> None:
     """By class and key, then by their order; what nobody takes up is a note."""
     loss, accuracy, plain, other = EarlyStopping("val_loss"), EarlyStopping("val_acc"), Remembers(), Remembers("b")
     loss.waited, accuracy.waited, plain.number, other.number = 1, 2, 3, 4
-    dispatcher = dispatcher_for([loss, accuracy, plain, other], Settings(max_epochs=9), None, quiet=True, first=True)
+    dispatcher = Dispatcher([loss, accuracy, plain, other], Settings(max_epochs=9), None, quiet=True, first=True)
     states = dispatcher.event({"kind": "states", "asks": True})
     loss, accuracy, plain, other = EarlyStopping("val_loss"), EarlyStopping("val_acc"), Remembers(), Remembers("b")
     begun([Remembers("a"), other, accuracy, loss, plain], states=states)
@@ -253,10 +254,10 @@ def test_states_find_their_callbacks_in_any_order() -> None:
 
 
 def test_figures_that_may_come() -> None:
-    known = monitored.known_figures(["f1", "both"], validates=True, rates=True)
-    assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not monitored.is_known(name, known)] == []
-    assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if monitored.is_known(name, known)] == []
-    assert not monitored.is_known("val_loss", monitored.known_figures([], validates=False, rates=False))
+    known = builtin.known_figures(["f1", "both"], validates=True, rates=True)
+    assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not builtin.is_known(name, known)] == []
+    assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if builtin.is_known(name, known)] == []
+    assert not builtin.is_known("val_loss", builtin.known_figures([], validates=False, rates=False))
 
 
 def test_a_moment_of_another_library_is_refused() -> None:

@@ -15,9 +15,9 @@ import pytest
 from support import run_python
 
 from manyhands.errors import PackageMissing
-from manyhands.training.callbacks import progress
+from manyhands.training.callbacks import display
 from manyhands.training.callbacks.callback import Training
-from manyhands.training.callbacks.curves import Picture, curves
+from manyhands.training.callbacks.display import Picture, _figure, curves
 from manyhands.training.result import Result
 
 ROWS: list[dict[str, Any]] = [
@@ -30,8 +30,6 @@ ROWS: list[dict[str, Any]] = [
 
 def test_the_picture_has_loss_and_accuracy_of_both_parts() -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.callbacks.curves import _figure
-
     figure = _figure(ROWS, "a title")
     left, right = figure.axes
     drawn = {line.get_label(): line for axes in (left, right) for line in axes.get_lines()}
@@ -51,8 +49,6 @@ def test_the_picture_has_loss_and_accuracy_of_both_parts() -> None:
 
 def test_a_regression_has_no_accuracy() -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.callbacks.curves import _figure
-
     (axes,) = _figure([{"epoch": 1, "train_loss": 0.5, "train_acc": None, "val_loss": 0.7, "val_acc": None}], "").axes
     assert [line.get_label() for line in axes.get_lines()] == ["train loss 0.5", "val loss 0.7"]
     assert [line.get_marker() for line in axes.get_lines()] == ["o", "o"], "a single epoch is a picture, too"
@@ -61,8 +57,6 @@ def test_a_regression_has_no_accuracy() -> None:
 
 def test_rows_within_epochs_are_drawn_over_steps() -> None:
     pytest.importorskip("matplotlib")
-    from manyhands.training.callbacks.curves import _figure
-
     rows = [{"epoch": 1, "step": 50, "val_loss": 0.5}, {"epoch": 1, "step": 80, "val_loss": 0.4}]
     (axes,) = _figure(rows, "").axes
     assert axes.get_xlabel() == "step"
@@ -97,7 +91,7 @@ def test_the_ending_chooses_the_format(tmp_path: Path) -> None:
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code = (
-        "import sys; from pathlib import Path; from manyhands.training.callbacks.curves import curves\n"
+        "import sys; from pathlib import Path; from manyhands.training.callbacks.display import curves\n"
         "assert 'matplotlib' not in sys.modules\n"
         f"curves([{{'epoch': 1, 'train_loss': 1}}], Path({str(tmp_path / 'a.png')!r}))\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
@@ -116,8 +110,8 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
 # Progress
 
 
-def started(max_epochs: int) -> tuple[progress.Progress, Training]:
-    shown, training = progress.Progress(), Training(max_epochs)
+def started(max_epochs: int) -> tuple[display.Progress, Training]:
+    shown, training = display.Progress(), Training(max_epochs)
     shown.on_fit_start(training)
     training.epoch, training.batches = 1, 25
     return shown, training
@@ -142,7 +136,7 @@ def test_a_log_gets_lines_and_no_bar(stream: str | None, monkeypatch: pytest.Mon
 ON_A_TERMINAL = """
 import time
 from manyhands.training.callbacks.callback import Training
-from manyhands.training.callbacks.progress import Progress
+from manyhands.training.callbacks.display import Progress
 
 training, shown = Training(10), Progress()
 shown.on_fit_start(training)
@@ -214,7 +208,7 @@ def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
 
 
 def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctest.testmod(progress).failed == 0
+    assert doctest.testmod(display).failed == 0
     row = {"epoch": 1, "train_loss": 0.5, "train_acc": 0.75, "val_loss": 0.4, "val_acc": 0.8, "seconds": 1.5}
     shown, training = started(2)
     shown.on_epoch_end(training, {**row, "val_f1": 0.7, "val_matrix": [[1, 2], [3, 4]]})

@@ -11,9 +11,8 @@ import pytest
 
 from manyhands.errors import BadSettings, CallbackFailed, PackageMissing
 from manyhands.training.callbacks.callback import Callback
-from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
-from manyhands.training.callbacks.logger import CSVLogger, Logger
-from manyhands.training.callbacks.services import MLflowLogger, TensorBoardLogger, WandbLogger
+from manyhands.training.callbacks.events import Dispatcher
+from manyhands.training.callbacks.loggers import CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 from manyhands.training.options import Settings
 
 MISSING = {"wandb": WandbLogger, "mlflow": MLflowLogger, "tensorboardX": TensorBoardLogger}
@@ -21,7 +20,7 @@ MISSING = {"wandb": WandbLogger, "mlflow": MLflowLogger, "tensorboardX": TensorB
 
 def begun(callbacks: list[Callback], run: Path | None, step: int = 0, states: Any = None) -> Dispatcher:
     """A training that has begun, or continues after a step that ended an epoch."""
-    dispatcher = dispatcher_for(callbacks, Settings(max_epochs=3), run, quiet=True, first=True)
+    dispatcher = Dispatcher(callbacks, Settings(max_epochs=3), run, quiet=True, first=True)
     place = {"epoch": 1, "step": step, "rows": [{"step": step}] if step else [], "batches": 4}
     dispatcher.event({"kind": "begin", "resumed": states is not None, "states": states, "asks": True, **place})
     return dispatcher
@@ -94,7 +93,7 @@ def test_a_table_gets_new_columns_and_loses_a_torn_line(tmp_path: Path) -> None:
     assert table.read_text() == "epoch,step,train_loss,val_f1\n1,4,0.5,\n1,8,0.25,0.75\n"
     with table.open("a") as file:
         file.write("1,12,0.1")
-    with begun([CSVLogger()], tmp_path, step=4, states={"states": {}, "means": {}}) as dispatcher:
+    with begun([CSVLogger()], tmp_path, step=4, states={"states": {}, "offsets": {}}) as dispatcher:
         row(dispatcher, 8, train_loss=0.125)
     assert table.read_text() == "epoch,step,train_loss,val_f1\n1,4,0.5,\n1,8,0.125,\n"
     assert not (tmp_path / "steps.csv").exists()
@@ -137,7 +136,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         ]
     names = [(2, "step/train_loss", 0.5), (4, "epoch", 1.0), (4, "train_loss", 0.25), (4, "val_acc", 0.75)]
     assert scalars == names, "all that was logged before a checkpoint is in the file"
-    with begun([TensorBoardLogger()], tmp_path, step=2, states={"states": {}, "means": {}}) as dispatcher:
+    with begun([TensorBoardLogger()], tmp_path, step=2, states={"states": {}, "offsets": {}}) as dispatcher:
         row(dispatcher, 4, train_loss=0.125)
     purged = [event.step for event in records(tmp_path / "tensorboard") if event.HasField("session_log")]
     assert purged == [3]

@@ -32,10 +32,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from manyhands.errors import BadSettings, type_in_words
+from manyhands.training.options import check_count
 from manyhands.training.result import Result
 
 Values = dict[str, float]
 Row = dict[str, Any]
+# What of a row is no metric of the model.
+NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
 
 
 class Training:
@@ -202,37 +205,30 @@ def check_callbacks(option: str, values: Any, kind: type[Callback]) -> list[Any]
                 f"{option}=[{value!r}]: {type_in_words(value)} is not a {name}; derive your class from mh.{name}"
                 + (" (callbacks of Keras and Lightning have other events)" if name == "Callback" else "")
             )
-        _check_events(value)
-        _check_steps(value)
-        every = value.every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise BadSettings(f"{type(value).__name__}: every={every!r}, give a number of steps of at least 1, or None")
+        _check_methods(value)
+        if value.every is not None:
+            check_count(value.every, f"{type(value).__name__}: every={value.every!r}")
     return listed
 
 
-def _check_events(callback: Callback) -> None:
-    """Refuse a method that is meant for an event and would never be called: on_train_epoch_end, as in Lightning."""
-    events = sorted(name for name in dir(Callback) if name.startswith("on_"))
-    for kind in type(callback).__mro__:
-        if kind.__module__.startswith("manyhands."):
-            return
+def _check_methods(callback: Callback) -> None:
+    """Refuse methods that would never be called: on_train_epoch_end, as in Lightning; on_steps without a number."""
+    kinds = type(callback).__mro__
+    of_ours = next(kind for kind in kinds if kind.__module__.startswith("manyhands."))
+    users = kinds[: kinds.index(of_ours)]
+    events = sorted(name for name in dir(of_ours) if name.startswith("on_"))
+    for kind in users:
         for name in vars(kind):
             if name.startswith("on_") and name not in events:
-                close = difflib.get_close_matches(
-                    name.replace("train_", "").replace("validation", "evaluation"), events, 1
-                )
-                meant = f" Did you mean {close[0]}?" if close else ""
+                meant = name.replace("train_", "").replace("validation", "evaluation")
+                close = difflib.get_close_matches(meant, events, 1)
+                hint = f" Did you mean {close[0]}?" if close else ""
                 raise BadSettings(
-                    f"{kind.__name__}.{name} is not an event of the training and would never be called.{meant} The "
+                    f"{kind.__name__}.{name} is not an event of the training and would never be called.{hint} The "
                     f"events are {', '.join(events)}"
                 )
-
-
-def _check_steps(callback: Callback) -> None:
-    """Refuse an ``on_steps`` that would never be called, because nothing says how often."""
-    own_kinds = [kind for kind in type(callback).__mro__ if not kind.__module__.startswith("manyhands.")]
-    says_when = "every" in vars(callback) or any("every" in vars(kind) for kind in own_kinds)
-    if callback.every is None and not says_when and any("on_steps" in vars(kind) for kind in own_kinds):
+    says_when = "every" in vars(callback) or any("every" in vars(kind) for kind in users)
+    if callback.every is None and not says_when and any("on_steps" in vars(kind) for kind in users):
         name = type(callback).__name__
         raise BadSettings(f"{name}.on_steps would never be called: say after how many steps, every = 10 in {name}")
 

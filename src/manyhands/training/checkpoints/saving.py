@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
-from manyhands.training.callbacks.reporter import Reporter
+from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.position import Position
-from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved
+from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved, shared
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.running_sums import Figures, NanCheck, add, figures_of_process
 from manyhands.training.stopping import Ending
@@ -160,7 +159,7 @@ class Saver:
         learner = self._learner
         checkpoint = store.load(path) if path is not None and learner.rank == 0 else None
         header = {"state": checkpoint.state, "blobs": list(checkpoint.blobs)} if checkpoint is not None else {}
-        header = json.loads(learner.from_first(json.dumps(header).encode()))
+        header = shared(learner, header)
         if not header:
             return None
         blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}

@@ -19,7 +19,7 @@ from flax import nnx
 
 from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
-from manyhands.training.callbacks.dispatcher import Dispatcher
+from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source

@@ -16,7 +16,7 @@ from mxnet import gluon
 
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.callbacks.dispatcher import Dispatcher
+from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.roles import Inputs, inputs_of

@@ -13,7 +13,7 @@ import tensorflow as tf
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, WorkerFailed, type_in_words
 from manyhands.training import launcher
-from manyhands.training.callbacks.dispatcher import Dispatcher
+from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Source, Structure, is_dataset, source

@@ -43,7 +43,7 @@ from manyhands.training.torch.step.logged import attached, may_log
 from manyhands.training.trainer import BaseTrainer
 
 if TYPE_CHECKING:
-    from manyhands.training.callbacks.dispatcher import Dispatcher
+    from manyhands.training.callbacks.events import Dispatcher
     from manyhands.training.learner import Take
 
 _OF_NCCL = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several

@@ -1,4 +1,4 @@
-"""Callbacks that follow one metric: ``EarlyStopping`` and ``BestCheckpoint``.
+"""The callbacks that come with manyhands: two that follow a metric, an average of the weights, learning rates.
 
 A run with ``BestCheckpoint("val_acc", save_top_k=2)``::
 
@@ -15,22 +15,22 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.callback import Callback, Row, Training, Values
+from manyhands.training.callbacks.callback import NO_METRICS, Averaging, Callback, Row, Training, Values
 from manyhands.training.checkpoints import store
-from manyhands.training.options import is_from_zero
+from manyhands.training.options import check_count, is_from_zero
 
 Mode = Literal["min", "max"]
-# Of a row, what is no metric of the model.
-_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
 _SINGLE = ("train_loss", "train_acc", "val_loss", "val_acc")
 
 
 class Monitored(Callback):
     """A callback that follows one metric: ``val_...`` after each evaluation, others at the end of each epoch."""
+
+    _kept: ClassVar[tuple[str, ...]]  # the attributes that a checkpoint keeps
 
     def __init__(self, monitor: str, mode: Mode | None) -> None:
         self._who = f"{type(self).__name__}({monitor!r})"
@@ -60,12 +60,12 @@ class Monitored(Callback):
     def on_epoch_end(self, training: Training, row: Row) -> None:
         if self._is_of_evaluations:
             return
-        if self._name in _NO_METRICS or row.get(self._name) is None:
-            raise self._unknown(name for name, value in row.items() if name not in _NO_METRICS and value is not None)
+        if self._name in NO_METRICS or row.get(self._name) is None:
+            raise self._unknown(name for name, value in row.items() if name not in NO_METRICS and value is not None)
         self._look(training, float(row[self._name]))
 
     def _unknown(self, names: Iterable[str]) -> BadSettings:
-        return BadSettings(f"{self._who}: there is no metric {self._name!r}. There are {', '.join(sorted(names))}")
+        return BadSettings(f"{self._who}: {missing_metric(self._name, sorted(names))}")
 
     def _is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
         """NaN is never better; a number is better than none. What is not one number cannot be compared."""
@@ -77,21 +77,14 @@ class Monitored(Callback):
             return True
         return value < than - min_delta if self._mode == "min" else value > than + min_delta
 
-    def _progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        raise NotImplementedError
-
-    def _continue_from(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`_progress` returned."""
-        raise NotImplementedError
-
     def state_dict(self) -> dict[str, Any]:
-        return {**self._progress(), "monitor": self._name, "mode": self._mode}
+        kept = {name: getattr(self, name) for name in self._kept}
+        return {"monitor": self._name, "mode": self._mode, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue; a job that follows another metric than before starts anew."""
         if (state["monitor"], state["mode"]) == (self._name, self._mode):
-            self._continue_from(state)
+            vars(self).update({name: state[name] for name in self._kept})
 
 
 def several_values(who: str, name: str, value: object) -> BadSettings:
@@ -140,10 +133,11 @@ class EarlyStopping(Monitored):
         min_delta: An improvement is a change by more than this. Default: 0.
     """
 
+    _kept = ("best", "best_epoch", "waited")
+
     def __init__(self, monitor: str, patience: int = 3, mode: Mode | None = None, min_delta: float = 0.0) -> None:
         super().__init__(monitor, mode)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise BadSettings(f"EarlyStopping(patience={patience!r}): give a whole number of at least 1")
+        check_count(patience, f"EarlyStopping(patience={patience!r})")
         if not is_from_zero(min_delta):
             raise BadSettings(f"EarlyStopping(min_delta={min_delta!r}): give a number of zero or more")
         self.patience, self.min_delta = patience, float(min_delta)
@@ -171,12 +165,6 @@ class EarlyStopping(Monitored):
         waited = counted(self.waited, "evaluation" if self._is_of_evaluations else "epoch")
         training.stop(f"{self._name} has not improved for {waited}; {best}", by="early stopping")
 
-    def _progress(self) -> dict[str, Any]:
-        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited}
-
-    def _continue_from(self, state: dict[str, Any]) -> None:
-        self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]
-
 
 _REGULAR = "checkpoints"
 
@@ -193,10 +181,11 @@ class BestCheckpoint(Monitored):
         folder: The folder in the run. Two of these in one training need different ones. Default: ``"best"``.
     """
 
+    _kept = ("_best",)
+
     def __init__(self, monitor: str, mode: Mode | None = None, save_top_k: int = 1, folder: str = "best") -> None:
         super().__init__(monitor, mode)
-        if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < 1:
-            raise BadSettings(f"BestCheckpoint(save_top_k={save_top_k!r}): give a whole number of at least 1")
+        check_count(save_top_k, f"BestCheckpoint(save_top_k={save_top_k!r})")
         if not isinstance(folder, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", folder):
             raise BadSettings(f"BestCheckpoint(folder={folder!r}): give the name of a folder, as 'best'")
         if folder == _REGULAR:
@@ -204,7 +193,7 @@ class BestCheckpoint(Monitored):
         self.save_top_k, self.folder, self.saves_to = save_top_k, folder, folder
         self.state_key = folder
         self._path: Path | None = None
-        self._best: list[tuple[float, int]] = []  # value and step, the best first
+        self._best: list[list[Any]] = []  # value and step, the best first
 
     @property
     def best_value(self) -> float | None:
@@ -230,22 +219,73 @@ class BestCheckpoint(Monitored):
             self._best = []
         # A job that resumes in another folder, or from an older checkpoint, does not have all of them.
         steps = {step for step, _ in store.checkpoints(self._path)}
-        self._best = [(value, step) for value, step in self._best if step in steps]
+        self._best = [pair for pair in self._best if pair[1] in steps]
 
     def _look(self, training: Training, value: float) -> None:
         assert self._path is not None
         worst = self._best[-1][0] if len(self._best) == self.save_top_k else None
         if not self._is_better(value, worst):
             return
-        ranked = [*((figure, step) for figure, step in self._best if step != training.step), (value, training.step)]
+        ranked = [*(pair for pair in self._best if pair[1] != training.step), [value, training.step]]
         ranked.sort(key=lambda pair: pair[0], reverse=self._mode == "max")  # of equals the older one comes first
         self._best, dropped = ranked[: self.save_top_k], ranked[self.save_top_k :]
         for _, step in dropped:
             store.delete(store.path_of(self._path, step))
         training.save(self.folder)
 
-    def _progress(self) -> dict[str, Any]:
-        return {"best": [list(pair) for pair in self._best]}
 
-    def _continue_from(self, state: dict[str, Any]) -> None:
-        self._best = [(value, step) for value, step in state["best"]]
+class EMA(Callback):
+    """Keep an exponential moving average of the weights, evaluate with it, and leave it in the model.
+
+    ``Trainer(callbacks=[mh.EMA(0.999)])``. After each step every device computes
+    ``average = decay * average + (1 - decay) * weights``, beginning with the weights at the start. Evaluations use the
+    average, and after ``fit`` the model has it. Checkpoints hold both: training continues from the weights, and
+    ``mh.load_weights`` gives the average. Where running statistics of BatchNorm are not averaged, they are the
+    training's newest ones, as in PyTorch's ``AveragedModel``. To recompute them for the averaged weights, call
+    ``torch.optim.swa_utils.update_bn(loader, model)`` after ``fit``.
+
+    Args:
+        decay: How much of the average stays in each step, between 0 and 1. Default: 0.999.
+        use_buffers: Average the running statistics of BatchNorm, and what else a model keeps in floating point and
+            does not train (PyTorch's buffers, Keras's non-trainable weights), in the same way. Default: False, they
+            are the training's newest.
+    """
+
+    def __init__(self, decay: float = 0.999, use_buffers: bool = False) -> None:
+        if not is_from_zero(decay) or not 0 < decay < 1:
+            raise BadSettings(f"EMA(decay={decay!r}): give a number between 0 and 1, as 0.999")
+        if not isinstance(use_buffers, bool):
+            raise BadSettings(f"EMA(use_buffers={use_buffers!r}): give True or False")
+        self.averaging = Averaging(float(decay), use_buffers)
+
+
+class LearningRateMonitor(Callback):
+    """Report the learning rate: ``lr`` in ``result.rows``, in ``metrics.jsonl`` and in every logger.
+
+    It is the rate of an epoch's last step, and with ``every`` the rate of each of these steps. Optimizers with several
+    groups of parameters also have ``lr_1``, ``lr_2`` and so on. Optax keeps rates inside functions: there it is known
+    where the trainer makes the optimizer (``optimizer="adam", lr=0.01``) or with ``optax.inject_hyperparams``.
+
+    Args:
+        every: Steps between two rates in :attr:`rates`. Default: None, the end of each epoch.
+    """
+
+    wants_rates: ClassVar[bool] = True
+
+    def __init__(self, every: int | None = None) -> None:
+        self.every = every
+        # The rates by step, since the trainer's last ``fit`` began.
+        self.rates: dict[int, dict[str, float]] = {}
+
+    def on_fit_start(self, training: Training) -> None:
+        self.rates = {}
+
+    def on_steps(self, training: Training, figures: Values) -> None:
+        self._note(training.step, figures)
+
+    def on_epoch_end(self, training: Training, row: Row) -> None:
+        self._note(training.step, row)
+
+    def _note(self, step: int, figures: Row) -> None:
+        if rates := {name: value for name, value in figures.items() if name == "lr" or name.startswith("lr_")}:
+            self.rates[step] = rates
