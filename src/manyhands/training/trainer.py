@@ -31,7 +31,7 @@ from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import as_number, first_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
-from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics, metrics_of
 from manyhands.training.loss import own_step
 from manyhands.training.options import ENDLESS, BatchStats, Checkpoints, Limits, Precision, Settings, Step, Workers
 from manyhands.training.result import Result
@@ -219,7 +219,7 @@ class BaseTrainer(Evaluating):
         """The metrics of a job, those of a compiled model included."""
         return metrics_of(self.options.metrics, self._own_meter, self._joined)
 
-    def _own_meter(self, metric: Any) -> Meter | None:
+    def _own_meter(self, metric: Any) -> MetricCalls | None:
         """A meter of a metric of the framework's own kind; None for any other."""
         return None
 

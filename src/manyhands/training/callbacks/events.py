@@ -293,7 +293,7 @@ class Dispatcher:
         for name in self._callbacks:
             if name in saved["states"]:
                 self._call(name, "load_state_dict", saved["states"][name])
-            if name in self._offsets and name in saved["offsets"]:
+            if name in self._offsets and name in saved.get("offsets", {}):
                 self._offsets[name] = Figures.from_json(saved["offsets"][name])
         if unused := [name for name, state in saved["states"].items() if state and name not in self._callbacks]:
             self.notes.append(f"the checkpoint has the state of {', '.join(unused)}, which this job does not have")

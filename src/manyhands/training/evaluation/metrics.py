@@ -12,65 +12,59 @@ import json
 import math
 import pickle
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from manyhands import tree
-from manyhands.errors import BadSettings, ManyhandsError, MetricFailed, type_in_words
-from manyhands.training.evaluation.pieces import Join, Pieces
+from manyhands.amounts import counted
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError, MetricFailed, type_in_words
+from manyhands.training.refusals import in_words
 from manyhands.training.running_sums import Figures, means_of_logged, or_none
 
 if TYPE_CHECKING:
     from manyhands.training.learner import Take
 
+_AT_ONCE = 512  # samples: evaluation keeps nothing for gradients
+_TIMES = 8  # as many samples as a training step, where that takes few
+Join = Callable[[list[Any]], Any]  # the framework's concatenation along the first axis
 _RESERVED = ("loss", "acc")
 _HOW = 'metrics={"mae": function} or a list: functions f(outputs, targets), or metric objects of the framework'
 
 
-class Meter(Protocol):
-    """One metric while it is computed."""
-
-    def reset(self) -> None: ...
-
-    def update(self, outputs: Any, targets: Any) -> None: ...
-
-    def result(self) -> Any:
-        """A number, several (a list or an array), or a dict of such."""
-
-
 @dataclass(frozen=True)
 class MetricCalls:
-    """A metric object of a framework, by the three methods that it is computed with."""
+    """A metric while it is computed: an object of the framework's, or a function, by the three calls that it takes."""
 
     reset: Callable[[], Any]
     update: Callable[[Any, Any], Any]  # of outputs and targets
-    result: Callable[[], Any]
+    result: Callable[[], Any]  # a number, several (a list or an array), or a dict of such
 
 
-class OfFunction:
+def _of_function(function: Callable[[Any, Any], Any], join: Join) -> MetricCalls:
     """A plain function of all outputs and all targets.
 
     Called as ``function(outputs, targets)``; one whose first parameter is called ``y_true`` gets the targets first, as
     scikit-learn and Keras have it.
     """
+    outputs, targets = Pieces(join), Pieces(join)
+    first, second = (targets, outputs) if _first_parameter(function) == "y_true" else (outputs, targets)
 
-    def __init__(self, function: Callable[[Any, Any], Any], join: Join) -> None:
-        self.function, self._join = function, join
-        self.targets_first = _first_parameter(function) == "y_true"
-        self.reset()
+    def reset() -> None:
+        outputs.clear()
+        targets.clear()
 
-    def reset(self) -> None:
-        self._outputs, self._targets = Pieces(self._join), Pieces(self._join)
+    def update(some_outputs: Any, some_targets: Any) -> None:
+        outputs.add(some_outputs)
+        targets.add(some_targets)
 
-    def update(self, outputs: Any, targets: Any) -> None:
-        self._outputs.add(outputs)
-        self._targets.add(targets)
+    def result() -> Any:
+        arguments = first.whole(), second.whole()
+        reset()
+        return function(*arguments)
 
-    def result(self) -> Any:
-        outputs, targets = self._outputs.whole(), self._targets.whole()
-        self.reset()
-        return self.function(targets, outputs) if self.targets_first else self.function(outputs, targets)
+    return MetricCalls(reset, update, result)
 
 
 class Metrics:
@@ -79,13 +73,13 @@ class Metrics:
     The values of a meter without a name have names of their own, ``names`` where they are known.
     """
 
-    def __init__(self, meters: dict[str, Meter] | None = None, names: Sequence[str] | None = None) -> None:
+    def __init__(self, meters: dict[str, MetricCalls] | None = None, names: Sequence[str] | None = None) -> None:
         self._meters, self._packed = meters or {}, b""
         self._last_forms = ("", "")  # outputs and targets of the last piece, in words
         self.names = tuple(self._meters if names is None else names)
 
     @property
-    def meters(self) -> dict[str, Meter]:
+    def meters(self) -> dict[str, MetricCalls]:
         if self._packed:
             self._meters, self._packed = pickle.loads(self._packed), b""
         return self._meters
@@ -107,7 +101,7 @@ class Metrics:
 
     def update(self, outputs: Any, targets: Any) -> None:
         """The next samples, on the host and in order."""
-        self._last_forms = _in_words(outputs), _in_words(targets)
+        self._last_forms = in_words(outputs), in_words(targets)
         for name, meter in self.meters.items():
             _run_metric(name or "of compile", meter.update, self._last_forms, outputs, targets)
 
@@ -123,7 +117,7 @@ class Metrics:
         return values
 
 
-def metrics_of(metrics: Any, framework_meter: Callable[[Any], Meter | None], join: Join) -> Metrics:
+def metrics_of(metrics: Any, framework_meter: Callable[[Any], MetricCalls | None], join: Join) -> Metrics:
     """The metrics that are meant by a dict, a list, or a single one.
 
     ``framework_meter`` makes a meter of the framework's own metric objects; None for anything else.
@@ -135,10 +129,13 @@ def metrics_of(metrics: Any, framework_meter: Callable[[Any], Meter | None], joi
     else:
         several = list(metrics) if isinstance(metrics, Sequence) and not isinstance(metrics, str) else [metrics]
         pairs = [(name_of(metric), metric) for metric in several]
-    meters: dict[str, Meter] = {}
+    meters: dict[str, MetricCalls] = {}
     for name, metric in pairs:
         _check_name(name, meters)
-        meters[name] = framework_meter(metric) or _of_function(name, metric, join)
+        if (meter := framework_meter(metric)) is None:
+            _check_function(name, metric)
+            meter = _of_function(metric, join)
+        meters[name] = meter
     return Metrics(meters)
 
 
@@ -160,7 +157,7 @@ def name_of(metric: Any) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _check_name(name: Any, others: Mapping[str, Meter]) -> None:
+def _check_name(name: Any, others: Mapping[str, MetricCalls]) -> None:
     if not isinstance(name, str) or not name:
         raise BadSettings(f"the metric name {name!r} is not text: give {_HOW}")
     if name in _RESERVED:
@@ -169,12 +166,11 @@ def _check_name(name: Any, others: Mapping[str, Meter]) -> None:
         raise BadSettings(f"two metrics are called {name!r}: give them names, metrics={{'first': ..., 'second': ...}}")
 
 
-def _of_function(name: str, metric: Any, join: Join) -> Meter:
+def _check_function(name: str, metric: Any) -> None:
     if isinstance(metric, type):
         raise BadSettings(f"metric {name!r} is a class: make one, {metric.__name__}(...)")
     if not callable(metric):
         raise BadSettings(f"metric {name!r} is of type {type(metric).__name__}: give {_HOW}")
-    return OfFunction(metric, join)
 
 
 def _first_parameter(function: Any) -> str | None:
@@ -195,18 +191,6 @@ def _run_metric(name: str, work: Callable[..., Any], shown: tuple[str, str], *ar
             f"metric {name!r} failed with {type(error).__name__}: {error}. It was given outputs ({shown[0]}) and "
             f"targets ({shown[1]}), on the host"
         ) from error
-
-
-def _in_words(value: Any) -> str:
-    """The arguments of a metric in words: shapes, with names if there are any."""
-    if value is None:
-        return "None"
-    leaves, structure = tree.flatten(value)
-    shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in leaves]
-    if isinstance(value, Mapping):
-        paths = tree.paths(structure, "")
-        return f"a dict: {', '.join(f'{path} {shape}' for path, shape in zip(paths, shapes, strict=True))}"
-    return shapes[0] if len(shapes) == 1 else f"{type_in_words(value)} of {', '.join(shapes)}"
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -276,3 +260,90 @@ def collect_outputs(predict: Callable[[Callable[[], None], Take], Any], join: Jo
 
 def ignore_progress() -> None:
     """Does nothing: no one watches whether this process is alive."""
+
+
+# Outputs on their way to the host
+#
+# A model answers batch by batch, with an array or with a tuple, a dict or a dataclass of arrays. Put together, the
+# pieces have the same structure, and each array has one row per sample of the data set, in its order:
+#
+# {"scores": (4, 10), "box": (4, 2)}  +  {"scores": (3, 10), "box": (3, 2)}  =  {"scores": (7, 10), "box": (7, 2)}
+
+
+def batch_size_for(batch_size: int) -> int:
+    """How many samples to evaluate at once, where training processes this many."""
+    return max(batch_size, min(_AT_ONCE, _TIMES * batch_size))
+
+
+def whole_size(data: Any, batch_size: int) -> int:
+    """The samples of a batch that a loss is to see as a whole: the data's own size, or that of training."""
+    of_data: int | None = data.batch_size
+    return batch_size if of_data is None else of_data
+
+
+class PendingOutputs:
+    """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for.
+
+    ``deliver=None``: it is dropped.
+    """
+
+    def __init__(self, deliver: Callable[[Any], None] | None, ahead: int = 1) -> None:
+        self._hand_on, self._ahead = deliver, ahead
+        self._coming: deque[Any] = deque()
+
+    def add(self, coming: Any) -> None:
+        if self._hand_on is not None:
+            self._coming.append(coming)
+            self._hand_over(self._ahead)
+
+    def finish(self) -> None:
+        self._hand_over(0)
+
+    def _hand_over(self, ahead: int) -> None:
+        while self._hand_on is not None and len(self._coming) > ahead:
+            self._hand_on(self._coming.popleft())
+
+
+class Pieces:
+    """Trees of arrays, kept until all of them are there."""
+
+    def __init__(self, join: Join) -> None:
+        self._join = join
+        self._columns: list[list[Any]] = []
+        self._structure: Any = None  # of a piece; None: there is none yet
+
+    def clear(self) -> None:
+        self._structure = None
+
+    def add(self, piece: Any) -> None:
+        leaves, structure = tree.flatten(piece)
+        if self._structure is None:
+            self._structure, self._columns = structure, [[] for _ in leaves]
+        elif structure != self._structure:
+            raise BadBatch(
+                f"the model's outputs have another structure for some batches ({structure} after {self._structure}): "
+                "they can be put together only if each batch gives the same"
+            )
+        for column, leaf in zip(self._columns, leaves, strict=True):
+            column.append(leaf)
+
+    def whole(self) -> Any:
+        """All pieces as one tree; None where none has come."""
+        if self._structure is None:
+            return None
+        return self._structure.unflatten(
+            column[0] if len(column) == 1 else self._join(column) for column in self._columns
+        )
+
+
+def check_rows(outputs: Any, samples: int) -> None:
+    """Refuse outputs that are not one row per sample: they could not be put together in the order of the data."""
+    leaves, structure = tree.flatten(outputs)
+    for leaf, path in zip(leaves, tree.paths(structure, "output"), strict=True):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or not len(shape) or int(shape[0]) != samples:
+            shown = f"{type_in_words(leaf)}" if shape is None else f"an array of shape {tuple(shape)}"
+            raise BadBatch(
+                f"the model answers {counted(samples, 'sample')} with {shown} ({path}): predictions and metrics need "
+                "arrays with one row per sample. Let the model return only those in evaluation mode"
+            )

@@ -23,7 +23,7 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Arrays, Source, Stream, Structure, as_it_is
-from manyhands.training.evaluation.pieces import PendingOutputs, batch_size_for, check_rows, whole_size
+from manyhands.training.evaluation.metrics import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import batches, feed, running_sums
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled

@@ -12,8 +12,14 @@ from manyhands import tree
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.roles import Inputs, input_count
 from manyhands.training.data.sources import Batch
-from manyhands.training.evaluation.metrics import MetricCalls
-from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
+from manyhands.training.evaluation.metrics import (
+    MetricCalls,
+    PendingOutputs,
+    Pieces,
+    batch_size_for,
+    check_rows,
+    whole_size,
+)
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.objective import Objective, checked_output

@@ -13,9 +13,15 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Source
-from manyhands.training.evaluation import pieces
-from manyhands.training.evaluation.metrics import MetricCalls, Metrics, name_of
-from manyhands.training.evaluation.pieces import check_rows
+from manyhands.training.evaluation.metrics import (
+    MetricCalls,
+    Metrics,
+    PendingOutputs,
+    batch_size_for,
+    check_rows,
+    name_of,
+    whole_size,
+)
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
@@ -43,13 +49,13 @@ class Evaluation:
             inputs = None if take is None else inputs_for(self.step.function.model, None)
             self._programs[take is not None] = self._program(inputs, loss=True)
         whole, batch_size = not self.step.function.objective.is_mean, self.step.settings.batch_size
-        size = pieces.whole_size(self.feed.source, batch_size) if whole else pieces.batch_size_for(batch_size)
+        size = whole_size(self.feed.source, batch_size) if whole else batch_size_for(batch_size)
         self._run(self._programs[take is not None], alive, take, size, whole=whole)
         return self._tested(counted=counted)
 
     def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
-        size = pieces.batch_size_for(self.step.settings.batch_size)
+        size = batch_size_for(self.step.settings.batch_size)
         self._run(self._program(inputs, loss=False), alive, take, size)
 
     def from_first(self, data: bytes) -> bytes:
@@ -92,7 +98,7 @@ def prepared_by(source: Source) -> Any:
     return lambda batch: source.nested(source.prepare(batch))
 
 
-def _outputs(world: World, take: Take | None) -> pieces.PendingOutputs:
+def _outputs(world: World, take: Take | None) -> PendingOutputs:
     """Outputs and targets of each replica, with the size of their batch, on their way to ``take``.
 
     It gets NumPy's arrays, in the first process only. With several processes every replica has all rows.
@@ -109,7 +115,7 @@ def _outputs(world: World, take: Take | None) -> pieces.PendingOutputs:
         assert take is not None
         take(outputs, None if isinstance(targets, tuple) and not targets else targets)
 
-    return pieces.PendingOutputs(deliver if take is not None and world.first else None)
+    return PendingOutputs(deliver if take is not None and world.first else None)
 
 
 def _joined(parts: list[Any]) -> Any:

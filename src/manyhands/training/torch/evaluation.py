@@ -30,8 +30,17 @@ from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, undivided, windows
 from manyhands.training.data.roles import LABELS, Inputs, input_count
-from manyhands.training.evaluation.metrics import MetricCalls, evaluate_with_metrics, ignore_progress, named_results
-from manyhands.training.evaluation.pieces import PendingOutputs, Pieces, batch_size_for, check_rows, whole_size
+from manyhands.training.evaluation.metrics import (
+    MetricCalls,
+    PendingOutputs,
+    Pieces,
+    batch_size_for,
+    check_rows,
+    evaluate_with_metrics,
+    ignore_progress,
+    named_results,
+    whole_size,
+)
 from manyhands.training.learner import Say, Take
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.running_sums import Figures, add
