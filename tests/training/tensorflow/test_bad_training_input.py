@@ -12,9 +12,8 @@ from keras import layers
 from keras_cases import fit, mlp, unequal, vectors
 
 from manyhands.book.tensorflow import Module
-from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
+from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NotATensor
 from manyhands.training.options import Step
-from manyhands.training.tensorflow.trainer import Trainer
 
 
 def _decay() -> Any:
@@ -63,16 +62,6 @@ class Own(Module):
         self.net = mlp()
 
 
-def test_labels_of_any_width_and_of_keras_own_losses() -> None:
-    X, y = vectors()
-    plain = fit(mlp(), (X, y), epochs=1).rows
-    keras_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    for kind in ("uint8", "int16"):
-        assert fit(mlp(), (X, y.astype(kind)), epochs=1).rows[-1]["train_loss"] == plain[-1]["train_loss"]
-    column = fit(mlp(), (X, y[:, None].astype(np.float32)), loss=keras_loss, epochs=1).rows
-    assert column[-1]["train_loss"] == pytest.approx(plain[-1]["train_loss"], rel=1e-5)
-
-
 @pytest.mark.parametrize("columns", [1, 2])
 def test_targets_of_another_width_than_the_answers(columns: int) -> None:
     """TensorFlow compares one column with all three answers, and Keras lets it."""
@@ -112,17 +101,6 @@ def test_data_that_is_none() -> None:
         fit(mlp(), tf.data.Dataset.from_tensor_slices((X, X[:, :2])), loss="mse")
     with pytest.raises(BadSettings, match=r"gives a LossSum for the whole batch.*training_step"):
         fit(mlp(), (X, y, np.ones(len(y))), loss=unequal)
-
-
-def test_devices_that_are_not_there() -> None:
-    with pytest.raises(NoSuchDevice, match="virtual"):
-        Trainer(1, devices=["virtual:5"])
-
-
-def test_a_schedule_of_kerass_own_is_followed() -> None:
-    model = mlp()
-    fit(model, vectors(16), 2, epochs=1, optimizer=lambda rate: keras.optimizers.SGD(_decay()))
-    assert not np.array_equal(model.get_weights()[0], mlp().get_weights()[0])
 
 
 def test_a_model_with_weights_in_single_precision_is_not_trained_in_double() -> None:

@@ -156,13 +156,6 @@ def test_float16_is_refused() -> None:
 # Data
 
 
-def test_a_dataset_without_an_end_is_refused() -> None:
-    endless = tf.data.Dataset.from_tensor_slices(vectors()).repeat().batch(8)
-    for data in (endless, (vectors(), endless)):
-        with pytest.raises(BadBatch, match=r"a data set without an end .*leave \.repeat\(\) out.*dataset\.take"):
-            fit(mlp(), data)
-
-
 def test_sample_weights_need_a_loss_that_takes_them() -> None:
     X, y = vectors(FEW)
     weight = np.ones(len(X))

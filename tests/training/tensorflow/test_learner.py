@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras_cases import CLASSES, fit, images, mlp, vectors
+from keras_cases import CLASSES, fit, images, mlp, tensors, vectors
 
 from manyhands import tensorflow as mh
 from manyhands.book import tensorflow as datasets
 from manyhands.book.tensorflow import Residual
-from manyhands.errors import BadBatch
+from manyhands.cli import parity
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.order import Cursor
 from manyhands.training.tensorflow import learner
 
@@ -92,6 +93,33 @@ def test_a_precision_is_asked_for_and_the_callers_model_stays_in_its_own() -> No
     assert {weight.dtype for weight in model.get_weights()} == {np.dtype("float32")}
     assert not np.array_equal(model.get_weights()[0], before[0])
     assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
+
+
+def stops(done: float) -> float:
+    if done > 0.4:
+        raise InterruptedError
+    return 1.0
+
+
+def test_what_was_learned_comes_home_also_when_the_job_is_interrupted() -> None:
+    model = mlp()
+    with pytest.raises(InterruptedError):
+        fit(model, vectors(48), 2, schedule=stops)
+    assert not np.array_equal(mlp().get_weights()[0], model.get_weights()[0])
+
+
+def test_an_optimizer_of_the_callers_goes_on_with_what_it_remembers() -> None:
+    kept = keras.optimizers.SGD(0.05, momentum=0.9)
+    twice, once = mlp(), mlp()
+    data = vectors(16)  # one batch an epoch: the order does not matter
+    fit(twice, data, 2, epochs=1, optimizer=kept, schedule=lambda done: 0.5)
+    fit(twice, data, 1, epochs=1, optimizer=kept, schedule=lambda done: 0.5)
+    fit(once, data, 1, epochs=2, schedule=lambda done: 0.5)
+    assert parity.largest_difference(tensors(twice), tensors(once)) < 1e-12
+    assert int(kept.iterations) == 2
+    assert float(kept.learning_rate) == pytest.approx(0.05)
+    with pytest.raises(BadSettings, match="another model"):
+        fit(mlp(lambda: layers.Dense(2)), data, optimizer=kept)
 
 
 def test_the_books_classes() -> None:

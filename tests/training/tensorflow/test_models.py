@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from manyhands.book.models import WEIGHT_NAMES
-from manyhands.book.recipes import MODELS as NAMES
-from manyhands.book.tensorflow import MODELS, Residual, initialise, lenet
+from manyhands.book.tensorflow import MODELS, initialise, lenet
 from manyhands.training.tensorflow.model import names
-
-
-def test_every_model_has_its_name() -> None:
-    assert set(MODELS) == set(NAMES)
 
 
 def test_layers_have_pytorchs_names() -> None:
@@ -40,8 +34,3 @@ def test_names_do_not_depend_on_what_was_made_before() -> None:
 
     assert names(make()) == names(make())
     assert len(set(names(make()))) == 8
-
-
-def test_a_block_is_made_again_of_its_configuration() -> None:
-    block = Residual.from_config(Residual(3, use_1x1conv=True, strides=2).get_config())
-    assert block(tf.zeros((2, 6, 6, 5))).shape == (2, 3, 3, 3)
