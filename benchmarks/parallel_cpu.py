@@ -154,7 +154,7 @@ def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Call
     measured = graph(costs(trace, None).tasks)
     _, planned = better(measured, threads)
     check(planned)
-    run = planning.thread_run(trace, planning.plan_of(planned), threads)
+    run = planning.thread_run(trace, planned, threads)
     return lambda: run.replay(inputs)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
 from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
-from manyhands.backends.torch.run import cuda_graph  # noqa: E402
+from manyhands.backends.torch.run import cuda_graph, streams  # noqa: E402
 from manyhands.parallel.costs import costs  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
@@ -40,15 +40,11 @@ class Forced:
                 measured = graph(costs(found, device).tasks)
             one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
             check(one)
-            make: Any = planning.GraphRun if self.kind == "graph" else planning.StreamRun
+            make: Any = cuda_graph.GraphRun if self.kind == "graph" else streams.StreamRun
             with planning.untouched(found, call.tensors):
                 self.made = (
                     whole,
-                    (
-                        make(found, planning.plan_of(one), call.tensors, device)
-                        if self.kind == "graph"
-                        else make(found, planning.plan_of(one), device)
-                    ),
+                    (make(found, one, call.tensors, device) if self.kind == "graph" else make(found, one, device)),
                 )
         whole, run = self.made
         return whole.result(run.replay(call.tensors))
@@ -61,7 +57,8 @@ def graph_run_of(fast: Parallel) -> Any:
         pytest.skip(f"{fast.planned.how} has won: is the GPU busy?")
     if isinstance(run := getattr(replay, "__self__", None), cuda_graph.GraphRun):
         return run
-    (run,) = (cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, cuda_graph.GraphRun))
+    owners = [getattr(cell.cell_contents, "__self__", None) for cell in replay.__closure__]
+    (run,) = (owner for owner in owners if isinstance(owner, cuda_graph.GraphRun))
     return run
 
 

@@ -15,6 +15,7 @@ from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
 from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
+from manyhands.backends.torch.run.streams import StreamRun  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
@@ -29,7 +30,7 @@ def test_a_measured_timeline_keeps_every_need() -> None:
     program = graph(found.tasks)
     made = schedule(program, lanes_for(program, 4))
     check(made)
-    moments = planning.timed(found, planning.plan_of(made), planning.device_of(found), 1)
+    moments = planning.timed(found, made, planning.device_of(found), 1)
     assert all(0 <= start <= stop for start, stop in moments)
     for task, needs in enumerate(program.needs):
         assert all(moments[need][1] <= moments[task][0] + 1e-6 for need in needs)
@@ -81,7 +82,7 @@ def test_two_gpus_in_one_function(count: int) -> None:
             program = graph(found.tasks)
             plan = schedule(program, lanes_for(program, count))
             check(plan)
-            made = planning.stream_run(found, planning.plan_of(plan), given, planning.device_of(found))
+            made = StreamRun(found, plan, planning.device_of(found))
         before = [torch.cuda.current_stream(number) for number in (0, 1)]
         for one, other in zip(made.replay(given), function(*given), strict=True):
             assert one.device == other.device

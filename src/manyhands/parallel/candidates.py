@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
-from manyhands.backends.torch.planning import Gpus
+from manyhands.backends.torch.run.streams import Gpus, copies_or_computes_on_host, why_no_graph
 from manyhands.parallel.costs import costs
 from manyhands.parallel.plan import AS_WRITTEN, Executor, Way
 from manyhands.parallel.trials import HANDOVER, Candidate, Trials
@@ -90,7 +90,7 @@ def _on_gpus(trials: Trials) -> list[Candidate]:
     trace, measured = trials.trace, trials.measured
     tried: list[tuple[Executor, str, Schedule, Trace]] = []
     schedules = _lanes(measured)
-    if (reason := planning.why_no_graph(trace)) is None:
+    if (reason := why_no_graph(trace)) is None:
         tried.append((Executor.GRAPH, "one lane", one_lane(measured), trace))
         if trace.unsplit is not None:
             whole = one_lane(_costed(trace.unsplit, trials.devices))
@@ -98,7 +98,7 @@ def _on_gpus(trials: Trials) -> list[Candidate]:
         tried += [(Executor.GRAPH, name, scheduled, trace) for name, scheduled in _promising(trials, schedules)]
     else:
         trials.notes.append(reason)
-    if planning.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
+    if copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         by_kind = ("one lane of each kind", schedule(measured, lanes_for(measured, 1)))
         tried += [(Executor.STREAMS, name, scheduled, trace) for name, scheduled in [by_kind, *schedules[:2]]]
     made = [Candidate(Way(executor, name), scheduled, of) for executor, name, scheduled, of in tried]

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from manyhands.amounts import counted
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.planning import Tensor
+from manyhands.backends.torch.run.costs import cost_keys
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel import candidates, explain
 from manyhands.parallel.plan import Plan
@@ -92,7 +94,7 @@ def _compiled(trials: Trials, progress: Progress) -> list[Candidate]:
     """The graph compiled as a whole, if that is possible."""
     progress.enters("compiling")
     try:
-        return [candidates.compiled(trials, planning.compile_whole(trials.trace))]
+        return [candidates.compiled(trials, compile_whole(trials.trace))]
     except CannotFuse as error:
         trials.notes.append(str(error))
         return []
@@ -120,7 +122,6 @@ def _left_after(trials: Trials, trying: float, best: Tried) -> int:
 
 def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | None = None) -> Plan:
     candidate, trace = best.candidate, best.candidate.trace
-    lanes = planning.plan_of(candidate.schedule)
     hint = functools.partial(planning.batch_hint, trials.trace)
     progress.enters("")
     return Plan(
@@ -133,10 +134,10 @@ def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | No
         seconds=dict(trials.seconds),
         predicted=dict(trials.predicted),
         notes=tuple(trials.notes),
-        advice=explain.advice(trials.measured, planning.cost_keys(trials.trace), hint),
+        advice=explain.advice(trials.measured, cost_keys(trials.trace), hint),
         costs=trials.costed.summary(),
         planning=progress.summary(),
         writes=bool(planning.written_memories(trials.trace)),
         left_after=left_after,
-        timed=functools.partial(planning.timed, trace, lanes, trials.devices, candidate.threads),
+        timed=functools.partial(planning.timed, trace, candidate.schedule, trials.devices, candidate.threads),
     )

@@ -21,7 +21,11 @@ from dataclasses import dataclass, field, replace
 
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
-from manyhands.backends.torch.planning import Gpus, Replay, Tensor
+from manyhands.backends.torch.planning import Tensor
+from manyhands.backends.torch.run.codegen import release_points
+from manyhands.backends.torch.run.cuda_graph import GraphRun
+from manyhands.backends.torch.run.streams import Gpus, StreamRun
+from manyhands.backends.torch.run.threads import in_order
 from manyhands.errors import first_line
 from manyhands.parallel.costs import Costed, costs
 from manyhands.parallel.plan import TO_THE_BIT, Exactness, Executor, Limit, Way, close, why_too_large
@@ -133,9 +137,8 @@ class Trials:
         def needed(scheduled: Schedule) -> int:
             if self.devices is None:
                 return beside + peak_on_threads(scheduled, footprint)
-            released_after = planning.release_points(candidate.trace, planning.plan_of(scheduled))
-            in_order = one_after_the_other(scheduled.order)
-            return beside + peak(scheduled.graph.tasks, footprint, in_order, released_after)
+            released_after = release_points(candidate.trace, scheduled)
+            return beside + peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), released_after)
 
         bytes_needed = needed(candidate.schedule)
         if self.devices is not None and not self.limit.allows(bytes_needed, self.plain_peak):
@@ -163,23 +166,19 @@ class Trials:
         return Tried(candidate, run, exactness, Peaks(needed, self.plain_peak))
 
     def _run_of(self, candidate: Candidate) -> Run:
-        """The candidate, ready to be called; one thread at a time, if all its calls use the same memory."""
-        way, trace, plan = candidate.way, candidate.trace, planning.plan_of(candidate.schedule)
+        """The candidate, ready to be called."""
+        way, trace, scheduled = candidate.way, candidate.trace, candidate.schedule
         if way.executor is Executor.AS_WRITTEN:
-            run = planning.as_written(trace)
-            return planning.with_threads(run, 1) if way.one_thread else run
-        replayed: Replay
+            return planning.as_written(trace, 1 if way.one_thread else None)
         if way.executor is Executor.THREADS:
-            replayed = planning.thread_run(trace, plan, candidate.threads)
-        elif way.executor is Executor.CALLERS_THREAD:
-            replayed = planning.synchronous_run(trace, plan)
-        else:
-            assert self.devices is not None
-            if way.executor is Executor.STREAMS:
-                replayed = planning.StreamRun(trace, plan, self.devices)
-            else:
-                replayed = planning.GraphRun(trace, plan, self.tensors, self.devices, reuse_outputs=self.reuse_outputs)
-        return replayed.replay if replayed.concurrent else _one_at_a_time(replayed)
+            return planning.thread_run(trace, scheduled, candidate.threads).replay
+        if way.executor is Executor.CALLERS_THREAD:
+            return planning.thread_run(trace, in_order(scheduled), planning.threads()).replay
+        assert self.devices is not None
+        if way.executor is Executor.STREAMS:
+            return StreamRun(trace, scheduled, self.devices).replay
+        run = GraphRun(trace, scheduled, self.tensors, self.devices, reuse_outputs=self.reuse_outputs)
+        return _one_at_a_time(run.replay)
 
     def _judged(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
@@ -240,11 +239,12 @@ def peak_on_threads(scheduled: Schedule, footprint: Footprint) -> int:
     return peak(scheduled.graph.tasks, footprint, moments(scheduled, wait_seconds=HANDOVER))
 
 
-def _one_at_a_time(run: Replay) -> Run:
+def _one_at_a_time(run: Run) -> Run:
+    """All replays of a CUDA graph use the same memory."""
     alone = threading.Lock()
 
     def replay(tensors: Sequence[Tensor]) -> list[object]:
         with alone:
-            return run.replay(tensors)
+            return run(tensors)
 
     return replay

@@ -1,25 +1,16 @@
-"""In the run with virtual devices, files that name no device would prove the same of the same CPU tensors again."""
+"""Dynamo's captures are the process's: some tests begin and end without any."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-from pathlib import Path
+from collections.abc import Iterator
 
-if importlib.util.find_spec("torch"):
-    importlib.import_module("manyhands.torch")  # makes the virtual devices, before a file asks whether there are any
+import pytest
 
-collect_ignore = (
-    [
-        "capture/test_reasons.py",
-        "capture/test_trace.py",
-        "dynamo/test_dynamo.py",
-        "run/test_copies.py",
-        "run/test_streams.py",
-    ]
-    if os.environ.get("MANYHANDS_VIRTUAL_DEVICES")
-    else []
-)
-missing = [name for name in collect_ignore if not (Path(__file__).parent / name).exists()]
-assert not missing, f"moved: {missing}"
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -22,10 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import torch as mh
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="Dynamo captures nothing on virtual devices"
-)
-
 X = torch.arange(16.0).reshape(4, 4) / 10
 Program = Callable[[Callable[[Callable[..., Any]], Callable[..., Any]]], Any]
 

@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from manyhands import torch as mh
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture(autouse=True)
 def two_gpus() -> Iterator[None]:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import traced
 
 from manyhands import cli as command
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture.call import call as call_of
-from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.run import threads
 from manyhands.errors import EngineError
 from manyhands.parallel import planner
@@ -30,10 +29,6 @@ from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
 from manyhands.schedule.simulate import timeline_of
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
-)
 
 FOUR = Way(Executor.THREADS, "4 lanes")
 
@@ -57,10 +52,6 @@ def napping(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def branches(*xs: torch.Tensor) -> list[torch.Tensor]:
     return [(x @ x).tanh() @ x for x in xs]
-
-
-def trace_of(function: Callable[..., Any], *arguments: Any) -> Any:
-    return trace_whole(function, call_of(arguments, {})).trace
 
 
 two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core: no lanes")
@@ -161,11 +152,11 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
         total.add_(1)
         return (x @ x).tanh() + torch.rand_like(y) @ y
 
-    found = trace_of(function, torch.ones(3, 3), torch.ones(3, 3))
+    found = traced(function, torch.ones(3, 3), torch.ones(3, 3))
     made = schedule(graph(costs(found, None).tasks), lanes_for(graph(threads.tasks(found)), 2))
     check(made)
     state = torch.get_rng_state()
-    moments = planning.timed(found, planning.plan_of(made), None, 2)
+    moments = planning.timed(found, made, None, 2)
     assert total.tolist() == [0, 0, 0]
     assert torch.equal(torch.get_rng_state(), state)
     for task, needs in enumerate(made.graph.needs):
@@ -190,7 +181,7 @@ def chains(*xs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def peaks(function: Callable[..., Any], lanes: int, *arguments: Any) -> int:
-    found = trace_of(function, *arguments)
+    found = traced(function, *arguments)
     measured = graph(threads.tasks(found))
     footprint = Footprint(*planning.footprint(found))
     if lanes == 1:

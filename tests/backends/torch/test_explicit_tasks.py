@@ -356,7 +356,6 @@ def test_a_gradient_is_known_by_its_memory() -> None:
         assert mh.task(torch.clone)(gradient).result().tolist() == [3.0, 3.0]
 
 
-@pytest.mark.once
 def test_tensors_on_virtual_devices_are_known_by_what_is_inside() -> None:
     def slow(one: torch.Tensor) -> None:
         before = one[:2] + 1

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import traced
 from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture.call import call as call_of
-from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.parallel.costs import costs
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
 from manyhands.schedule.memory import Footprint
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="the devices here are made by the test itself"
-)
 
 
 class Devices:
@@ -95,8 +90,7 @@ def test_a_training_step_of_an_ensemble_on_devices(count: int) -> None:
         return [loss.detach() for loss in losses] + list(gradients) + [total * 1]
 
     x, total = torch.randn(6, 4), torch.zeros(1)
-    call = call_of((x, total), {})
-    found = trace_whole(step, call).trace
+    found = traced(step, x, total)
     program = graph(costs(found, None).tasks)
     footprint = Footprint(*planning.footprint(found))
     made = forecast(program, footprint, Machine(count, bandwidth=1e12, latency=1e-8))

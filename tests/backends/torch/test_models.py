@@ -16,7 +16,6 @@ def count(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("in_channels", [1, 3])
 def test_models_give_a_score_per_class(name: str, in_channels: int) -> None:

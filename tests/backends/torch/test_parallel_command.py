@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from manyhands import cli as command
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
-)
 
 SCRIPT = """
 import torch

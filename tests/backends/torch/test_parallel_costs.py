@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lane_cases import traced
+from graph_cases import traced
 
 from manyhands.backends.torch.run import costs as torch_costs
 from manyhands.parallel.function import Parallel
-
-pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="costs here are those of the CPU")
 
 
 def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -41,7 +39,7 @@ def test_a_call_that_was_interrupted_is_not_the_cost(
     durations: list[float], cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program may take the processor for some milliseconds; a long operation is not repeated."""
-    found, _ = traced(lambda x: x + x, torch.randn(4))
+    found = traced(lambda x: x + x, torch.randn(4))
     moments = [sum(durations[:number]) for number in range(len(durations) + 1)]
     clock = iter([moment for pair in itertools.pairwise(moments) for moment in pair])
     with monkeypatch.context() as patched:
@@ -53,7 +51,7 @@ def test_a_call_that_was_interrupted_is_not_the_cost(
 
 
 def test_an_estimate_knows_computing_from_moving() -> None:
-    found, _ = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
+    found = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
     assert all(rate > 0 for rate in torch_costs.rates(None))
     operations, size = 2 * 256**3, 256**2 * 4
     fast_memory = [torch_costs.estimated(found, number, None, (1e9, 1e18))[0] for number in (0, 1)]
@@ -85,7 +83,7 @@ def test_what_writes_in_place_is_no_view(monkeypatch: pytest.MonkeyPatch) -> Non
         x.t().sub_(y[0])
         return torch.stack([y.t(), x])
 
-    found, _ = traced(function, torch.ones(4, 4))
+    found = traced(function, torch.ones(4, 4))
     for step in found.steps:
         step.task = dataclasses.replace(step.task, device="gpu:0")
     monkeypatch.setattr(torch_costs, "_on_gpu", lambda step, device: (1.0, 1.0))

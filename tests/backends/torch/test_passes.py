@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import needs_compiler, traced
 from torch import nn
-from whole_cases import needs_compiler, results, traced, uncompiled
 
-from manyhands import torch as mh
 from manyhands.backends.torch import planning as backend
-from manyhands.backends.torch.capture.call import call as call_of
-from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.planning import written_memories
+from manyhands.backends.torch.run import threads
 from manyhands.errors import CannotFuse
 from manyhands.parallel import planner
 from manyhands.parallel.plan import Executor, Plan, Way
@@ -24,9 +22,6 @@ from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import one_lane
 from manyhands.schedule.memory import Peaks
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
 BATCH = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
 
 
@@ -47,20 +42,9 @@ def training_step() -> Callable[..., Any]:
     return step
 
 
-def test_a_training_step_writes_what_it_wrote() -> None:
-    call = call_of(BATCH, {})
-    found = trace_whole(training_step(), call).trace
-    whole = compile_whole(found, uncompiled)
-    assert len(whole.steps) == 1
-    assert written_memories(whole) == written_memories(found)
-    as_written, compiled = (
-        backend.results_of(trace, call.tensors, backend.thread_run(trace, in_order(trace), 1).replay)
-        for trace in (found, whole)
-    )
-    assert backend.equal(compiled, as_written) == (True, 0.0)
-    assert backend.equal(
-        backend.results_of(found, call.tensors, backend.thread_run(found, in_order(found), 1).replay), as_written
-    )[0]
+def uncompiled(module: Any, metas: Any) -> Callable[..., Any]:
+    """A compiler that does nothing: its results are equal to the bit."""
+    return module  # type: ignore[no-any-return]
 
 
 def apart(module: Any, metas: Any) -> Callable[..., Any]:
@@ -76,16 +60,24 @@ def apart(module: Any, metas: Any) -> Callable[..., Any]:
     return run
 
 
-def test_a_tensor_that_is_read_and_written_several_times_is_one_input() -> None:
-    """An optimizer without ``foreach`` scales its momentum, adds to it, and adds it to the weight."""
-    call = call_of(BATCH, {})
-    found = trace_whole(training_step(), call).trace
+def in_order(trace: Any) -> Any:
+    return backend.thread_run(trace, one_lane(graph(trace.tasks)), 1).replay
+
+
+def results(trace: Any, *tensors: torch.Tensor) -> list[Any]:
+    """What a trace gives on one lane, and what it has written to."""
+    return backend.results_of(trace, tensors, in_order(trace))
+
+
+@pytest.mark.parametrize("compiler", [uncompiled, apart])
+def test_a_training_step_writes_what_it_wrote(compiler: Any) -> None:
+    """An optimizer without ``foreach`` scales its momentum, adds to it, and adds it to the weight: it is one input."""
+    found = traced(training_step(), *BATCH)
+    whole = compile_whole(found, compiler)
+    assert len(whole.steps) == 1
     assert len(found.constants) == len({id(found.constant(node)) for node in found.constants})
-    as_written, compiled = (
-        backend.results_of(trace, call.tensors, backend.thread_run(trace, in_order(trace), 1).replay)
-        for trace in (found, compile_whole(found, apart))
-    )
-    assert backend.equal(compiled, as_written) == (True, 0.0)
+    assert written_memories(whole) == written_memories(found)
+    assert backend.equal(results(whole, *BATCH), results(found, *BATCH)) == (True, 0.0)
 
 
 def test_tensors_that_share_memory_are_not_compiled_as_one_task() -> None:
@@ -122,12 +114,8 @@ def test_copies_are_compiled_one_by_one() -> None:
     assert compiled.count(torch.ops.aten.copy_.default) == 2
     assert torch.ops.aten._foreach_copy_.default not in compiled
     assert written_memories(whole) == written_memories(found)
-    backend.thread_run(whole, in_order(whole), 1).replay([torch.ones(4)])
+    in_order(whole)([torch.ones(4)])
     torch.testing.assert_close(means, [torch.full((4,), 2.0), torch.ones(4).sin()])
-
-
-def in_order(trace: Any) -> Any:
-    return backend.plan_of(one_lane(graph(trace.tasks)))
 
 
 def test_results_lie_in_memory_as_the_functions_do() -> None:
@@ -157,21 +145,6 @@ def test_what_cannot_be_one_task_says_why(function: Callable[..., Any], why: str
         compile_whole(traced(function, torch.rand(4, 4)), uncompiled)
 
 
-@pytest.mark.long
-@needs_compiler
-def test_the_whole_is_compiled_and_raced() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = (x.sin() + 1) * 0.5
-        return x
-
-    fast = mh.parallel(function, compile=True)
-    x = torch.rand(64)
-    torch.testing.assert_close(fast(x), function(x))
-    assert "whole graph" in fast.explain()
-    torch.testing.assert_close(fast(x + 1), function(x + 1))
-
-
 @needs_compiler
 def test_the_callers_autocast_does_not_count() -> None:
     """Casts are operations of the graph; the compiler must not cast again where the function has switched them off."""
@@ -183,10 +156,7 @@ def test_the_callers_autocast_does_not_count() -> None:
 
     arguments = torch.rand(8, 8), torch.rand(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        call = call_of(arguments, {})
-        found = trace_whole(function, call).trace
-        whole = compile_whole(found)
-        compiled = backend.thread_run(whole, in_order(whole), 1).replay(call.tensors)
+        compiled = in_order(compile_whole(traced(function, *arguments)))(arguments)
         plain = function(*arguments)
     assert [value.dtype for value in compiled] == [value.dtype for value in plain] == [torch.float32, torch.bfloat16]
     torch.testing.assert_close(tuple(compiled), plain)
@@ -197,7 +167,7 @@ def test_compiled_code_that_stays_the_fastest_keeps_its_schedule() -> None:
     x = torch.rand(500, 500, generator=torch.Generator().manual_seed(0))
     found = traced(lambda x: (x @ x).sin().sum(), x)
     whole, result = compile_whole(found, uncompiled), found.module(x)
-    scheduled = one_lane(graph(backend.tasks(whole, None)))
+    scheduled = one_lane(graph(threads.tasks(whole)))
     way = Way(Executor.THREADS, "whole graph", compiled=True)
     fast = Plan(lambda tensors: list(result), way, None, scheduled, peaks=Peaks(1, 1), left_after=9, timed=lambda: [])
     with Progress("f", shown=False) as progress:

@@ -30,10 +30,6 @@ from support import examples
 
 from manyhands.parallel.function import Parallel
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="proved without virtual devices: the same CPU tensors"
-)
-
 # What a program stands on. Names in capitals are changed between calls.
 WORLD = """
 import contextlib, operator

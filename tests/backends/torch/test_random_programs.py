@@ -11,21 +11,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from graph_cases import run_on, scheduled, traced
 from hypothesis import given, settings
-from lane_cases import run_on, scheduled, traced
 from support import examples
 
-from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun, operation_threads
 from manyhands.errors import CannotTrace, UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import schedule, schedule_chains
 from manyhands.schedule.task import Task
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
-)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -106,7 +101,7 @@ def test_random_programs_equal_eager_to_the_bit(
     with operation_threads(1):  # as a lane has
         expected = function(*plain)
     state = torch.get_rng_state()
-    trace, _ = traced(function, *inputs)
+    trace = traced(function, *inputs)
     tasks = [
         Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token) for t in threads.tasks(trace)
     ]
@@ -116,7 +111,7 @@ def test_random_programs_equal_eager_to_the_bit(
         left = tuple(wait for wait in planned.waits[task] if wait != other)
         with pytest.raises(UnsafeSchedule):  # not one of them can be left out
             check(replace(planned, waits={**planned.waits, task: left}))
-    run = ThreadRun(trace, planning.plan_of(planned), lanes)
+    run = ThreadRun(trace, planned, lanes)
     for _ in range(2):  # gates are closed again after a run
         for mine, first in zip(own, inputs, strict=True):
             mine.copy_(first)
@@ -211,9 +206,9 @@ def test_random_programs_with_checks_and_hidden_memory(
         with pytest.raises(CannotTrace, match="after it has written"):
             traced(function, *inputs)
         return
-    trace, _ = traced(function, *inputs)
+    trace = traced(function, *inputs)
     tasks = [replace(task, seconds=chance.random()) for task in threads.tasks(trace)]
-    run = ThreadRun(trace, planning.plan_of(scheduled(trace, lanes, tasks)), lanes)
+    run = ThreadRun(trace, scheduled(trace, lanes, tasks), lanes)
     for _ in range(2):
         for mine, first in zip(own, inputs, strict=True):
             mine.copy_(first)

@@ -108,7 +108,6 @@ def test_a_model_without_tensors_is_left_as_it_is() -> None:
     assert mh.to(net, mh.try_gpu()) is net
 
 
-@pytest.mark.once
 def test_importing_the_door_imports_only_torch_and_starts_nothing() -> None:
     """Neither another framework nor the compiler, which finds our backend when it is asked for."""
     names = "'jax', 'tensorflow', 'mxnet', 'torch._dynamo.backends.registry'"

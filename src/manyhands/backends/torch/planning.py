@@ -1,7 +1,4 @@
-"""PyTorch for the planner (:mod:`manyhands.parallel.planner`): facts about traces, runs, comparisons and times.
-
-Names that this module only imports are part of it, too.
-"""
+"""What the planner (:mod:`manyhands.parallel.planner`) asks PyTorch: facts about traces, runs, comparisons, times."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,21 +15,12 @@ from manyhands import machine
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture.trace import Trace, meaningless_outputs
-from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.run import costs
-from manyhands.backends.torch.run import threads as torch_threads
-from manyhands.backends.torch.run.codegen import Plan, plan_of, release_points
 from manyhands.backends.torch.run.copies import copied
-from manyhands.backends.torch.run.costs import cost_keys, tasks
-from manyhands.backends.torch.run.cuda_graph import GraphRun
-from manyhands.backends.torch.run.streams import (
-    Gpus,
-    StreamRun,
-    copies_or_computes_on_host,
-    timed_streams,
-    why_no_graph,
-)
-from manyhands.backends.torch.run.threads import ThreadRun, VirtualRun, operation_threads
+from manyhands.backends.torch.run.streams import Gpus, timed_streams
+from manyhands.backends.torch.run.threads import ThreadRun, VirtualRun, operation_threads, timed_threads
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Schedule, one_lane
 
 threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide among themselves
 Tensor = Any  # for the planner, which imports no framework
@@ -50,17 +38,6 @@ _BATCHED = {
     "native_layer_norm": "torch.vmap over stacked tensors",
     "native_batch_norm": "torch.vmap over stacked tensors",
 }
-
-
-class Replay(Protocol):
-    """A plan that can be run."""
-
-    @property
-    def concurrent(self) -> bool:
-        """Whether several threads may run it at once."""
-
-    def replay(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run it; the results as a flat list."""
 
 
 def tensors_of(arguments: Sequence[object]) -> list[torch.Tensor]:
@@ -183,29 +160,29 @@ def rounded(tensors: Sequence[Any], by: float) -> list[Any]:
     return [moved(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
-def as_written(trace: Trace) -> Run:
-    """Runs a graph operation by operation, as it was captured."""
+def as_written(trace: Trace, threads: int | None = None) -> Run:
+    """Runs a graph operation by operation, as it was captured, with this many threads for each (None: all)."""
     trace = trace.unsplit or trace
     if virtual.count():
-        count = len(trace.steps)
-        return VirtualRun(trace, Plan(["cpu"], [0] * count, range(count), {}), torch.get_num_threads()).replay
+        return VirtualRun(trace, one_lane(graph(trace.tasks)), threads or torch.get_num_threads()).replay
 
     def run(inputs: Sequence[torch.Tensor]) -> list[Any]:
         # The casts and the gradients are already in the graph: operations must not add them again.
-        with torch.no_grad(), compat.no_autocast() if compat.is_any_autocast_enabled() else nullcontext():
+        cast = compat.no_autocast() if compat.is_any_autocast_enabled() else nullcontext()
+        with torch.no_grad(), cast, operation_threads(threads) if threads else nullcontext():
             return list(trace.module(*inputs))
 
     return run
 
 
-def timed(trace: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
-    """Run a plan with substitute arguments, so the caller's stay unchanged; returns when each task began and ended."""
+def timed(trace: Trace, schedule: Schedule, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
+    """Run a schedule with substitute arguments, so the caller's stay unchanged; when each task began and ended."""
     with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
         inputs = costs.substitute_inputs(trace)
     with untouched(trace, inputs), virtual.no_hooks():
         if devices is None:
-            return torch_threads.timed_threads(trace, plan, inputs, threads)
-        return timed_streams(trace, plan, inputs, devices)
+            return timed_threads(trace, schedule, inputs, threads)
+        return timed_streams(trace, schedule, inputs, devices)
 
 
 def random_states(trace: Trace) -> Callable[[], None] | None:
@@ -231,24 +208,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
-def thread_run(trace: Trace, plan: Plan, count: int) -> ThreadRun:
-    """The lanes of a plan on threads of the CPU, ``count`` in all."""
-    return (VirtualRun if virtual.count() else ThreadRun)(trace, plan, count)
-
-
-def with_threads(run: Run, count: int) -> Run:
-    """The same run with ``count`` threads for each operation."""
-
-    def limited(tensors: Sequence[Any]) -> list[Any]:
-        with operation_threads(count):
-            return run(tensors)
-
-    return limited
-
-
-def synchronous_run(trace: Trace, plan: Plan) -> ThreadRun:
-    """The plan's order in the caller's thread."""
-    return thread_run(trace, torch_threads.in_order(plan), torch.get_num_threads())
+def thread_run(trace: Trace, schedule: Schedule, count: int) -> ThreadRun:
+    """The lanes of a schedule on threads of the CPU, ``count`` in all."""
+    return (VirtualRun if virtual.count() else ThreadRun)(trace, schedule, count)
 
 
 def equal(results: Sequence[Any], expected: Sequence[Any], *, is_compiled: bool = False) -> tuple[bool, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,7 @@ from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.schedule.graph import graph
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def captured(model: Callable[..., Any], *batches: torch.Tensor, **options: Any) -> list[tuple[Any, list[torch.Tensor]]]:

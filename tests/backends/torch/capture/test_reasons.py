@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import traced
 
 from manyhands import torch as mh
-from manyhands.backends.torch.capture.call import call as call_of
-from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.errors import CannotTrace
 
 
@@ -46,7 +45,7 @@ def fails(x: torch.Tensor) -> torch.Tensor:
 
 def reason(function: Callable[..., Any]) -> str:
     with pytest.raises(CannotTrace) as refused:
-        trace_whole(function, call_of((torch.ones(3),), {}))
+        traced(function, torch.ones(3))
     assert "\n" not in str(refused.value)
     return str(refused.value)
 

@@ -10,22 +10,16 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-
+from graph_cases import traced  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from manyhands.backends.torch.capture import trace  # noqa: E402
-from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
-from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
 from manyhands.errors import CannotTrace, NotYet  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1, 0])
-
-
-def traced(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> trace.Trace:
-    return trace_whole(function, call_of(arguments, keywords)).trace
 
 
 def task(found: trace.Trace, name: str) -> Any:

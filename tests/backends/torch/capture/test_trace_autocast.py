@@ -12,10 +12,6 @@ from torch import nn
 
 from manyhands.parallel.function import Parallel
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices are a mode of their own, which listens too"
-)
-
 Scope = Callable[[], AbstractContextManager[Any]]
 
 

@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lane_cases import scheduled, traced
+from graph_cases import run_on, traced
 
-from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture.trace import Trace
-from manyhands.backends.torch.run import threads
-from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.errors import CannotTrace, EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.schedule.graph import graph
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
-)
 GOOD, BAD = torch.eye(4) * 2, -torch.eye(4)
 SINGULAR = torch.zeros(4, 4)
 CHECKED: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
@@ -68,12 +61,6 @@ def test_a_branch_for_an_error_is_taken() -> None:
             assert torch.equal(torch.get_rng_state(), state)  # the numbers of the call that failed are given back
 
 
-def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> tuple[Trace, ThreadRun]:
-    found, _ = traced(function, *arguments)
-    made = scheduled(found, lanes, threads.tasks(found))
-    return found, ThreadRun(found, planning.plan_of(made), lanes)
-
-
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_nothing_is_written_before_the_checks_are_passed(lanes: int) -> None:
     state, counts = torch.zeros(4, 4), torch.zeros(())
@@ -84,7 +71,7 @@ def test_nothing_is_written_before_the_checks_are_passed(lanes: int) -> None:
         state.copy_(x)
         return y
 
-    _found, run = run_on(function, lanes, GOOD)
+    run = run_on(function, lanes, GOOD)
     run.replay([GOOD])
     assert counts == 1
     for _ in range(20):
@@ -107,7 +94,7 @@ def test_writes_wait_for_the_checks_before_them_and_results_do_not() -> None:
         state.add_(1)
         return y, x.sin()
 
-    found, _ = traced(function, GOOD)
+    found = traced(function, GOOD)
     names = [task.name for task in found.tasks]
     before = graph(found.tasks).needs
     assert names.index("_linalg_check_errors") in before[names.index("add_")]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lane_cases import scheduled, traced
+from graph_cases import scheduled, traced
 from torch import nn
 from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves
@@ -18,14 +18,11 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.bindings import native
+from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule, schedule_main_lane
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
-)
 
 
 def planned(function: Callable[..., Any]) -> Parallel:
@@ -125,10 +122,10 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[int, ...], tor
 def test_a_trace_knows_all_that_really_shares_memory(name: str) -> None:
     make, shape, kind = PROGRAMS[name]
     x = torch.randn(shape).to(kind)
-    trace, tensors = traced(make(), x)
+    trace = traced(make(), x)
     observer = Observer(trace)
     with torch.no_grad():
-        observer.run(*tensors)
+        observer.run(x)
     assert not observer.unknown
 
 
@@ -140,7 +137,7 @@ def test_a_trace_knows_all_that_really_shares_memory(name: str) -> None:
 def test_who_takes_a_value_comes_after_who_makes_it(name: str, way: Any) -> None:
     """Also where values are known by their memory alone, as on a GPU: in every order that the checker lets pass."""
     make, shape, kind = PROGRAMS[name]
-    trace, _ = traced(make(), torch.randn(shape).to(kind))
+    trace = traced(make(), torch.randn(shape).to(kind))
     assert any(step.task.name.startswith(("_unsafe", "unsafe")) for step in trace.steps)
     before: list[set[int]] = []
     for earlier in graph(trace.tasks).needs:
@@ -204,13 +201,13 @@ def test_tensors_from_outside_that_show_one_array_are_one_memory() -> None:
         other.add_(1)
         return a, whole + 1, repeated.sum()
 
-    trace, _ = traced(function, torch.ones(8))
+    trace = traced(function, torch.ones(8))
     memories = {id(getattr(trace.module, str(node.target))): trace.storages[node] for node in trace.constants}
     assert memories[id(whole)] == memories[id(repeated)] == memories[id(rest)]
     assert not memories[id(other)] & memories[id(whole)]
     for lanes in (1, 2, 3):
         scheduled_tasks = scheduled(trace, lanes)
-        run = planning.thread_run(trace, planning.plan_of(scheduled_tasks), lanes)
+        run = ThreadRun(trace, scheduled_tasks, lanes)
         for _ in range(5):
             array[:] = 0
             expected = [value.clone() for value in function(torch.ones(8))]

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import needs_compiler
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from whole_cases import needs_compiler
 
 from manyhands.backends.torch.compat import FakeTensorMode, inductor_compile, prepare_inductor
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
 
 
 def write_twice(x: torch.Tensor, w: torch.Tensor) -> Any:

@@ -18,8 +18,6 @@ from manyhands.backends.torch import virtual
 from manyhands.backends.torch.compat import dispatch_mode_stack, function_mode_stack
 from manyhands.errors import VirtualDevicesError
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def two_gpus() -> Iterator[None]:

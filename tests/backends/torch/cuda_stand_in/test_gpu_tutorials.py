@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from manyhands import cli
 from manyhands import torch as mh
 
-pytestmark = pytest.mark.once
 PAGE = Path(__file__).parents[4] / "docs" / "virtual-devices.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 

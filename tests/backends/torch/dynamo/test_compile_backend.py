@@ -11,29 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import traced
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.capture.call import call as call_of
-from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole
 from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.planner import Options
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 PLAN = GraphPlan(lambda tensors: [], in_graph=False)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_the_name_alone_is_enough() -> None:
@@ -145,10 +136,9 @@ def test_the_random_state_of_attention_without_dropout_is_not_compared(dropout: 
         result, state = torch.ops.manyhands_tests.attention(x, dropout)
         return result * 2, state.detach()
 
-    call = call_of((torch.rand(4),), {})
-    traced = trace_whole(function, call).trace
-
-    one, other = (planning.results_of(traced, call.tensors, planning.as_written(traced)) for _ in range(2))
+    x = torch.rand(4)
+    trace = traced(function, x)
+    one, other = (planning.results_of(trace, [x], planning.as_written(trace)) for _ in range(2))
     assert planning.equal(one, other)[0] is is_same
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graph_cases import needs_compiler
 from torch import nn
 
 from manyhands import torch as mh
@@ -21,20 +21,7 @@ from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.planner import Options
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 # parallel(fn, compile=True)
 

@@ -16,16 +16,7 @@ from manyhands.backends.torch.capture import captured_graph, whole
 from manyhands.backends.torch.dynamo import backend, rewrites
 from manyhands.parallel import planner
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def fail(*arguments: Any, **keywords: Any) -> Any:

@@ -5,7 +5,7 @@ Backward passes are part of a captured graph, ``zero_grad()`` is traced, and a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +14,10 @@ from torch import nn
 
 from manyhands import torch as mh
 
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
-)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 loss_of = nn.functional.cross_entropy
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def in_pytorchs_order(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 torch = pytest.importorskip("torch")
+from graph_cases import traced  # noqa: E402
 
-from manyhands.backends.torch import planning  # noqa: E402
-from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
-from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
 from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
@@ -51,8 +49,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed() -> tuple[Any, list[torch.Tensor]]:
     """On the GPU, to the host, on the CPU, to the GPU, on the GPU: said of operations that are all on the CPU here."""
     x = torch.ones(2, 2)
-    call = call_of((x,), {})
-    found = trace_whole(lambda x: x.sin().cos().exp().neg().tanh(), call).trace
+    found = traced(lambda x: x.sin().cos().exp().neg().tanh(), x)
     places = {
         "sin": ("gpu:0", "compute"),
         "cos": ("gpu:0", "copy out"),
@@ -63,7 +60,7 @@ def mixed() -> tuple[Any, list[torch.Tensor]]:
     for step in found.steps:
         device, kind = places[step.task.name]
         step.task = replace(step.task, device=device, kind=kind)  # type: ignore[arg-type]
-    return found, call.tensors
+    return found, [x]
 
 
 def test_the_host_waits_before_it_reads_a_copy_and_streams_do_not_wait_for_the_host() -> None:
@@ -71,7 +68,7 @@ def test_the_host_waits_before_it_reads_a_copy_and_streams_do_not_wait_for_the_h
     kinds = dict.fromkeys((task.device, task.kind) for task in found.tasks)
     lanes = [Lane(device, kind) for device, kind in kinds]
     made = schedule(graph(found.tasks), lanes)
-    plan = planning.plan_of(made)
+    plan = made
     streams = [Stream(lane.kind) for lane in lanes]
     (result,) = codegen.generate(found, plan, streams).build()(tensors)  # type: ignore[arg-type]
     assert torch.equal(result, tensors[0].sin().cos().exp().neg().tanh())
@@ -110,7 +107,7 @@ def test_memory_goes_as_soon_as_its_lane_knows_all_users_to_be_over(program: Any
         known = [task for task in made.order if made.lane_of[task] == lane and own <= before[task]]
         if known:
             expected[memory] = known[0]
-    assert codegen.points(planning.plan_of(made), wanted) == expected
+    assert codegen.points(made, wanted) == expected
 
 
 def test_a_host_number_in_a_kernel_is_not_captured() -> None:

@@ -13,19 +13,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import lane_cases
+import graph_cases
 import pytest
 import support
 import torch
-from lane_cases import run_on
+from graph_cases import run_on
 
 from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import AS_WRITTEN
-
-pytestmark = pytest.mark.skipif(
-    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
-)
 
 
 @torch.library.custom_op("manyhands_tests::fails", mutates_args=())
@@ -202,7 +198,7 @@ print("running:", workers() > 0)
 
 def test_a_process_that_forks_and_ends_while_it_has_workers() -> None:
     """The child gets workers of its own; they are joined before the interpreter ends."""
-    modules = __file__, lane_cases.__file__, support.__file__
+    modules = __file__, graph_cases.__file__, support.__file__
     paths = [os.path.dirname(str(module)) for module in modules]
     done = support.run_python(PROCESS.format(path=paths))
     assert done.stdout.splitlines() == ["forked: 0", "running: True", "at exit: 0", "late"], done.stderr

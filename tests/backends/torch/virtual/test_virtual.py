@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ import torch
 from support import run_python
 
 from manyhands import torch as mh
-from manyhands.backends.torch import virtual
 from manyhands.errors import NoSuchDevice
 
-pytestmark = pytest.mark.skipif(not virtual.count(), reason="needs MANYHANDS_VIRTUAL_DEVICES")
+
+@pytest.fixture(autouse=True)
+def _two_devices() -> Iterator[None]:
+    with mh.virtual_devices(2):
+        yield
 
 
 def net() -> torch.nn.Module:

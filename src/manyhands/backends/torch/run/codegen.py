@@ -35,21 +35,6 @@ _Key = TypeVar("_Key", int, str)
 Stamps = dict[int, list[Any]]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The parts of a schedule that a run needs: each lane's device, each step's lane, the order of issue, the waits."""
-
-    devices: Sequence[str]
-    lane_of: Sequence[int]
-    order: Sequence[int]
-    waits: Mapping[int, tuple[int, ...]]
-
-
-def plan_of(schedule: Schedule) -> Plan:
-    """The schedule as a plan."""
-    return Plan([lane.device for lane in schedule.lanes], schedule.lane_of, schedule.order, schedule.waits)
-
-
 # Functions that are generated at run time: tracebacks show their lines, and debuggers find their source
 
 
@@ -90,7 +75,7 @@ class Code:
 
 def generate(
     trace: Trace,
-    plan: Plan,
+    schedule: Schedule,
     streams: Sequence[torch.cuda.Stream],
     *,
     static: bool = False,
@@ -107,10 +92,10 @@ def generate(
         code.lines.append(f"{inputs}= inputs")
     for node in trace.constants:
         code.lines.append(f"{node.name} = {code.name(trace.constant(node))}")
-    marks = _Marks(trace, plan, streams, code)
+    marks = _Marks(trace, schedule, streams, code)
     marks.begin()
-    released_after = _releases(trace, plan)
-    for task in plan.order:
+    released_after = _releases(trace, schedule)
+    for task in schedule.order:
         marks.before(task)
         marks.stamp(task)
         for node in trace.steps[task].nodes:
@@ -192,10 +177,10 @@ def on_cpu(step: Step) -> bool:
 class _Marks:
     """Writes the lines about streams: which one is current, what it waits for, which events others wait for."""
 
-    def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream], code: Code) -> None:
-        self._trace, self._plan, self._code = trace, plan, code
-        self._waited = {other for others in plan.waits.values() for other in others}
-        self._used = gpu_lanes(trace, plan)
+    def __init__(self, trace: Trace, schedule: Schedule, streams: Sequence[torch.cuda.Stream], code: Code) -> None:
+        self._trace, self._schedule, self._code = trace, schedule, code
+        self._waited = {other for others in schedule.waits.values() for other in others}
+        self._used = gpu_lanes(trace, schedule)
         self._names = {lane: code.name(streams[lane]) for lane in self._used}
         self._set = code.name(torch.cuda.set_stream)
         self._events: dict[int, str] = {}
@@ -213,8 +198,8 @@ class _Marks:
 
     def before(self, task: int) -> None:
         host = on_cpu(self._trace.steps[task])
-        lane = self._plan.lane_of[task]
-        for other in self._plan.waits.get(task, ()):
+        lane = self._schedule.lane_of[task]
+        for other in self._schedule.waits.get(task, ()):
             if on_cpu(self._trace.steps[other]):
                 continue  # synchronous: finished when issued
             if host:
@@ -246,7 +231,7 @@ class _Marks:
             return
         event = torch.cuda.Event(enable_timing=True)
         stamps.setdefault(task, []).append(event)
-        self._code.lines.append(f"{self._code.name(event)}.record({self._names[self._plan.lane_of[task]]})")
+        self._code.lines.append(f"{self._code.name(event)}.record({self._names[self._schedule.lane_of[task]]})")
 
     def after(self, task: int) -> None:
         step = self._trace.steps[task]
@@ -256,9 +241,9 @@ class _Marks:
         blocking = step.task.kind == "copy in" and not step.node.kwargs.get("non_blocking")
         if task in self._waited or (blocking and not self._code.static):
             self._events[task] = self._code.name(torch.cuda.Event())
-            self._code.lines.append(f"{self._events[task]}.record({self._names[self._plan.lane_of[task]]})")
+            self._code.lines.append(f"{self._events[task]}.record({self._names[self._schedule.lane_of[task]]})")
         if blocking and task in self._events:
-            self._from_host[self._plan.lane_of[task]] = self._events[task]
+            self._from_host[self._schedule.lane_of[task]] = self._events[task]
 
     def end(self) -> None:
         """The first lane waits for all others, so work issued after the run starts after all of it."""
@@ -272,23 +257,23 @@ class _Marks:
             self._code.lines.append(f"{event}.synchronize()")
 
 
-def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:
+def gpu_lanes(trace: Trace, schedule: Schedule) -> list[int]:
     """The lanes that are streams; the others are the issuing thread."""
-    return sorted({plan.lane_of[task] for task, step in enumerate(trace.steps) if not on_cpu(step)})
+    return sorted({schedule.lane_of[task] for task, step in enumerate(trace.steps) if not on_cpu(step)})
 
 
 # When memory is freed
 
 
-def _releases(trace: Trace, plan: Plan) -> dict[int, list[str]]:
+def _releases(trace: Trace, schedule: Schedule) -> dict[int, list[str]]:
     """The names that may be deleted after each task: those whose users are all known, on their stream, to be done."""
     names: dict[str, frozenset[int]] = {}
     for step in trace.steps:
         memories = frozenset().union(*(trace.storages[node] for node in step.nodes))
         # The name of a tuple of results, or of a view, keeps the memory alive.
         names.update((node.name, memories) for node in step.nodes)
-    points = release_points(trace, plan)
-    place = {task: number for number, task in enumerate(plan.order)}
+    points = release_points(trace, schedule)
+    place = {task: number for number, task in enumerate(schedule.order)}
     released_after: dict[int, list[str]] = {}
     for name, memories in names.items():
         if memories and all(memory in points for memory in memories):
@@ -297,7 +282,7 @@ def _releases(trace: Trace, plan: Plan) -> dict[int, list[str]]:
     return released_after
 
 
-def release_points(trace: Trace, plan: Plan) -> dict[int, int]:
+def release_points(trace: Trace, schedule: Schedule) -> dict[int, int]:
     """For each memory, the task after which it may be reused; memories that live to the end are omitted."""
     callers = trace.callers_memories() | trace.memories_of(trace.outputs)
     makers: dict[int, int] = {}
@@ -310,34 +295,36 @@ def release_points(trace: Trace, plan: Plan) -> dict[int, int]:
             makers.setdefault(memory, task)
         for node in step.nodes:
             held |= trace.storages[node]
-    return points(plan, {m: ({plan.lane_of[makers[m]]}, users[m]) for m in makers if m in held and m not in callers})
+    return points(
+        schedule, {m: ({schedule.lane_of[makers[m]]}, users[m]) for m in makers if m in held and m not in callers}
+    )
 
 
-def points(plan: Plan, wanted: Mapping[_Key, tuple[Iterable[int], Iterable[int]]]) -> dict[_Key, int]:
+def points(schedule: Schedule, wanted: Mapping[_Key, tuple[Iterable[int], Iterable[int]]]) -> dict[_Key, int]:
     """By key, the first task of one of these lanes at which all of these users are known to be done; none: omitted.
 
     ``wanted`` has the lanes and the users. A lane's clock says how far each other lane is known to have come, and it
     only goes forward: so the place is found by bisection.
     """
-    count = max(plan.lane_of, default=-1) + 1
+    count = max(schedule.lane_of, default=-1) + 1
     clocks = Clocks(count)
     tasks: list[list[int]] = [[] for _ in range(count)]  # of each lane
     known: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(count)]  # of each other lane, at these
-    waited = {other for others in plan.waits.values() for other in others}
-    for task in plan.order:
-        lane = plan.lane_of[task]
-        for other in plan.waits.get(task, ()):
+    waited = {other for others in schedule.waits.values() for other in others}
+    for task in schedule.order:
+        lane = schedule.lane_of[task]
+        for other in schedule.waits.get(task, ()):
             clocks.wait(lane, other)
         clocks.issue(lane, task, waited_for=task in waited)
         tasks[lane].append(task)
         for other in range(count):
             known[lane][other].append(clocks.known(lane, other))
-    number = {task: place for place, task in enumerate(plan.order)}
+    number = {task: place for place, task in enumerate(schedule.order)}
     found: dict[_Key, int] = {}
     for key, (lanes, users) in wanted.items():
         last: dict[int, int] = {}  # the place of the last user, on each lane
         for user in users:
-            last[plan.lane_of[user]] = max(last.get(plan.lane_of[user], 0), clocks.place[user])
+            last[schedule.lane_of[user]] = max(last.get(schedule.lane_of[user], 0), clocks.place[user])
         there: list[int] = []
         for lane in lanes:
             place = max(bisect_left(known[lane][other], place) for other, place in last.items())

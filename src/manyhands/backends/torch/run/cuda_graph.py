@@ -17,12 +17,13 @@ from torch.autograd.graph import increment_version
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace, results_share
-from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
+from manyhands.backends.torch.run.codegen import generate, gpu_lanes
 from manyhands.backends.torch.run.copies import Copies, allocator, can_be_copied, copied, has_no_gaps, prepare
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import own_streams, reserve_workspaces
 from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
 from manyhands.errors import CannotCompile
+from manyhands.schedule.lanes import Schedule
 
 # Operations that may call cuBLAS.
 _MULTIPLIES = re.compile(r"mm|mv|matmul|linear|dot|attention|transformer|lstm|gru|rnn|linalg|solve|cholesky|manyhands")
@@ -45,10 +46,14 @@ class GraphRun:
     Results belong to the caller. With ``reuse_outputs`` they belong to the graph, and the next replay overwrites them.
     """
 
-    concurrent = False  # all replays use the same memory
-
     def __init__(
-        self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+        self,
+        trace: Trace,
+        schedule: Schedule,
+        inputs: Sequence[torch.Tensor],
+        devices: Gpus,
+        *,
+        reuse_outputs: bool = False,
     ) -> None:
         self._devices, self._device = devices, devices[0]
         self._static = [_static(tensor) for tensor in inputs]
@@ -56,11 +61,11 @@ class GraphRun:
         # The graph holds addresses: keep that memory alive, whatever happens to the tensors.
         self._constants = [value.detach() for value in trace.constant_values()]
         self._changed = _written_constants(trace)
-        streams = own_streams(self._device, len(plan.devices))
-        multiplying = [streams[lane] for lane in _lanes_with_products(trace, plan)]
+        streams = own_streams(self._device, len(schedule.lanes))
+        multiplying = [streams[lane] for lane in _lanes_with_products(trace, schedule)]
         reserve_workspaces(multiplying, self._device, gradients=False)
-        self._first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
-        self._issue = generate(trace, plan, streams, static=True).build()
+        self._first = streams[next(iter(gpu_lanes(trace, schedule)), 0)]
+        self._issue = generate(trace, schedule, streams, static=True).build()
         self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
         self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
         self._over = torch.cuda.Event()
@@ -238,11 +243,11 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _lanes_with_products(trace: Trace, plan: Plan) -> list[int]:
+def _lanes_with_products(trace: Trace, schedule: Schedule) -> list[int]:
     """The lanes that may call cuBLAS, which needs a workspace for each: 32 MB on a Hopper GPU."""
-    if len(plan.devices) == 1:
+    if len(schedule.lanes) == 1:
         return [0]  # compiled code does not say whether it calls cuBLAS
-    calls = zip(plan.lane_of, trace.steps, strict=True)
+    calls = zip(schedule.lane_of, trace.steps, strict=True)
     return sorted({lane for lane, step in calls if _MULTIPLIES.search(str(step.node.target))})
 
 

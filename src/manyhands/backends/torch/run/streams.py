@@ -18,7 +18,8 @@ from torch.fx import Node
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace, is_check
-from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
+from manyhands.backends.torch.run.codegen import Stamps, generate, gpu_lanes, on_cpu
+from manyhands.schedule.lanes import Schedule
 
 _MUCH = 16 << 20  # bytes to the host: above this, copying a graph's results on the host takes too long
 
@@ -79,22 +80,20 @@ def as_traced(devices: Gpus, stream: torch.cuda.Stream) -> Iterator[None]:
                 torch.cuda.set_stream(previous)
 
 
-def streams_of(plan: Plan, devices: Gpus) -> list[torch.cuda.Stream]:
+def streams_of(schedule: Schedule, devices: Gpus) -> list[torch.cuda.Stream]:
     """A stream for each lane, on its device; streams of CPU lanes are not used."""
     named = {f"gpu:{device.index or 0}": device for device in devices}
-    return [torch.cuda.Stream(named.get(name, devices[0])) for name in plan.devices]
+    return [torch.cuda.Stream(named.get(lane.device, devices[0])) for lane in schedule.lanes]
 
 
 class StreamRun:
     """A run that is issued anew on every call. Its results are fresh."""
 
-    concurrent = True
-
-    def __init__(self, trace: Trace, plan: Plan, devices: Gpus, stamps: Stamps | None = None) -> None:
+    def __init__(self, trace: Trace, schedule: Schedule, devices: Gpus, stamps: Stamps | None = None) -> None:
         self._devices = devices
-        self._streams = streams_of(plan, devices)
-        self._first = self._streams[next(iter(gpu_lanes(trace, plan)), 0)]
-        self._run = generate(trace, plan, self._streams, stamps=stamps).build()
+        self._streams = streams_of(schedule, devices)
+        self._first = self._streams[next(iter(gpu_lanes(trace, schedule)), 0)]
+        self._run = generate(trace, schedule, self._streams, stamps=stamps).build()
         self._waits = any(step.task.kind == "copy out" for step in trace.steps)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -114,10 +113,12 @@ class StreamRun:
         return results
 
 
-def timed_streams(trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus) -> list[tuple[float, float]]:
+def timed_streams(
+    trace: Trace, schedule: Schedule, inputs: Sequence[torch.Tensor], devices: Gpus
+) -> list[tuple[float, float]]:
     """When each task of an issued run began and ended: by CUDA events around it, or by the host's clock."""
     stamps: Stamps = {}
-    run = StreamRun(trace, plan, devices, stamps)
+    run = StreamRun(trace, schedule, devices, stamps)
     run.replay(inputs)  # warms up
     for times in stamps.values():
         if isinstance(times[0], float):

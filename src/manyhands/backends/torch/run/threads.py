@@ -42,8 +42,9 @@ from torch.fx import Node
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
-from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text, function, points
+from manyhands.backends.torch.run.codegen import Code, Stamps, argument_text, call_text, function, points
 from manyhands.backends.torch.virtual import VirtualTensor, inside, is_virtual, no_hooks
+from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.task import Task
 
 _Lane = Callable[[Sequence[threading.Lock], Sequence[Any]], None]
@@ -73,31 +74,31 @@ def tasks(trace: Trace) -> list[Task]:
     return with_values
 
 
-def in_order(plan: Plan) -> Plan:
+def in_order(schedule: Schedule) -> Schedule:
     """The same order on one lane, for the caller's thread alone."""
-    return Plan(plan.devices[:1], [0] * len(plan.lane_of), plan.order, {})
+    return replace(schedule, lanes=schedule.lanes[:1], lane_of=(0,) * len(schedule.lane_of), waits={})
 
 
 # Code
 
 
-def _generated(trace: Trace, plan: Plan, stamps: Stamps | None) -> tuple[Callable[..., list[Any]], int]:
+def _generated(trace: Trace, schedule: Schedule, stamps: Stamps | None) -> tuple[Callable[..., list[Any]], int]:
     """The code of a run, and how many gates it has."""
     code = Code(stamps=stamps)
-    lanes: dict[int, list[str]] = {lane: [] for lane in sorted({*plan.lane_of})}
-    waits = [(other, task) for task, others in plan.waits.items() for other in others]
-    across = [pair for pair in waits if plan.lane_of[pair[0]] != plan.lane_of[pair[1]]]
+    lanes: dict[int, list[str]] = {lane: [] for lane in sorted({*schedule.lane_of})}
+    waits = [(other, task) for task, others in schedule.waits.items() for other in others]
+    across = [pair for pair in waits if schedule.lane_of[pair[0]] != schedule.lane_of[pair[1]]]
     gates = {pair: f"gates[{number}]" for number, pair in enumerate(across)}
     opened: dict[int, list[str]] = {}
     for (other, _), gate in gates.items():
         opened.setdefault(other, []).append(f"{gate}.release()")
     stopped, clock = code.name(Stopped), code.name(time.perf_counter)
-    gone = _last_uses(trace, plan)
-    for task in plan.order:
-        lines, stamp = lanes[plan.lane_of[task]], []
+    gone = _last_uses(trace, schedule)
+    for task in schedule.order:
+        lines, stamp = lanes[schedule.lane_of[task]], []
         if stamps is not None:
             stamp = [f"{code.name(stamps.setdefault(task, []))}.append({clock}())"]
-        lines += [f"{gates[other, task]}.acquire()" for other in plan.waits.get(task, ()) if (other, task) in gates]
+        lines += [f"{gates[other, task]}.acquire()" for other in schedule.waits.get(task, ()) if (other, task) in gates]
         lines += [f"if stop: raise {stopped}"] if len(lanes) > 1 else []
         lines += [*stamp, *(f"{node.name} = {call_text(node, code)}" for node in trace.steps[task].nodes), *stamp]
         lines += opened.get(task, ())
@@ -118,19 +119,19 @@ def _generated(trace: Trace, plan: Plan, stamps: Stamps | None) -> tuple[Callabl
     return function("lanes", "\n".join(source), code.names), len(gates)
 
 
-def _last_uses(trace: Trace, plan: Plan) -> dict[int, list[str]]:
+def _last_uses(trace: Trace, schedule: Schedule) -> dict[int, list[str]]:
     """The values to delete after each task: those that all tasks have used, as far as its lane knows."""
     users = {node: {task} for task, step in enumerate(trace.steps) for node in step.nodes}
     for task, step in enumerate(trace.steps):
         for source in (source for node in step.nodes for source in node.all_input_nodes if source in users):
             users[source].add(task)
     wanted = {
-        node.name: ({plan.lane_of[task] for task in tasks}, tasks)
+        node.name: ({schedule.lane_of[task] for task in tasks}, tasks)
         for node, tasks in users.items()
         if node not in trace.outputs
     }
     gone: dict[int, list[str]] = {}
-    for name, task in points(plan, wanted).items():
+    for name, task in points(schedule, wanted).items():
         gone.setdefault(task, []).append(name)
     return gone
 
@@ -141,20 +142,18 @@ def _last_uses(trace: Trace, plan: Plan) -> dict[int, list[str]]:
 class ThreadRun:
     """A run of lanes on threads: ``threads`` in all, divided among the lanes."""
 
-    concurrent = True  # every replay returns new results
-
-    def __init__(self, trace: Trace, plan: Plan, threads: int, stamps: Stamps | None = None) -> None:
+    def __init__(self, trace: Trace, schedule: Schedule, threads: int, stamps: Stamps | None = None) -> None:
         """``stamps`` receives the clock's seconds before and after every task."""
-        self._trace, self._plan = trace, plan
-        self.lanes = max(1, len({*plan.lane_of}))
+        self._trace, self._schedule = trace, schedule
+        self.lanes = max(1, len({*schedule.lane_of}))
         self.threads = max(1, threads // self.lanes)
-        self._run, self._gates = _generated(trace, plan, stamps)
+        self._run, self._gates = _generated(trace, schedule, stamps)
         self._spare: list[list[threading.Lock]] = []  # closed gates, for concurrent runs of several callers
         self._waits_at_end = any(step.task.device.startswith("gpu") for step in trace.steps)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         if self.lanes > 1 and not threading.main_thread().is_alive():  # the interpreter is ending
-            return type(self)(self._trace, in_order(self._plan), self.threads).replay(inputs)
+            return type(self)(self._trace, in_order(self._schedule), self.threads).replay(inputs)
         # The casts and the gradients are already in the trace: operations must not add them again.
         cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
         with cast, torch.no_grad(), operation_threads(self.threads):
@@ -228,10 +227,10 @@ class VirtualRun(ThreadRun):
         ]
 
 
-def timed_threads(trace: Trace, plan: Plan, inputs: Sequence[Any], threads: int) -> list[tuple[float, float]]:
+def timed_threads(trace: Trace, schedule: Schedule, inputs: Sequence[Any], threads: int) -> list[tuple[float, float]]:
     """When each task of a run on threads began and ended."""
     stamps: Stamps = {}
-    run = ThreadRun(trace, plan, threads, stamps)
+    run = ThreadRun(trace, schedule, threads, stamps)
     run.replay(inputs)  # wakes the workers
     for times in stamps.values():
         times.clear()

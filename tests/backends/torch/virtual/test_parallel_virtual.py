@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from graph_cases import traced
 
 from manyhands import torch as mh
-from manyhands.backends.torch import planning, virtual
+from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.call import call as call_of
 from manyhands.backends.torch.capture.whole import trace_whole
+from manyhands.backends.torch.run import threads
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
 
-pytestmark = pytest.mark.skipif(virtual.count() < 2, reason="needs MANYHANDS_VIRTUAL_DEVICES")
 ZERO, ONE = torch.device("cpu:0"), torch.device("cpu:1")
+
+
+@pytest.fixture(autouse=True)
+def _two_devices() -> Iterator[None]:
+    with mh.virtual_devices(2):
+        yield
 
 
 def two_layers(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Any:
@@ -39,7 +47,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def test_devices_get_lanes_and_copies_between_them_are_tasks() -> None:
-    found = trace_whole(two_layers, call_of(tuple(arguments()), {})).trace
+    found = traced(two_layers, *arguments())
     places = {(step.task.device, step.task.kind) for step in found.steps}
     assert places == {
         ("virtual:0", "compute"),
@@ -56,12 +64,12 @@ def test_a_schedule_over_two_devices_is_proved_and_gives_the_same(count: int) ->
     call = call_of(tuple(given), {})
     whole = trace_whole(two_layers, call)
     found = whole.trace
-    program = graph(planning.tasks(found, None))
+    program = graph(threads.tasks(found))
     made = schedule(program, lanes_for(program, count))
     check(made)
     for task, lane in enumerate(made.lane_of):
         assert made.lanes[lane].device == program.tasks[task].device
-    run = planning.thread_run(found, planning.plan_of(made), 2)
+    run = planning.thread_run(found, made, 2)
     for _ in range(3):
         assert_same(whole.result(run.replay(given)), two_layers(*given))
 
@@ -127,7 +135,7 @@ def test_the_verbs_move_inside_a_planned_function() -> None:
         return mh.to(mh.to(x, mh.gpu(0)).exp(), mh.gpu(1)) @ second
 
     x, _, second = arguments()
-    trace = trace_whole(moves, call_of((x, second), {})).trace
+    trace = traced(moves, x, second)
     assert [step.task.kind for step in trace.steps] == ["compute", "copy", "compute"]
     assert torch.equal(mh.parallel(moves, pure=True)(x, second).to("cpu"), moves(x, second).to("cpu"))
 
