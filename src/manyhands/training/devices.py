@@ -27,7 +27,7 @@ from manyhands import machine
 from manyhands.amounts import counted
 from manyhands.backends.protocol import Backend
 from manyhands.device import Device
-from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
+from manyhands.errors import BadDevice, NoSuchDevice
 
 VirtualCpus = Callable[[int], dict[str, Any]]
 _MOST_OF_CPU = 64
@@ -59,48 +59,53 @@ def missing_gpus(wanted: int, available: int) -> str | None:
 
 def resolve(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
     """The devices for ``devices=``; ``virtual_cpus`` returns the options for that many virtual CPU devices."""
-    if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
-        return _of_text("-1", backend, virtual_cpus)
-    if isinstance(devices, Integral) and not isinstance(devices, bool):
-        return _as_many(devices, int(devices), backend, virtual_cpus)
-    if isinstance(devices, str):
-        return _of_text(devices, backend, virtual_cpus)
     if isinstance(devices, Device) or backend.is_device(devices):
         return Choice([devices])
     if isinstance(devices, (list, tuple)):
-        return _of_names(devices, backend, virtual_cpus)
-    return Choice(devices)
+        return _of_names(devices, devices, backend, virtual_cpus)
+    if not isinstance(devices, str | Integral) or isinstance(devices, bool):
+        return Choice(devices)
+    words = str(devices).strip()
+    kind, colon, count = words.lower().partition(":")
+    if kind in _ALL_GPUS and not colon:
+        gpus = [f"gpu:{number}" for number in range(backend.num_gpus())]
+        note = None if gpus or kind in ("all", "auto") else f"devices={devices!r}: {_NO_GPU}"
+        return Choice(_standing_in(gpus, backend) or ["cpu"], note=note)
+    if words.isdecimal() or isinstance(devices, Integral):
+        return _as_many(devices, int(words), backend, virtual_cpus)
+    if kind == "cpu" and "," not in count:
+        if colon and (not count.isdecimal() or int(count) > _MOST_OF_CPU):
+            raise BadDevice(f"devices={devices!r}: write cpu, or cpu:2 for two virtual CPU devices")
+        return _of_cpu(int(count or 1) or 1, virtual_cpus)
+    return _of_names(devices, [part.strip() for part in words.split(",")], backend, virtual_cpus)
 
 
-def _of_names(devices: Sequence[Any], backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+def _of_names(
+    written: Any, devices: Sequence[Any], backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus
+) -> Choice:
     """The devices of a list; the first virtual devices are created where the process does not have them yet."""
     numbers = [isinstance(device, Integral) and not isinstance(device, bool) for device in devices]
     devices = [f"gpu:{device}" if is_number else device for device, is_number in zip(devices, numbers, strict=True)]
-    if any(numbers):  # as Lightning has it
-        _check_gpus(", ".join(map(str, devices)), [str(device) for device in devices], backend)
+    for name in devices:
+        if isinstance(name, str):
+            _check_name(written, name, backend)
     first = [f"virtual:{number}" for number in range(len(devices))]
     if len(first) > backend.virtual_count() and len(first) > 1 and [str(device).lower() for device in devices] == first:
         return _of_cpu(len(first), virtual_cpus)
-    return Choice(list(devices))
+    return Choice(devices)
 
 
-def _of_text(text: str, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
-    words = text.strip().lower()
-    if words.isdecimal():
-        return _as_many(text, int(words), backend, virtual_cpus)
-    if words in _ALL_GPUS:
-        gpus = [f"gpu:{number}" for number in range(backend.num_gpus())]
-        note = None if gpus or words in ("all", "auto") else f"devices={text!r}: {_NO_GPU}"
-        return Choice(_standing_in(gpus, backend) or ["cpu"], note=note)
-    kind, colon, count = words.partition(":")
-    if kind == "cpu" and "," not in words:
-        if colon and (not count.isdecimal() or int(count) > _MOST_OF_CPU):
-            raise BadDevice(f"devices={text!r}: write cpu, or cpu:2 for two virtual CPU devices")
-        return _of_cpu(int(count or 1) or 1, virtual_cpus)
-    names = [part.strip() for part in text.strip().split(",")]
-    _check_names(text, names)
-    _check_gpus(text, names, backend)
-    return _of_names(names, backend, virtual_cpus)
+def _check_name(written: Any, name: str, backend: Backend[Any, Any, Any]) -> None:
+    """Refuse what is not the name of a device, and a GPU that is not there."""
+    try:
+        device = Device.parse(name)
+    except BadDevice as error:
+        raise BadDevice(f"devices={written!r}: {name!r} is not the name of a device. {_WRITE}") from error
+    if re.fullmatch(r"(gpu|cuda)(:\d+)?", name.lower()) and device.index >= backend.num_gpus():
+        raise NoSuchDevice(
+            f"devices={written!r}: there is no {name} here (manyhands devices shows what there is). Write cpu, or "
+            "cpu:2 for two virtual CPU devices"
+        )
 
 
 def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
@@ -134,29 +139,3 @@ def on_virtual_devices(backend: Backend[Any, Any, Any], count: int) -> dict[str,
     if backend.virtual_count() < count:
         backend.virtual_devices(count)
     return {"devices": [f"virtual:{number}" for number in range(count)]}
-
-
-def _check_gpus(text: str, names: list[str], backend: Backend[Any, Any, Any]) -> None:
-    for name in names:
-        if re.fullmatch(r"(gpu|cuda)(:\d+)?", name.lower()) and Device.parse(name).index >= backend.num_gpus():
-            raise NoSuchDevice(
-                f"devices={text!r}: there is no {name} here (manyhands devices shows what there is). Write cpu, or "
-                "cpu:2 for two virtual CPU devices"
-            )
-
-
-def _check_names(text: str, names: list[str]) -> None:
-    """Refuse a name that is not a device, and a device that is named twice."""
-    devices: list[str] = []
-    for name in names:
-        try:
-            device = Device.parse(name)
-        except BadDevice as error:
-            raise BadDevice(f"devices={text!r}: {name!r} is not the name of a device. {_WRITE}") from error
-        label = "cpu" if device.kind == "cpu" and not name.startswith("/") else str(device)
-        if label in devices:
-            raise DuplicateDevices(
-                f"devices={text!r}: {label} appears more than once. Name each device once, or write "
-                f"cpu:{len(names)} for {len(names)} virtual CPU devices"
-            )
-        devices.append(label)

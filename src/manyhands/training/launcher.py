@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from manyhands.errors import BadSettings
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 _STEP_IDS = ("SLURM_STEP_ID", "SLURM_STEPID")  # set by srun; a batch script does not have them
 
 
@@ -36,34 +35,38 @@ class Place:
 
 def is_launched() -> bool:
     """Whether a launcher has set up this process as one of several."""
-    return _is_torchrun() or _is_slurm()
+    return size() > 0
 
 
-def _is_torchrun() -> bool:
-    return all(name in os.environ for name in _NEEDED)
-
-
-def _is_slurm() -> bool:
+def size() -> int:
+    """How many processes a launcher has started; 0 without one."""
+    if _is_torchrun():
+        return _number("WORLD_SIZE")
     in_step = "SLURM_PROCID" in os.environ and any(name in os.environ for name in _STEP_IDS)
-    return in_step and "RANK" not in os.environ and _tasks() > 1
+    tasks = _tasks() if in_step and "RANK" not in os.environ else 1
+    return tasks if tasks > 1 else 0
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and shows things."""
+    return not is_launched() or _number("RANK" if _is_torchrun() else "SLURM_PROCID") == 0
 
 
 def place() -> Place:
     """This process's place in the job, from the launcher's environment; the default port is torch.distributed's."""
-    return _torchruns_place() if _is_torchrun() else _slurms_place()
-
-
-def _torchruns_place() -> Place:
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        port = int(os.environ.get("MASTER_PORT", "29500"))
-    except ValueError as error:
+    if _is_torchrun():
+        rank, size = _number("RANK"), _number("WORLD_SIZE")
+        local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
+        return Place(rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], _number("MASTER_PORT", 29500))
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    address = os.environ.get("MASTER_ADDR") or first_node(nodes)
+    if not address:
         raise BadSettings(
-            f"RANK, WORLD_SIZE and similar variables in the environment must be whole numbers: {error}"
-        ) from None
-    return Place(rank, size, local, on_node, os.environ["MASTER_ADDR"], port)
+            "SLURM's environment names no nodes (SLURM_JOB_NODELIST is empty): set MASTER_ADDR to the first one"
+        )
+    port = _number("MASTER_PORT", 12000 + 2 * (_number("SLURM_JOB_ID", 0) % 10000))
+    local_rank, own_gpus = _number("SLURM_LOCALID"), _number("SLURM_GPUS_PER_TASK", 0) > 0
+    return Place(_number("SLURM_PROCID"), _tasks(), local_rank, _on_node(), address, port, own_gpus)
 
 
 def device_names(kind: str, per_rank: int = 1) -> list[str]:
@@ -75,35 +78,22 @@ def device_names(kind: str, per_rank: int = 1) -> list[str]:
     return [f"{kind}{number} of rank {rank}" for rank in range(size()) for number in numbers]
 
 
-def is_first() -> bool:
-    """Whether this process is the one that writes and shows things."""
-    if _is_torchrun():
-        return int(os.environ["RANK"]) == 0
-    return not _is_slurm() or _number("SLURM_PROCID") == 0
+def _is_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
-def size() -> int:
-    """How many processes a launcher has started; 0 without one."""
-    if _is_torchrun():
-        return int(os.environ["WORLD_SIZE"])
-    return _tasks() if _is_slurm() else 0
+def _number(name: str, default: int | None = None) -> int:
+    """A number in the environment."""
+    text = os.environ.get(name, "")
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BadSettings(f"{name}={text!r} in the environment: the launcher sets a whole number there") from None
 
 
 # SLURM
-
-
-def _slurms_place() -> Place:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    address = os.environ.get("MASTER_ADDR") or first_node(nodes)
-    if not address:
-        raise BadSettings(
-            "SLURM's environment names no nodes (SLURM_JOB_NODELIST is empty): set MASTER_ADDR to the first one"
-        )
-    port = _number("MASTER_PORT", 12000 + 2 * (_number("SLURM_JOB_ID", 0) % 10000))
-    has_gpus_per_task = _number("SLURM_GPUS_PER_TASK", 0) > 0
-    return Place(
-        _number("SLURM_PROCID"), _tasks(), _number("SLURM_LOCALID"), _on_node(), address, port, has_gpus_per_task
-    )
 
 
 def _tasks() -> int:
@@ -118,16 +108,6 @@ def _on_node() -> int:
         counts += [int(count)] * int(times or 1)
     node = _number("SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else _tasks()
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name, "")
-    if not text and default is not None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise BadSettings(f"{name}={text!r} in the environment: SLURM sets a whole number there") from None
 
 
 def first_node(text: str) -> str:

@@ -79,13 +79,13 @@ class Loop:
         return self.learner.rank == 0
 
     def _begin(self, resume: Path | None) -> None:
-        """Restore, and only then begin the run: a job that is refused does not change its folder."""
+        """Restore. The run begins with the first step: a job that is refused does not change its folder."""
         self.saver.lock()
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
         self._before = self.saver.restore(resume)
         self.schedule.check(self.metrics.names)
-        self.result.rows = self.saver.begin()
+        self.result.rows = self.saver.rows()
         if self._before is not None:
             self.result.rows = shared(self.learner, self.result.rows)
 
@@ -109,9 +109,6 @@ class Loop:
                 self.report.epoch_start()
                 self._train_epoch()
             return self._finish(ended)
-        except BaseException:
-            self.saver.withdraw()
-            raise
         finally:
             self._close()
 
@@ -173,7 +170,7 @@ class Loop:
                 if self.ending.reached:  # no step is left, only the evaluation of the end
                     break
                 if self.position.evaluation_is_due:
-                    self.saver.commit()
+                    self.saver.begin()
                     self._add_row(self._read_sums(), evaluates=True)
                     self.saver.save_once(self.report.take_wanted_folders())
                     if self.ending.stop is not None:
@@ -193,7 +190,7 @@ class Loop:
         self.learner.step(window, batch, self.schedule.factor())
         for listener in step_listeners:
             listener()
-        self.saver.commit()
+        self.saver.begin()
         self.position.cursor = self.cursor.after(window)
         self.report.step()
         if self.report.is_due:
@@ -229,7 +226,7 @@ class Loop:
     def _end_epoch(self, *, over: bool) -> None:
         """The row and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
         sums = self._read_sums()
-        self.saver.commit()
+        self.saver.begin()
         epoch, step = self.cursor.epoch, self.cursor.step
         if step > self.position.last_row:
             every, unit = self.settings.limits.evaluation

@@ -118,22 +118,13 @@ class Ending:
             self.take(wish or {})
 
     def _ask_all(self, step: int) -> None:
-        wants = 0 if self.requests.asked is None else 1 + SIGNALS.index(self.requests.asked)
-        nobody = self.learner.all_have(wants) and not wants
-        name = None if nobody else self._signal_of_any(wants)
-        first: dict[str, Any] = {"up": self._is_time_up(self.seconds), "wish": self._wish()}
-        first["next"] = step + self._steps_a_second(step)
-        first = shared(self.learner, first)
+        asked = self.requests.asked
+        nobody = self.learner.all_have(int(asked is not None)) and asked is None
+        first: dict[str, Any] = {"signal": asked, "up": self._is_time_up(self.seconds), "wish": self._wish()}
+        first = shared(self.learner, {**first, "next": step + self._steps_a_second(step)})
         self._ask_at = first["next"]
-        self._decide(name, first["wish"], time_is_up=first["up"])
-
-    def _signal_of_any(self, wants: int) -> str:
-        """The signal that some process got; all processes ask for each in turn, so that all find the same."""
-        for number, name in enumerate(SIGNALS, 1):
-            got_signal = int(wants == number)
-            if not self.learner.all_have(got_signal) or got_signal:
-                return name
-        return SIGNALS[0]
+        # A signal that the first process did not get is like SIGTERM.
+        self._decide(None if nobody else first["signal"] or "SIGTERM", first["wish"], time_is_up=first["up"])
 
     def _steps_a_second(self, step: int) -> int:
         """Steps until the next question, by the speed since the last one."""

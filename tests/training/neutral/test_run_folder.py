@@ -71,7 +71,7 @@ def test_what_a_step_was_is_kept_in_words(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path)
     run.write_step("a batch of 256: in one CUDA graph")
     run.write_step("a batch of 96: in one CUDA graph")
-    assert run.step_path.read_text() == "a batch of 96: in one CUDA graph\n"
+    assert (run.path / "step.txt").read_text() == "a batch of 96: in one CUDA graph\n"
 
 
 def test_settings_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

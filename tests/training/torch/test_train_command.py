@@ -150,7 +150,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("options", "said"),
     [
         (["--devices", "tpu"], "--devices tpu: 'tpu' is not the name of a device. Write gpu (all of them), 2 "),
-        (["--devices", "cpu,cpu"], "cpu appears more than once. Name each device once, or write cpu:2"),
+        (["--devices", "cpu,cpu"], "cpu appears more than once in [cpu, cpu]"),
         (["--devices", "cpu:3", "--shares", "1,2"], "2 shares for 3 devices"),
         (["--devices", "cpu:2", "--batch-size", "1"], "smaller than the number of devices"),
     ],

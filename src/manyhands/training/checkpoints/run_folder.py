@@ -5,7 +5,7 @@
     runs/2031-05-04-130501/
         config.json      how the run was started
         metrics.jsonl    one JSON object per line, oldest first
-        checkpoints/     see folder.py
+        checkpoints/     see store.py
         curves.png
         step.txt         the parts of a step, if it was a fast one
         job.lock         while a job trains here
@@ -85,11 +85,11 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config_path, self.metrics_path = path / "config.json", path / "metrics.jsonl"
+        self.checkpoints, self.plot_path = path / "checkpoints", path / "curves.png"
         self.unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._lock: filelock.FileLock | None = None
         self._lock_note: str | None = None
-        self._is_new = False  # whether this job began the run
-        self._next_config: dict[str, Any] | None = None  # what `commit` will write
 
     @classmethod
     def create(cls, root: Path = Path("runs"), name: str | None = None) -> RunFolder:
@@ -180,70 +180,26 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
-    def begin(self, plan: RunPlan, settings: Mapping[str, Any]) -> str | None:
+    def begin(self, plan: RunPlan, settings: Mapping[str, Any], chosen: tuple[str, str] | None = None) -> str | None:
         """Make the folder if need be, lock it, and write down how the job was started; the lock's note.
 
-        An existing run is not changed before `commit`.
+        ``chosen``: which precision ``"auto"`` is, and why; a resumed run keeps its first reason.
         """
         with named_refusals(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             note = self.lock()
             plan.check()  # again: another job may have been here meanwhile
-            self._is_new = not self.config_path.exists()
-            self._next_config = {**plan.config, "settings": dict(settings)}
-            if self._is_new:
-                self.commit()
-        return note
-
-    def commit(self, chosen: tuple[str, str] | None = None) -> None:
-        """Write the new config.json, now that the first step was made.
-
-        ``chosen``: which precision ``"auto"`` is, and why; a resumed run keeps its first reason.
-        """
-        before = self.config if self.config_path.exists() else {}
-        after = {**before, **(self._next_config or {})}
-        if chosen is not None and before.get("chosen", {}).get("precision") != chosen[0]:
-            after["chosen"] = dict(zip(("precision", "why"), chosen, strict=True))
-        if after != before:
-            with named_refusals(self.path):
+            before = self.config if self.config_path.exists() else {}
+            after = {**before, **plan.config, "settings": dict(settings)}
+            if chosen is not None and before.get("chosen", {}).get("precision") != chosen[0]:
+                after["chosen"] = dict(zip(("precision", "why"), chosen, strict=True))
+            if after != before:
                 self.config = after
-
-    def withdraw(self) -> None:
-        """Undo a job whose first step failed: delete a new run's folder."""
-        if not self._is_new:
-            return
-        with contextlib.suppress(OSError):
-            self.config_path.unlink(missing_ok=True)
-            self.release()
-            self.path.rmdir()  # only if nothing else is in it
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def folders_of_checkpoints(self) -> list[Path]:
-        """The folders of the run that have checkpoints: the newest ones, and those that callbacks asked for."""
-        return [path for path in self.path.iterdir() if path.is_dir() and store.latest(path) is not None]
-
-    @property
-    def plot_path(self) -> Path:
-        return self.path / "curves.png"
-
-    @property
-    def step_path(self) -> Path:
-        return self.path / "step.txt"
+        return note
 
     def write_step(self, words: str) -> None:
         """Write step.txt: the parts of a step of this run."""
-        files.replace(self.step_path, (words + "\n").encode())
+        files.replace(self.path / "step.txt", (words + "\n").encode())
 
     @property
     def config(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Saver:
         self._settings = position.settings
         # The run's folder, in the first process; None where nothing is written.
         self.run = RunFolder(plan.path) if plan is not None and learner.rank == 0 else None
-        self._begun: tuple[Cursor, int] | None = None  # cursor and last row at the start; None after the first step
+        self._begun: tuple[Cursor, int] | None = None  # where a job stood that has made no step yet
         self._newest: tuple[Cursor, int] | None = None  # cursor and last row of the newest checkpoint
 
     # The run
@@ -49,33 +49,28 @@ class Saver:
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Begin the run, or take over one that is there; the rows that it has so far."""
-        if self.run is None or self._plan is None:
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows that the run has so far. The job begins here."""
+        if self.run is None:
             return []
-        note = self.run.begin(self._plan, self._settings.as_dict())
-        if note is not None:
-            self._report.warn(note)
         self._begun = self._position.cursor, self._position.last_row
         return self.run.metrics(self._position.last_row)
 
-    def commit(self) -> None:
-        """Take over the existing run, now that the first step (or an evaluation) has succeeded.
+    def begin(self) -> None:
+        """Begin the run, or take over one that is there, now that the first step (or an evaluation) has succeeded.
 
         Metrics and checkpoints of later steps than the one where the job begins are deleted.
         """
-        if self.run is None or self._begun is None:
+        if self.run is None or self._plan is None or self._begun is None:
             return
         (begun, last_row), self._begun = self._begun, None
-        self.run.commit(getattr(self._learner, "chosen_precision", None))
+        precision = getattr(self._learner, "chosen_precision", None)
+        if (note := self.run.begin(self._plan, self._settings.as_dict(), precision)) is not None:
+            self._report.warn(note)
         self.run.truncate_metrics(last_row)
-        for folder in self.run.folders_of_checkpoints():
-            store.drop_after(folder, begun.step)
-
-    def withdraw(self) -> None:
-        """The job has failed: a run whose first step was never made is left as it was."""
-        if self.run is not None and self._begun is not None:
-            self.run.withdraw()
+        for folder in self.run.path.iterdir():
+            if folder.is_dir():  # the newest checkpoints, and those that callbacks asked for
+                store.drop_after(folder, begun.step)
 
     def close(self) -> None:
         if self.run is not None:
