@@ -35,13 +35,13 @@ Job = tuple[Callable[[], object], Callable[[], object], Callable[[], bytes]]
 def torch_job() -> Job:
     import torch
 
-    from manyhands import torch as mh
+    from manyhands.book.torch import lenet, resnet18
 
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.backends.cudnn.deterministic = True
-    net = (mh.resnet18(10, 1) if on_gpu else mh.lenet()).to(device)
+    net = (resnet18(10, 1) if on_gpu else lenet()).to(device)
     x = torch.randn(256, 1, 28, 28, device=device)
     y = torch.randint(10, (256,), device=device)
     net(x)

@@ -13,6 +13,7 @@ from typing import Any
 
 from manyhands.names import loaded_late
 from manyhands.training import options
+from manyhands.training.callbacks import loggers
 from manyhands.training.trainer import BaseTrainer
 
 PAGE = Path(__file__).with_name("trainer-options.md")
@@ -27,8 +28,8 @@ name. An option that a framework cannot do is refused, with the reason.
 def page() -> str:
     parts = [HEAD, section("Trainer", BaseTrainer)]
     parts += [section(kind.__name__, kind, f"`Trainer({name}=mh.{kind.__name__}(...))`") for name, kind in topics()]
-    parts += [section(name, kind, "`Trainer(callbacks=[...])`") for name, kind in callbacks(loggers=False)]
-    parts += [section(name, kind, "`Trainer(loggers=[...])`") for name, kind in callbacks(loggers=True)]
+    parts += [section(name, kind, "`Trainer(callbacks=[...])`") for name, kind in callbacks()]
+    parts += [section(name, kind, "`Trainer(loggers=[...])`") for name, kind in every_logger()]
     return "\n".join(parts)
 
 
@@ -36,15 +37,17 @@ def topics() -> list[tuple[str, Any]]:
     return list(options.TOPICS.items())
 
 
-def callbacks(*, loggers: bool) -> list[tuple[str, Any]]:
+def callbacks() -> list[tuple[str, Any]]:
     """Those that come with manyhands and have options."""
-    found = []
-    for name, module in sorted(loaded_late("torch").items()):
-        if module.startswith("manyhands.training.callbacks.") and module.endswith(".loggers") == loggers:
-            kind = getattr(importlib.import_module(module), name)
-            if described(kind):
-                found.append((name, kind))
-    return found
+    late = sorted(loaded_late("torch").items())
+    modules = [pair for pair in late if pair[1].startswith("manyhands.training.callbacks.") and pair[0] != "loggers"]
+    kinds = [(name, getattr(importlib.import_module(module), name)) for name, module in modules]
+    return [(name, kind) for name, kind in kinds if described(kind)]
+
+
+def every_logger() -> list[tuple[str, Any]]:
+    kinds = {name: kind for name, kind in vars(loggers).items() if name.endswith("Logger")}
+    return [(f"loggers.{name}", kind) for name, kind in sorted(kinds.items())]
 
 
 def section(name: str, kind: Any, how: str = "") -> str:

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ LEFT, RIGHT, ROW = 420, 880, 22
 WORDS = {"mm": "matrix product", "relu": "relu", "add": "add", "copy": "copy between devices"}
 
 
-def planned(members: int, layers: int) -> mh.Parallel:
+def planned(members: int, layers: int) -> Any:
     torch.manual_seed(0)
     weights = [torch.randn(256, 256) / 16 for _ in range(members)]
 

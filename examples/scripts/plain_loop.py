@@ -43,13 +43,13 @@ def train(devices: list[torch.device], epochs: int = 3) -> list[nn.Module]:
     for epoch in range(epochs):
         losses = []  # stay on their devices: no step waits for one
         for start in range(0, len(X), 60):
-            shards = mh.split_batch(X[start : start + 60], y[start : start + 60], devices)
+            shards = mh.split((X[start : start + 60], y[start : start + 60]), devices)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             with mh.parallel():
                 tasks = [
                     mh.task(backward, writes=(net,))(net, X_shard, y_shard)
-                    for net, X_shard, y_shard in zip(nets, *shards, strict=True)
+                    for net, (X_shard, y_shard) in zip(nets, shards, strict=True)
                 ]
             losses += [task.result() for task in tasks]
             all_reduce(nets, 60)

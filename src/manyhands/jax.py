@@ -14,7 +14,6 @@ require("jax")
 from manyhands import errors as errors  # noqa: E402
 from manyhands import names as _names  # noqa: E402
 from manyhands.backends.jax import devices as _backend  # noqa: E402
-from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
 from manyhands.training import launcher as _launcher  # noqa: E402
 
@@ -40,15 +39,15 @@ check_same_device = _verbs.check_same_device
 synchronize = _verbs.synchronize
 waitall = _verbs.waitall
 split = _verbs.split
-split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
-    from manyhands.book.jax import *  # noqa: F403
+    from manyhands.book.jax import Trainer as Trainer
+    from manyhands.book.jax import load_model as load_model
+    from manyhands.book.jax import load_weights as load_weights
     from manyhands.names_for_types import *  # noqa: F403
-    from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
 
     parallel: _Offer
 else:
-    __all__, __getattr__, __dir__ = _names.lazy(__name__, _verbs)
+    __all__, __getattr__, __dir__ = _names.lazy(__name__)

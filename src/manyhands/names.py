@@ -5,6 +5,9 @@ loaded on first use, so that a program which only moves tensors does not wait fo
 follow a module's ``__getattr__``, so each module imports the same names again under ``TYPE_CHECKING``
 (:mod:`manyhands.names_for_types` has the names that are the same objects in all of them), and
 ``tests/test_structure.py`` compares them with this list.
+
+The book's names are in ``manyhands.book.<framework>``. They are found here too, although they are not listed: the
+book's programs say ``from manyhands import torch as d2l``.
 """
 
 from __future__ import annotations
@@ -14,24 +17,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from manyhands.book import NAMES as BOOK_NAMES
 from manyhands.placement.verbs import Verbs
 
 VERBS = tuple(name for name in vars(Verbs) if not name.startswith("_"))
 
 _LATE = {
     "manyhands.audit.guard": ("assert_no_stalls", "guard"),
-    "manyhands.book.vocabulary": ("Accumulator", "Animator", "Benchmark", "HyperParameters", "Timer", "add_to_class"),
-    "manyhands.book.{framework}": (
-        *("DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"),
-        *("lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"),
-    ),
+    "manyhands.book.{framework}": ("Trainer", "load_model", "load_weights"),
     "manyhands.forecast.measured": ("forecast",),
-    "manyhands.parallel.handed_over": ("Parallel", "parallel"),
-    "manyhands.tasks.scope": ("Future", "task"),
+    "manyhands.parallel.handed_over": ("parallel",),
+    "manyhands.tasks.scope": ("task",),
     "manyhands.training.callbacks.builtin": ("BestCheckpoint", "EMA", "EarlyStopping", "LearningRateMonitor"),
     "manyhands.training.callbacks.callback": ("Callback",),
     "manyhands.training.callbacks.display": ("Progress",),
-    "manyhands.training.callbacks.loggers": ("CSVLogger", "Logger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"),
+    "manyhands.training.callbacks.loggers": ("loggers",),
     "manyhands.training.loss.own_step": ("LossSum",),
     "manyhands.training.options": ("Checkpoints", "Limits", "Step", "Workers"),
     "manyhands.training.result": ("Result",),
@@ -40,7 +40,6 @@ _LATE = {
 }
 # Names that PyTorch's module loads from elsewhere, or that only it has: its `parallel` plans lanes itself.
 _OF_TORCH = {
-    "Parallel": "manyhands.parallel.function",
     "compile_backend": "manyhands.parallel.torch_entry",
     "parallel": "manyhands.parallel.torch_entry",
     "whole_batch": "manyhands.training.torch.ranks.whole_batch",
@@ -48,33 +47,31 @@ _OF_TORCH = {
 
 
 def loaded_late(framework: str) -> dict[str, str]:
-    """Each name that is loaded on first use, and the module that has it."""
+    """Each public name that is loaded on first use, and the module that has it."""
     late = {name: module.format(framework=framework) for module, names in _LATE.items() for name in names}
     return late | (_OF_TORCH if framework == "torch" else {})
 
 
 def names(framework: str) -> list[str]:
     """The public names of a framework's module."""
-    return sorted({"Arrival", "errors", *VERBS, *loaded_late(framework)})
+    return sorted({"errors", *VERBS, *loaded_late(framework)})
 
 
-def lazy(module: str, verbs: Verbs[Any, Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(module: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of the module ``manyhands.<framework>``."""
     framework, here = module.rpartition(".")[2], vars(sys.modules[module])
-    public, late = names(framework), loaded_late(framework)
+    public = names(framework)
+    late = dict.fromkeys(BOOK_NAMES, f"manyhands.book.{framework}") | loaded_late(framework)
 
     def load(name: str) -> Any:
         if name not in late:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
-        source = importlib.import_module(late[name])
-        if name == "Benchmark":
-            waits = {"_synchronize": staticmethod(verbs.synchronize), "__module__": module}
-            value = type(name, (source.Benchmark,), {**waits, "__doc__": source.Benchmark.__doc__})
-        elif name == "parallel" and framework != "torch":
-            value = source.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
-        else:
-            value = getattr(source, name)
+        value: Any = importlib.import_module(late[name])
+        if name == "parallel" and framework != "torch":
+            value = value.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
+        elif not late[name].endswith(f".{name}"):
+            value = getattr(value, name)
         here[name] = value
         return value
 
-    return public, load, lambda: sorted({*here, *public})
+    return public, load, lambda: public

@@ -13,7 +13,6 @@ require("tensorflow")
 
 from manyhands import errors as errors  # noqa: E402
 from manyhands import names as _names  # noqa: E402
-from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.backends.tensorflow import devices as _backend  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
 
@@ -34,15 +33,15 @@ check_same_device = _verbs.check_same_device
 synchronize = _verbs.synchronize
 waitall = _verbs.waitall
 split = _verbs.split
-split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
-    from manyhands.book.tensorflow import *  # noqa: F403
+    from manyhands.book.tensorflow import Trainer as Trainer
+    from manyhands.book.tensorflow import load_model as load_model
+    from manyhands.book.tensorflow import load_weights as load_weights
     from manyhands.names_for_types import *  # noqa: F403
-    from manyhands.parallel.handed_over import Parallel as Parallel
     from manyhands.parallel.handed_over import ParallelEntry as _Offer
 
     parallel: _Offer
 else:
-    __all__, __getattr__, __dir__ = _names.lazy(__name__, _verbs)
+    __all__, __getattr__, __dir__ = _names.lazy(__name__)

@@ -13,7 +13,6 @@ require("torch")
 
 from manyhands import errors as errors  # noqa: E402
 from manyhands import names as _names  # noqa: E402
-from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.backends.torch import devices as _backend  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
 
@@ -34,15 +33,15 @@ check_same_device = _verbs.check_same_device
 synchronize = _verbs.synchronize
 waitall = _verbs.waitall
 split = _verbs.split
-split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
-    from manyhands.book.torch import *  # noqa: F403
+    from manyhands.book.torch import Trainer as Trainer
+    from manyhands.book.torch import load_model as load_model
+    from manyhands.book.torch import load_weights as load_weights
     from manyhands.names_for_types import *  # noqa: F403
-    from manyhands.parallel.function import Parallel as Parallel
     from manyhands.parallel.torch_entry import compile_backend as compile_backend
     from manyhands.parallel.torch_entry import parallel as parallel
     from manyhands.training.torch.ranks.whole_batch import whole_batch as whole_batch
 else:
-    __all__, __getattr__, __dir__ = _names.lazy(__name__, _verbs)
+    __all__, __getattr__, __dir__ = _names.lazy(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from manyhands import names
+from manyhands.book import NAMES
 from manyhands.placement.moves import VIRTUAL_DEVICES as VIRTUAL
 
 ONE = {
@@ -39,7 +41,8 @@ def test_placement_loads_neither_the_trainer_nor_parallel(framework: str) -> Non
 
 def test_every_name_is_there(framework: str, mh: Any) -> None:
     assert mh.__all__ == names.names(framework)
-    assert set(mh.__all__) <= set(dir(mh))
+    assert dir(mh) == mh.__all__
+    assert len(mh.__all__) <= 48, "a newcomer reads the list"
     for name in mh.__all__:
         assert getattr(mh, name) is getattr(mh, name) is vars(mh)[name]
     everything: dict[str, Any] = {}
@@ -47,9 +50,13 @@ def test_every_name_is_there(framework: str, mh: Any) -> None:
     assert set(everything) - {"__builtins__"} == set(mh.__all__)
 
 
-def test_benchmark_waits_for_the_devices_of_its_module(mh: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_books_programs_find_its_names(framework: str, mh: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """``from manyhands import torch as d2l``: they are not listed, and there."""
+    book = importlib.import_module(f"manyhands.book.{framework}")
+    assert not {*NAMES} & {*mh.__all__}
+    for name in (*NAMES, "Trainer"):
+        assert getattr(mh, name) is getattr(book, name), name
     with mh.Benchmark("nothing") as timed:
         pass
     assert capsys.readouterr().out.startswith("nothing: ")
     assert timed.seconds is not None
-    assert mh.Benchmark._synchronize == mh.synchronize

@@ -74,7 +74,7 @@ torch.manual_seed(0)
 X, y = torch.randn(8, 3), torch.randn(8, 1)
 weight = torch.randn(3, 1)
 weights = [mh.copy(weight, device).requires_grad_() for device in (first, second)]
-for w, X_shard, y_shard in zip(weights, *mh.split_batch(X, y, [first, second]), strict=True):
+for w, (X_shard, y_shard) in zip(weights, mh.split((X, y), [first, second]), strict=True):
     ((X_shard @ w - y_shard) ** 2).sum().backward()
 total = sum(mh.to(w.grad, first) for w in weights)  # the all-reduce
 with torch.no_grad():

@@ -12,8 +12,9 @@ from IPython.display import Image
 from torch import nn
 
 from manyhands import torch as mh
+from manyhands.book.torch import load_data_fashion_mnist
 
-train, test = mh.load_data_fashion_mnist(batch_size=128)
+train, test = load_data_fashion_mnist(batch_size=128)
 train, test = train.first(3000), test.first(500)  # a small part: seconds on a CPU
 
 

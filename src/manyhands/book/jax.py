@@ -23,11 +23,10 @@ from flax import nnx
 
 from manyhands import tree
 from manyhands.backends.jax import devices as _backend
-from manyhands.book import recipes
-from manyhands.book import trainer as _book
+from manyhands.book import NAMES, recipes
 from manyhands.book.models import Models, Size
-from manyhands.book.recipes import MODELS as NAMES
 from manyhands.book.recipes import Predictor, Recipes
+from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.training.checkpoints import tensors
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
@@ -108,7 +107,7 @@ def _model_function(name: str) -> Callable[..., nnx.Module]:
     return model
 
 
-MODELS = {name: _model_function(name) for name in NAMES}
+MODELS = {name: _model_function(name) for name in recipes.MODELS}
 resnet18, lenet = MODELS["resnet18"], MODELS["lenet"]
 
 
@@ -173,8 +172,8 @@ class _Kept(dict[str, Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-class Module(_book.Module, nnx.Module):  # type: ignore[misc]
-    __doc__ = _book.Module.__doc__
+class Module(recipes.Module, nnx.Module):  # type: ignore[misc]
+    __doc__ = recipes.Module.__doc__
     _kept_in = _Kept
 
     @default
@@ -190,15 +189,15 @@ class Module(_book.Module, nnx.Module):  # type: ignore[misc]
         return optax.sgd(getattr(self, "lr", 0.1))
 
 
-class DataModule(_book.DataModule):
-    __doc__ = _book.DataModule.__doc__
+class DataModule(recipes.DataModule):
+    __doc__ = recipes.DataModule.__doc__
     native = staticmethod(jnp.asarray)
 
 
 # The trainer, and the functions of the book and of the command
 
 
-class Trainer(_book.BookTrainer, _trainer.Trainer):
+class Trainer(recipes.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -264,12 +263,6 @@ class _Recipes(Recipes):
         classes = y_hat.argmax(1) if y_hat.ndim > 1 and y_hat.shape[1] > 1 else y_hat
         return (classes.reshape(y.shape).astype(y.dtype) == y).sum()
 
-    def home(self, net: Any) -> jax.Device | None:
-        """The device of the net; None also if it is sharded over several devices: its samples stay where they are."""
-        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, nnx.Module) else []
-        devices = {device for tensor in tensors for device in tensor.devices()}
-        return devices.pop() if len(devices) == 1 else None
-
     @contextlib.contextmanager
     def predictors(self, net: Any, devices: Sequence[jax.Device | None]) -> Iterator[Sequence[Predictor]]:
         def on(device: jax.Device | None) -> Predictor:
@@ -284,9 +277,8 @@ class _Recipes(Recipes):
 
 
 BOOK = _Recipes()
-train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
 accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
-__all__ = ["DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"]
-__all__ += ["lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"]
+__all__ = ["Trainer", "load_model", "load_weights", *NAMES]

@@ -17,9 +17,10 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from manyhands.backends.mxnet import devices as _backend
-from manyhands.book import trainer as _book
+from manyhands.book import NAMES, recipes
 from manyhands.book.models import Models, Size
 from manyhands.book.recipes import Predictor, Recipes
+from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss.own_step import default
 from manyhands.training.mxnet import checks, replicas
@@ -93,8 +94,8 @@ MODELS = _models.by_name()
 # Module and DataModule
 
 
-class Module(_book.Module, gluon.Block):  # type: ignore[misc]
-    __doc__ = _book.Module.__doc__
+class Module(recipes.Module, gluon.Block):  # type: ignore[misc]
+    __doc__ = recipes.Module.__doc__
 
     @default
     def loss(self, y_hat: Any, y: Any) -> Any:
@@ -126,15 +127,15 @@ class Module(_book.Module, gluon.Block):  # type: ignore[misc]
                     part.set_scratch_params_device(device)
 
 
-class DataModule(_book.DataModule):
-    __doc__ = _book.DataModule.__doc__
+class DataModule(recipes.DataModule):
+    __doc__ = recipes.DataModule.__doc__
     native = staticmethod(replicas.native)
 
 
 # The trainer, and the functions of the book and of the command
 
 
-class Trainer(_book.BookTrainer, _trainer.Trainer):
+class Trainer(recipes.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
     def prepare_model(self, model: Any) -> Any:
@@ -198,10 +199,6 @@ class _Recipes(Recipes):
     def count(self, y_hat: Any, y: Any) -> Any:
         return count_right(y_hat, y)
 
-    def home(self, net: Any) -> mx.Context | None:
-        tensors = _backend.model_tensors(net) if _backend.is_model(net) else []
-        return next((tensor.ctx for _, tensor in tensors), None)
-
     @contextlib.contextmanager
     def predictors(self, net: Any, devices: Sequence[mx.Context | None]) -> Iterator[Sequence[Predictor]]:
         """A block answers on the device of its input, wherever it has a replica."""
@@ -211,9 +208,8 @@ class _Recipes(Recipes):
 
 
 BOOK = _Recipes()
-train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
 accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
-__all__ = ["DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"]
-__all__ += ["lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"]
+__all__ = ["Trainer", "load_model", "load_weights", *NAMES]

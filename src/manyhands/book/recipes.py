@@ -1,4 +1,4 @@
-"""The functions of the book, and what the command needs of a framework to train, in any framework."""
+"""The book's classes and functions, and what the command needs of a framework to train, in any framework."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
+import numpy as np
+
 from manyhands import tree
-from manyhands.errors import BadBatch, BadRunFolder, WrongCheckpoint
+from manyhands.book.vocabulary import HyperParameters
+from manyhands.errors import BadBatch, BadRunFolder, SeveralDevices, WrongCheckpoint
 from manyhands.placement import moves
 from manyhands.placement.moves import Placement
 from manyhands.placement.verbs import Verbs
@@ -19,12 +22,102 @@ from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data import fashion_mnist, sources
 from manyhands.training.data.fashion_mnist import FashionMnist, Images
-from manyhands.training.data.sources import Arrays
+from manyhands.training.data.sources import Arrays, as_numpy
+from manyhands.training.loss.own_step import default
 from manyhands.training.result import Result
 
 Predictor = Callable[[Any], Any]
 Split = Callable[[Any, Any, Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
 MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
+
+
+class Module(HyperParameters):
+    """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
+
+    loss: Any
+
+    def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
+        super().__init__()
+        self.plot_train_per_epoch = plot_train_per_epoch
+        self.plot_valid_per_epoch = plot_valid_per_epoch
+
+    @default
+    def forward(self, *inputs: Any) -> Any:
+        net: Any = getattr(self, "net", None)
+        if net is None:
+            raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
+        return net(*inputs)
+
+    def output(self, inputs: Any, *, training: bool) -> Any:
+        """The model's output in a step."""
+        return self(*inputs)  # type: ignore[operator]
+
+    @default
+    def training_step(self, batch: Any) -> Any:
+        return self.loss(self.output(batch[:-1], training=True), batch[-1])
+
+    @default
+    def validation_step(self, batch: Any) -> Any:
+        return self.loss(self.output(batch[:-1], training=False), batch[-1])
+
+    @default
+    def plot(self, key: str, value: Any, train: bool) -> None:
+        """Accepts a value as the book's ``plot`` does.
+
+        The trainer draws: it takes the loss and the accuracy (``"acc"``) that a ``validation_step`` plots.
+        """
+
+
+class DataModule(HyperParameters):
+    """Data with a training and a test part. Subclasses give ``get_dataloader``."""
+
+    # What makes the framework's tensors of NumPy's; each framework says it.
+    native: Any = staticmethod(np.asarray)
+
+    def __init__(self, root: str = "data", num_workers: int = 4) -> None:
+        self.root = root
+        self.num_workers = num_workers
+
+    def get_dataloader(self, train: bool) -> Any:
+        raise TypeError(f"{type(self).__name__} must say in get_dataloader(train) where its batches come from")
+
+    def train_dataloader(self) -> Any:
+        return self.get_dataloader(train=True)
+
+    def val_dataloader(self) -> Any:
+        return self.get_dataloader(train=False)
+
+    def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Any:
+        """Batches of those tensors, shuffled for training."""
+        rows = tuple(as_numpy(tensor)[indices] for tensor in tensors)
+        return Arrays(rows, native=self.native, batch_size=getattr(self, "batch_size", None), shuffle=train)
+
+
+class BookTrainer(HyperParameters):
+    """What the book's trainer has besides: its stored arguments, and its hooks for loops written by hand."""
+
+    backend: ClassVar[Any]
+    gpus: list[Any]
+    train_source: Any
+    test_source: Any
+
+    def _keep(self, arguments: dict[str, Any]) -> None:
+        super()._keep(arguments)  # type: ignore[misc]
+        self.hparams = dict(arguments)
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch on the first of the trainer's devices."""
+        place = Placement(self.backend)
+        return [place.to_leaf(part, self.gpus[0]) for part in batch] if self.gpus else batch
+
+    def prepare_model(self, model: Any) -> Any:
+        """The model on the first of the trainer's devices, knowing its trainer."""
+        model.trainer = self
+        return Placement(self.backend).to_leaf(model, self.gpus[0]) if self.gpus else model
+
+    def prepare_data(self, data: Any) -> None:
+        """Split the user's data into training and validation data."""
+        self.train_source, self.test_source = self._sources(data)  # type: ignore[attr-defined]
 
 
 class Recipes(abc.ABC):
@@ -74,9 +167,15 @@ class Recipes(abc.ABC):
     def predictors(self, net: Any, devices: Sequence[Any]) -> AbstractContextManager[Sequence[Predictor]]:
         """The net in evaluation mode, as a function on each of these devices; on None as it is."""
 
-    @abc.abstractmethod
+    # The same in each framework
+
     def home(self, net: Any) -> Any:
-        """The device of the net; None for a plain function."""
+        """The device of the net; None for a plain function, and for a net that is sharded over several devices."""
+        tensors = self.backend.model_tensors(net) if self.backend.is_model(net) else ()
+        try:
+            return next((self.backend.device_of(tensor) for _, tensor in tensors), None)
+        except SeveralDevices:
+            return None
 
     @staticmethod
     def in_evaluation_mode(model: Any) -> Any:
@@ -106,6 +205,11 @@ class Recipes(abc.ABC):
     def load_data_fashion_mnist(self, batch_size: int, path: str | Path | None = None) -> tuple[Any, Any]:
         """The training and the test set, as loaders of batches (images with numbers from 0 to 1, labels)."""
         return self.data(fashion_mnist.load(path), batch_size)
+
+    def split_batch(self, X: Any, y: Any, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The shards of ``X`` and those of ``y``, one for each device."""
+        pairs = Verbs(self.backend).split((X, y), devices)
+        return [x for x, _ in pairs], [y for _, y in pairs]
 
     def train(self, net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
         """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
@@ -162,7 +266,7 @@ class Recipes(abc.ABC):
         ``X`` and those of ``y``. The net is not moved: the devices work on copies.
         """
         devices = [self.backend.gpu(i) for i in range(self.backend.num_gpus())] or [self.backend.cpu()]
-        split: Split = split_f or Verbs(self.backend).split_batch
+        split: Split = split_f or self.split_batch
 
         def shards(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
             X, y = tree.map_leaves(self.native, X), self.native(y)

@@ -19,9 +19,10 @@ import tensorflow as tf
 
 from manyhands.backends.tensorflow import devices as _backend
 from manyhands.backends.tensorflow.devices import TensorFlowDevice
-from manyhands.book import trainer as _book
+from manyhands.book import NAMES, recipes
 from manyhands.book.models import Models, Size
 from manyhands.book.recipes import Predictor, Recipes
+from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.sources import Array, Arrays, Batch
@@ -139,8 +140,8 @@ def initialise(net: Any, seed: int | None = None) -> Any:
 # Module and DataModule
 
 
-class Module(_book.Module, keras.Model):  # type: ignore[misc]
-    __doc__ = _book.Module.__doc__
+class Module(recipes.Module, keras.Model):  # type: ignore[misc]
+    __doc__ = recipes.Module.__doc__
 
     def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
         super().__init__(plot_train_per_epoch, plot_valid_per_epoch)
@@ -164,15 +165,15 @@ class Module(_book.Module, keras.Model):  # type: ignore[misc]
         return keras.optimizers.SGD(getattr(self, "lr", 0.1))
 
 
-class DataModule(_book.DataModule):
-    __doc__ = _book.DataModule.__doc__
+class DataModule(recipes.DataModule):
+    __doc__ = recipes.DataModule.__doc__
     native = staticmethod(tf.convert_to_tensor)
 
 
 # The trainer, and the functions of the book and of the command
 
 
-class Trainer(_book.BookTrainer, _trainer.Trainer):
+class Trainer(recipes.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
@@ -222,11 +223,6 @@ class _Recipes(Recipes):
             classes = tf.argmax(y_hat, axis=1) if len(y_hat.shape) > 1 and y_hat.shape[1] > 1 else y_hat
             return tf.reduce_sum(tf.cast(tf.cast(tf.reshape(classes, y.shape), y.dtype) == y, tf.int64))
 
-    def home(self, net: Any) -> TensorFlowDevice:
-        """Where the net is, or else where TensorFlow puts things."""
-        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, keras.Layer) else []
-        return _backend.device_of(tensors[0] if tensors else tf.constant(0.0))
-
     @contextlib.contextmanager
     def predictors(self, net: Any, devices: Sequence[Any]) -> Iterator[Sequence[Predictor]]:
         """TensorFlow copies the weights of a net that is elsewhere, batch by batch."""
@@ -242,9 +238,8 @@ class _Recipes(Recipes):
 
 
 BOOK = _Recipes()
-train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
 accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
-__all__ = ["DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"]
-__all__ += ["lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"]
+__all__ = ["Trainer", "load_model", "load_weights", *NAMES]

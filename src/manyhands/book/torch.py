@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as _backend
-from manyhands.book import trainer as _book
+from manyhands.book import NAMES, recipes
 from manyhands.book.models import Models, Size
 from manyhands.book.recipes import Predictor, Recipes
+from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.placement.moves import Placement
 from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.loss.own_step import default
@@ -108,8 +109,8 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
 # Module and DataModule
 
 
-class Module(_book.Module, nn.Module):
-    __doc__ = _book.Module.__doc__
+class Module(recipes.Module, nn.Module):
+    __doc__ = recipes.Module.__doc__
 
     @default
     def loss(self, y_hat: Any, y: Any) -> torch.Tensor:
@@ -127,8 +128,8 @@ class Module(_book.Module, nn.Module):
             self.apply(init)
 
 
-class DataModule(_book.DataModule):
-    __doc__ = _book.DataModule.__doc__
+class DataModule(recipes.DataModule):
+    __doc__ = recipes.DataModule.__doc__
 
     def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Arrays:
         """Batches of those tensors, shuffled for training."""
@@ -138,7 +139,7 @@ class DataModule(_book.DataModule):
 # The trainer, and the functions of the book and of the command
 
 
-class Trainer(_book.BookTrainer, _trainer.Trainer):
+class Trainer(recipes.BookTrainer, _trainer.Trainer):
     __doc__ = _trainer.Trainer.__doc__
 
 
@@ -176,9 +177,6 @@ class _Recipes(Recipes):
         classes = y_hat.argmax(dim=1) if y_hat.dim() > 1 and y_hat.shape[1] > 1 else y_hat
         return (classes.reshape(y.shape).to(y.dtype) == y).sum()
 
-    def home(self, net: Any) -> torch.device | None:
-        return next((p.device for p in net.parameters()), None) if isinstance(net, nn.Module) else None
-
     @contextlib.contextmanager
     def predictors(self, net: Any, devices: Sequence[torch.device | None]) -> Iterator[Sequence[Predictor]]:
         def on(device: torch.device | None) -> Predictor:
@@ -191,9 +189,8 @@ class _Recipes(Recipes):
 
 
 BOOK = _Recipes()
-train, load_data_fashion_mnist = BOOK.train, BOOK.load_data_fashion_mnist
+train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
 load_model, load_weights = BOOK.load_model, BOOK.load_weights
 accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
-__all__ = ["DataModule", "Module", "Residual", "Trainer", "accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus"]
-__all__ += ["lenet", "load_data_fashion_mnist", "load_model", "load_weights", "resnet18", "train"]
+__all__ = ["Trainer", "load_model", "load_weights", *NAMES]

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from manyhands.device import FRAMEWORKS
 from manyhands.errors import PackageMissing, type_in_words
 
 Member = TypeVar("Member")
+__all__ = ["Accumulator", "Animator", "Benchmark", "HyperParameters", "Timer", "add_to_class"]
 
 
 class HyperParameters:
@@ -118,25 +120,29 @@ class Timer:
 class Benchmark:
     """Time a block of code: ``with Benchmark("text"):`` prints ``text: 0.1234 sec``, and ``seconds`` keeps it.
 
-    Devices work while the program runs on; so ``synchronize`` is called before the clock starts and
-    before it is read, and what is timed is the work, not its launch.
+    It waits for all devices before the clock starts and before it is read: what is timed is the work, not its launch.
     """
-
-    _synchronize: Callable[[], object] = staticmethod(lambda: None)  # mh.Benchmark waits for the framework's devices
 
     def __init__(self, description: str = "Done") -> None:
         self.description = description
         self.seconds: float | None = None
 
     def __enter__(self) -> Self:
-        self._synchronize()
+        _synchronize()
         self._began = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._synchronize()
+        _synchronize()
         self.seconds = time.perf_counter() - self._began
         print(f"{self.description}: {self.seconds:.4f} sec")
+
+
+def _synchronize() -> None:
+    """Wait for the devices of each framework that the program uses."""
+    for framework in FRAMEWORKS:
+        if backend := sys.modules.get(f"manyhands.backends.{framework}.devices"):
+            backend.synchronize(None)
 
 
 class Animator:

@@ -31,8 +31,6 @@ from manyhands.placement.moves import VIRTUAL_DEVICES, Placement, once_each
 from manyhands.placement.virtual_devices import VirtualDeviceHolders, VirtualDevices
 
 X = TypeVar("X")
-Inputs = TypeVar("Inputs")
-Targets = TypeVar("Targets")
 
 
 class Verbs(Generic[T, D, M]):
@@ -247,13 +245,6 @@ class Verbs(Generic[T, D, M]):
             shards.append(structure.unflatten(self._place.shard(leaf, start, start + size, native) for leaf in leaves))
             start += size
         return shards  # type: ignore[return-value]
-
-    def split_batch(
-        self, X: Inputs, y: Targets, devices: Sequence[D | Device | str]
-    ) -> tuple[list[Inputs], list[Targets]]:
-        """The book's ``split_batch``: the shards of ``X`` and those of ``y``."""
-        pairs = self.split((X, y), devices)
-        return [x for x, _ in pairs], [y for _, y in pairs]
 
     def gather(self, shards: Sequence[X], device: D | Device | str) -> X:
         """Put shards together again on one device: the inverse of :func:`split`.

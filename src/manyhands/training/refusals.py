@@ -67,7 +67,7 @@ _ADVICE = {
     "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader": (
         "data validation y"
     ),
-    "loggers have it: Trainer(loggers=[mh.CSVLogger(every=50)])": "log_every_n_steps",
+    "loggers have it: Trainer(loggers=[mh.loggers.CSVLogger(every=50)])": "log_every_n_steps",
     "the model is given to fit: trainer.fit(model, data)": "model",
     "workers belong to the loader: DataLoader(dataset, num_workers=...)": "num_workers",
     "(X, y) arrays are shuffled; for another order give a loader": "shuffle",

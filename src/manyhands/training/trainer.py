@@ -120,7 +120,8 @@ class BaseTrainer(Evaluating):
         quiet: Show no progress. Default: False.
         callbacks: Code that is called at certain events, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
             ``help(mh.Callback)`` for the events. Default: none.
-        loggers: Where figures are written besides the run's own files, as ``[mh.CSVLogger(every=50)]``. Default: none.
+        loggers: Where figures are written besides the run's own files, as
+            ``[mh.loggers.CSVLogger(every=50)]``. Default: none.
         step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
         checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.
         workers: The worker processes, in PyTorch: ``mh.Workers(hang_seconds=300)``. See ``help(mh.Workers)``.

@@ -299,9 +299,9 @@ def test_a_resumed_job_logs_as_one_that_was_not_stopped(bench: Bench) -> None:
         run = bench.new_run()
         if stop:
             with pytest.raises((Stopped, WorkerFailed)):
-                bench.fit(run=run, loggers=[bench.mh.CSVLogger(every=1)], schedule=StopAt(5), **how)
+                bench.fit(run=run, loggers=[bench.mh.loggers.CSVLogger(every=1)], schedule=StopAt(5), **how)
         more = {"resume": "auto"} if stop else {}
-        bench.fit(run=run, loggers=[bench.mh.CSVLogger(every=1)], schedule=same, **how, **more)
+        bench.fit(run=run, loggers=[bench.mh.loggers.CSVLogger(every=1)], schedule=same, **how, **more)
         tables.append((run / "steps.csv").read_text())
         rows = (run / "metrics.csv").read_text().splitlines()
         assert rows[0].startswith("epoch,step,train_loss,train_acc,val_loss,val_acc")

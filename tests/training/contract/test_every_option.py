@@ -47,7 +47,7 @@ def cases(bench: Bench) -> dict[str, Case]:
         "resume": Case((EARLIER,)),
         "quiet": Case((False,)),
         "callbacks": Case(([noting(bench)],)),
-        "loggers": Case(([bench.mh.CSVLogger(every=1)],)),
+        "loggers": Case(([bench.mh.loggers.CSVLogger(every=1)],)),
         "shares": Case(((3, 1), "measured"), two),
         "accumulate": Case((2,)),
         "micro_batch_size": Case((3,)),

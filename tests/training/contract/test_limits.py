@@ -62,7 +62,9 @@ def test_the_end_of_a_job_has_a_row(bench: Bench) -> None:
     for run, ends in zip(runs, ([12], [6, 8, 12]), strict=True):  # 8: the end of an epoch that has no evaluation
         for steps in ends:
             limits = Limits(max_steps=steps, evaluate_every="3 epochs")
-            result = bench.fit(epochs=None, loggers=[bench.mh.CSVLogger()], limits=limits, run=run, resume="auto")
+            result = bench.fit(
+                epochs=None, loggers=[bench.mh.loggers.CSVLogger()], limits=limits, run=run, resume="auto"
+            )
     assert largest_difference(*(bench.weights(run) for run in runs)) == 0
     rows = [(row["step"], row["samples"], row["val_loss"] is None) for row in result.rows]
     assert rows == [(4, 64, True), (6, 32, False), (8, 32, False), (12, 64, False)]

@@ -36,5 +36,5 @@ def test_every_option_is_explained(script: Any, kind: Any) -> None:
 
 
 def test_every_callback_says_what_it_takes(script: Any) -> None:
-    for _, kind in [*script.callbacks(loggers=False), *script.callbacks(loggers=True)]:
+    for _, kind in [*script.callbacks(), *script.every_logger()]:
         assert set(script.described(kind)) == set(inspect.signature(kind).parameters)

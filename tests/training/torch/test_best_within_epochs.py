@@ -43,7 +43,7 @@ def trained(run: Path, killed_at: int | None = None) -> tuple[torch.nn.Module, m
         checkpoints=mh.Checkpoints(every=3),
         limits=mh.Limits(evaluate_every="2 steps"),
         callbacks=[best, mh.EMA(0.5), mh.EarlyStopping("val_loss", patience=100)],
-        loggers=[mh.CSVLogger(every=5)],
+        loggers=[mh.loggers.CSVLogger(every=5)],
     )
     return model, trainer.fit(model, vectors(), vectors(40)), best
 

@@ -29,7 +29,7 @@ _INSTEAD = {
     "a factor of the rate, or the optimizer a keras.optimizers.schedules object",
     "ReduceLROnPlateau": "no rate follows a figure here. Give the trainer schedule=mh.one_cycle, or another function "
     "of how much of the training is done; keras.callbacks.EarlyStopping ends it at a plateau",
-    "TensorBoard": "give the trainer loggers=[mh.TensorBoardLogger()]",
+    "TensorBoard": "give the trainer loggers=[mh.loggers.TensorBoardLogger()]",
     "BackupAndRestore": "give the trainer run= and resume='auto'",
     "TerminateOnNaN": "the trainer stops at a loss that is NaN; step=mh.Step(on_nan='continue') goes on",
     "SwapEMAWeights": "give callbacks=[mh.EMA(0.999)]",

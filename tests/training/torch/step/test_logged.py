@@ -103,7 +103,7 @@ def test_callbacks_and_loggers_get_it(tmp_path: Path) -> None:
 
     seen = Seen()
     stop = mh.EarlyStopping("val_column", patience=1)
-    result = fit(Logs(), max_epochs=5, callbacks=[seen, stop], loggers=[mh.CSVLogger(tmp_path)])
+    result = fit(Logs(), max_epochs=5, callbacks=[seen, stop], loggers=[mh.loggers.CSVLogger(tmp_path)])
     assert len(result.rows) == 2  # it does not change
     assert all(values["ones"] == 1 for values in seen.steps)
     written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())

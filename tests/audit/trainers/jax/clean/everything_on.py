@@ -27,7 +27,7 @@ def large(outputs, targets):
 remember = Remember()
 watching = [remember, mh.EMA(0.9), mh.EarlyStopping("val_loss", patience=5), mh.LearningRateMonitor(every=4)]
 with tempfile.TemporaryDirectory() as folder:
-    loggers = [mh.CSVLogger(folder, every=4)]
+    loggers = [mh.loggers.CSVLogger(folder, every=4)]
     options = {"callbacks": watching, "loggers": loggers, "metrics": {"large": large}}
     trainer = mh.Trainer(max_epochs=2, batch_size=8, precision="fp32", quiet=True, **options)
     trainer.fit(net, (data, data))
