@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +85,11 @@ def test_each_kind_is_measured_once_and_never_again(folder: Path) -> None:
     "content",
     [
         b"",
-        b"not json",
         b"[1, 2]",
-        b'{"format": 1}',
         b'{"format": 99, "hardware": "an abacus", "costs": {"add": [1, 1]}}',
         b'{"format": 1, "hardware": "somebody else\'s", "costs": {"add": [1, 1]}}',
         b'{"format": 1, "hardware": "an abacus", "costs": {"add": [NaN, 1]}}',
-        b'{"format": 1, "hardware": "an abacus", "costs": {"add": [-1, 1]}}',
-        b'{"format": 1, "hardware": "an abacus", "costs": {"add": [1, 7]}}',
         b'{"format": 1, "hardware": "an abacus", "costs": {"add": ["1", true]}}',
-        b'{"format": 1, "hardware": "an abacus", "costs": {"add": 3}}',
         b'{"format": 1, "hardware": "an abacus", "costs": 3}',
         b"[" * 100_000,
         b"\xff\xfe\x00",
@@ -138,27 +132,6 @@ def test_the_oldest_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch)
         one.add(f"k{number}", Cost(1.0, 1.0))
         one.save()
     assert list(json.loads(the_file(folder).read_bytes())["costs"]) == ["k2", "k3", "k4"]
-
-
-def write_many(number: int) -> None:
-    for turn in range(20):
-        one = Remembered("shared")
-        one.add(f"{number} {turn}", Cost(number, 1.0))
-        one.save()
-
-
-def test_many_processes_at_once_leave_a_good_file(folder: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_many, args=(number,)) for number in range(3)]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert all(cost.share == 1.0 for cost in Remembered("shared")._known.values())
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    assert json.loads(the_file(folder).read_bytes())["hardware"] == "shared"
-    assert Remembered("shared")._known
 
 
 def test_what_takes_too_long_to_measure_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

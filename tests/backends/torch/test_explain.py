@@ -13,7 +13,6 @@ import pytest
 import torch
 from graph_cases import traced
 
-from manyhands import cli as command
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads
@@ -80,12 +79,6 @@ def test_explain_says_lanes_bounds_memory_reasons_and_advice() -> None:
         "kinds of operations measured",
     ):
         assert words in told, told
-
-
-def test_one_task_is_not_called_tasks() -> None:
-    fast = mh.parallel(torch.sin)
-    fast(torch.randn(4))
-    assert "  1 task, 1 lane, 0 waits between them\n" in fast.explain()
 
 
 @two_cores
@@ -237,27 +230,3 @@ def test_a_hundredth_of_the_device_does_not_matter() -> None:
 
 
 # The command
-
-
-SCRIPT = """
-import torch
-
-def pairs(*xs):
-    return [x @ x for x in xs]
-
-def inputs():
-    return [torch.randn(30, 30) for _ in range(4)]
-"""
-
-
-def test_the_command_explains_draws_and_forecasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    graph_file, trace_file = tmp_path / "g.svg", tmp_path / "t.json"
-    arguments = ["parallel", f"{tmp_path / 'script.py'}:pairs", "--draw", str(graph_file)]
-    assert command.main([*arguments, "--timeline", str(trace_file), "--devices", "4"]) == 0
-    told = capsys.readouterr().out
-    assert "pairs: run as" in told
-    assert "4 devices of" in told
-    assert "times (simulated)" in told
-    assert graph_file.read_text().count("<title>mm") == 4
-    assert json.loads(trace_file.read_text())["traceEvents"]

@@ -21,13 +21,6 @@ from manyhands.errors import EngineError, UndeclaredWrite
 # Options
 
 
-def test_a_synchronous_scope_runs_tasks_in_the_callers_thread() -> None:
-    with mh.parallel(synchronous=True):
-        future = mh.task(threading.get_ident)()
-        assert future.done()
-        assert future.result() == threading.get_ident()
-
-
 @pytest.mark.parametrize("option", [{"memory": 2.0}, {"compile": True}, {"reuse_outputs": True}], ids=str)
 def test_a_scope_refuses_what_only_functions_have(option: dict[str, Any]) -> None:
     name = next(iter(option))
@@ -64,20 +57,6 @@ def test_a_write_that_was_not_declared_is_an_error(synchronous: bool) -> None:
             mh.task(x.add_)(1).result()
     with lesson, mh.parallel(synchronous=synchronous):
         mh.task(lambda v: v.add_(1))(x)
-
-
-def test_declared_writes_reads_and_fresh_results_are_no_errors() -> None:
-    x, y = torch.zeros(4), torch.zeros(4)
-    with mh.parallel(threads=2):
-        mh.task(lambda v: v.add_(1), writes=(x[:2],))(x)
-        mh.task(lambda v: torch.add(v, 1, out=y), writes=(y,))(x)
-        fresh = mh.task(lambda v: v.clone().mul_(3))(x)
-        mh.task(lambda v: v.add_(1), writes=(fresh,))(fresh)
-        with torch.inference_mode():
-            made = torch.zeros(2)
-        mh.task(lambda v: v + 1)(made)
-    assert y.tolist() == [2.0] * 4
-    assert fresh.result().tolist() == [4.0] * 4
 
 
 def test_a_module_is_read_and_written_with_its_parameters_and_buffers() -> None:
@@ -252,14 +231,6 @@ def test_a_gradient_is_a_part_of_its_weight() -> None:
             mh.task(lambda module: module(torch.ones(1, 2)).sum().backward())(layer).result()
         mh.task(lambda module: module(torch.ones(1, 2)).sum().backward(), writes=(layer,))(layer)
         assert mh.task(lambda module: module.bias.grad.tolist())(layer).result() == [2.0, 2.0]
-
-
-def test_what_is_no_function_or_no_result_is_told() -> None:
-    with mh.parallel(threads=1):
-        with pytest.raises(TypeError, match="called already"):
-            mh.task(torch.ones(3).sum())  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="result"):
-            assert not mh.task(int)(0)
 
 
 # Memory

@@ -11,27 +11,6 @@ import torch
 from graph_cases import traced
 
 from manyhands.backends.torch.run import costs as torch_costs
-from manyhands.parallel.function import Parallel
-
-
-def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return ((x @ x).tanh() + x).sum()
-
-    x = torch.randn(16, 16)
-    first = Parallel(function, synchronous=True)
-    first(x)
-    assert "4 kinds of operations measured, 0 from the cache" in first.explain()
-    asked: list[int] = []
-    monkeypatch.setattr(torch_costs, "measured", lambda *given: asked.append(1))
-    second = Parallel(function, synchronous=True)
-    second(x)
-    assert not asked
-    assert "0 kinds of operations measured, 4 from the cache" in second.explain()
-    for one, other in zip(*(p.planned.schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
-        assert one.seconds == other.seconds
 
 
 @pytest.mark.parametrize(("durations", "cost"), [([4e-3, 5e-6, 6e-6], 5e-6), ([0.2], 0.2)])

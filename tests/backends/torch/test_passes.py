@@ -11,6 +11,7 @@ from graph_cases import needs_compiler, traced
 from torch import nn
 
 from manyhands.backends.torch import planning as backend
+from manyhands.backends.torch.compat import FakeTensorMode, prepare_inductor
 from manyhands.backends.torch.passes import compile_whole
 from manyhands.backends.torch.planning import written_memories
 from manyhands.backends.torch.run import threads
@@ -174,3 +175,16 @@ def test_compiled_code_that_stays_the_fastest_keeps_its_schedule() -> None:
         plan = planner.plan(found, [x], planner.Options(compile=True), progress, instead_of=fast)
     assert (plan.run, plan.schedule, plan.timed, plan.left_after) == (fast.run, scheduled, fast.timed, None)
     assert plan.seconds.keys() > {way}
+
+
+def test_processes_are_started_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    started: list[str] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append("pool"))
+    monkeypatch.setattr(async_compile.AsyncCompile, "wakeup", lambda: started.append("woken"))
+    prepare_inductor([torch.rand(2), 3, None])
+    assert not started
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        prepare_inductor([torch.rand(2), torch.empty(2, device="cuda")])
+    assert started == ["pool", "woken"]

@@ -39,10 +39,6 @@ def planned(net: Repeated) -> Parallel:
     return Parallel(net.step, pure=True, synchronous=True)
 
 
-def casts(fast: Parallel) -> int:
-    return sum("_to_copy" in task.name for task in fast._scheduled().graph.tasks)
-
-
 @pytest.mark.parametrize(
     ("around", "inside"),
     [
@@ -64,26 +60,6 @@ def test_gradients_are_those_of_plain_execution(around: Scope, inside: Scope) ->
         with torch.no_grad():
             net.layer.weight.mul_(2)
         assert all(map(torch.equal, fast(x), net.step(x)))
-
-
-def test_a_weight_is_cast_once() -> None:
-    x = torch.randn(8, 16)
-    fast, slow = planned(Repeated(autocast())), planned(Repeated(autocast(cache_enabled=False)))
-    fast(x)
-    slow(x)
-    assert casts(slow) - casts(fast) == 2 * 2 * 2  # weight and bias, twice less, forward and backward
-
-
-def test_a_call_is_another_one_without_the_memory() -> None:
-    net, x = Repeated(nullcontext), torch.randn(8, 16)
-    fast = planned(net)
-    plans = []
-    for around in (autocast(), autocast(cache_enabled=False), autocast()):
-        with around():
-            assert all(map(torch.equal, fast(x), net.step(x)))
-        plans.append(fast._last)
-    assert plans[0] is plans[2]
-    assert plans[0] is not plans[1]
 
 
 def test_tracing_leaves_no_cast_behind() -> None:

@@ -92,23 +92,6 @@ def test_the_backward_graph_is_planned_once_and_after_the_forward_graph() -> Non
     assert planned_graphs(net, torch.rand(8, 4)) == [["forward", "backward"]]
 
 
-def test_the_backward_graph_of_a_forward_graph_without_work_is_planned() -> None:
-    """There is no plan to wait for."""
-    x, planned = torch.rand(4), list[str]()
-
-    def make(role: GraphRole) -> Any:
-        return lambda graph, arguments: planned.append("planned")
-
-    def graph(function: Callable[..., Any]) -> Any:
-        return make_fx(function)(x)
-
-    places = dynamo._Places()
-    dynamo._PlannedGraph(graph(lambda x: [x]), make, places, None)(x)
-    backward = dynamo._PlannedGraph(graph(lambda x: [x.sin()]), make, places, None, is_backward=True)
-    torch.testing.assert_close(backward(x), [x.sin()])
-    assert planned == ["planned"]
-
-
 # Results that cannot be compared
 
 
@@ -196,14 +179,13 @@ def infer(call: Callable[..., Any], x: torch.Tensor) -> Any:
         return call(x)
 
 
-@pytest.mark.parametrize("planned", [True, False], ids=["planned", "as it is"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("program", [train, train_with_a_retained_graph, two_forwards_then_two_backwards, infer])
-def test_buffers_are_written_once(program: Callable[..., Any], training: bool, planned: bool) -> None:
+def test_buffers_are_written_once(program: Callable[..., Any], training: bool) -> None:
     torch.manual_seed(0)
     plain = Net().train(training)
     other = copy.deepcopy(plain)
-    counted = Counting(planned)
+    counted = Counting()
     fast = torch.compile(other, backend=counted)
     for number in range(4):
         x = torch.rand(8, 4, generator=torch.Generator().manual_seed(number))
@@ -220,21 +202,21 @@ def test_buffers_are_written_once(program: Callable[..., Any], training: bool, p
 
 
 class Counting:
-    """The backend without fusion, whose plans always, or never, are used; counts the writes in its forward graph."""
+    """The backend without fusion, whose plans are always used; counts the writes in its forward graph."""
 
-    def __init__(self, planned: bool) -> None:
+    def __init__(self) -> None:
         self.writes = 0
-        self._graphs = Graphs(Options(synchronous=True), "a graph") if planned else None
+        self._graphs = Graphs(Options(synchronous=True), "a graph")
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         return dynamo.compile_with(module, inputs, self._make)
 
     def _make(self, role: GraphRole) -> Any:
-        inner = None if self._graphs is None else self._graphs.make(None, role)
+        inner = self._graphs.make(None, role)
 
         def plan(graph: Any, arguments: Any) -> Any:
             self.writes += sum(written(node) for node in graph.graph.nodes)
-            return None if inner is None else inner(graph, arguments)
+            return inner(graph, arguments)
 
         return plan
 
@@ -245,7 +227,7 @@ def written(node: Any) -> bool:
 
 
 def test_a_graph_that_only_writes_is_planned() -> None:
-    counted = Counting(planned=True)
+    counted = Counting()
 
     @functools.partial(torch.compile, backend=counted)
     def average(into: torch.Tensor, value: torch.Tensor) -> None:
@@ -289,7 +271,7 @@ def test_buffers_that_change_places() -> None:
         b.copy_(before)
         return a.sin()
 
-    counted = Counting(planned=True)
+    counted = Counting()
     fast = torch.compile(swap, backend=counted)
     for _ in range(3):
         a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])

@@ -71,7 +71,6 @@ class Branchy(nn.Module):
         return self.out(self.drop(parts[0] + parts[1] * parts[2]))
 
 
-NETS = {"mlp": models.mlp, "branchy": Branchy}
 X, Y = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(4)
 
 
@@ -88,10 +87,9 @@ def steps(net: nn.Module, call: Callable[..., Any], count: int = 3) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_training_is_the_same(name: str) -> None:
+def test_training_is_the_same() -> None:
     torch.manual_seed(0)
-    plain, other = NETS[name](), NETS[name]()
+    plain, other = Branchy(), Branchy()
     other.load_state_dict(copy.deepcopy(plain.state_dict()))
     watching = Watching()
     assert steps(other, torch.compile(other, backend=watching)) == pytest.approx(steps(plain, plain), rel=1e-5)
@@ -129,17 +127,6 @@ def test_results_that_are_handed_on_take_only_the_operations_that_they_need() ->
     torch.compile(models.mlp(), backend=backend)(X)
     assert counted
     assert all("t.default" in name or "view" in name or "detach" in name for name in counted), counted
-
-
-def test_inference_and_other_shapes() -> None:
-    torch.manual_seed(0)
-    net = models.lenet().eval()
-    watching = Watching()
-    fast = torch.compile(net, backend=watching)
-    with torch.no_grad():
-        for size in (4, 4, 3, 2, 3):
-            torch.testing.assert_close(fast(X[:size]), net(X[:size]), rtol=1e-5, atol=1e-6)
-    assert any(plan.schedule is not None for plan in watching.plans())
 
 
 def test_what_a_graph_hands_on() -> None:

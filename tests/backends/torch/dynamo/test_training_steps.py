@@ -43,17 +43,6 @@ def in_the_books_order(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step
     return step
 
 
-def zeroed_at_the_end(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss = loss_of(net(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
 def accumulated_and_clipped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         optimizer.zero_grad(set_to_none=False)
@@ -95,7 +84,6 @@ def with_the_last_gradients(net: nn.Module, optimizer: torch.optim.Optimizer) ->
 PROGRAMS = [
     in_pytorchs_order,
     in_the_books_order,
-    zeroed_at_the_end,
     accumulated_and_clipped,
     retained,
     with_the_last_gradients,

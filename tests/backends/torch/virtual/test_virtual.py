@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import run_python
 
 from manyhands import torch as mh
 from manyhands.errors import NoSuchDevice
@@ -372,13 +371,6 @@ def test_new_tensors_follow_their_model_and_the_default() -> None:
     with torch.device("cpu:0"):
         assert torch.as_tensor([1.0]).device == mh.gpu(0)
     assert torch.tensor([1.0]).device == mh.cpu()
-
-
-def test_it_is_said_once_on_stderr() -> None:
-    code = "from manyhands import torch as mh; mh.virtual_devices(2); mh.num_gpus(); print(mh.gpu(1))"
-    result = run_python(code, MANYHANDS_VIRTUAL_DEVICES="2")
-    assert result.stdout == f"{mh.gpu(1)}\n"
-    assert result.stderr.count("2 virtual CPU devices") == 1
 
 
 @pytest.mark.parametrize("where", ["cpu", "cpu:1", None])

@@ -81,39 +81,38 @@ def trace_whole(function: Callable[..., Any], call: Call) -> Whole:
     for tensor in call.tensors:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
             raise CannotTrace(f"an argument is not an ordinary tensor: {type(tensor).__name__}, {tensor.layout}")
-    outside, first = Outside(), first_of_each(call.tensors)
+    tracing, first = _Tracing(), first_of_each(call.tensors)
     structure: Any = None
     gradients: list[tuple[torch.Tensor, bool]] = []
-    scope = _Scope(outside)
 
     def flat(*stand_ins: torch.Tensor) -> list[Any]:
         nonlocal structure
         arguments, keywords = call.rebuild([stand_ins[number] for number in first])
-        with scope.modes():
+        with tracing.modes():
             result = function(*arguments, **keywords)
         values, structure = compat.tree_flatten(result)
-        values = [_value(value, scope.derives) for value in values]
+        values = [_value(value, tracing.derives) for value in values]
         if any(tensor.is_leaf and tensor.grad is not None for tensor in stand_ins):
             raise CannotTrace(
                 "backward() reaches an argument and would put a gradient into it: use torch.autograd.grad, or take the "
                 "tensor from outside (a closure, a module)"
             )
-        left = outside.left_gradients()
+        left = tracing.left_gradients()
         gradients.extend((tensor, gradient is not None) for tensor, gradient in left)
         return [*values, *(gradient for _, gradient in left if gradient is not None)]
 
     gpus = {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
     try:
-        with compat.tracing, torch.random.fork_rng(sorted(gpus)), scope, no_hooks(), compat.lazy_graph_modules():
+        with compat.tracing, torch.random.fork_rng(sorted(gpus)), tracing, no_hooks(), compat.lazy_graph_modules():
             module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*_stand_ins(call.tensors))
     except Exception as error:
-        scope.check()  # the better reason
+        tracing.check()  # the better reason
         raise error if isinstance(error, CannotTrace) else CannotTrace(why(error)) from error
-    scope.check()
+    tracing.check()
     whole = trace_of_graph(module)
     _refuse_memory(whole, call, structure.num_leaves)
     trace = split_convolutions(whole)
-    return Whole(trace, structure, gradients, outside.checks(trace.constant_values()))
+    return Whole(trace, structure, gradients, tracing.holds(trace.constant_values()))
 
 
 def _value(value: Any, derives: bool) -> Any:
@@ -163,20 +162,111 @@ def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return stand_ins
 
 
-class Outside:
-    """What a trace depends on outside its arguments: gradients from before, optimizers, and where its tensors are."""
+class _Tracing:
+    """A scope for one trace: what it would leave behind is put back, and what it would bake in is refused.
+
+    What the trace depends on outside its arguments is remembered: gradients from before, and optimizers.
+    """
 
     def __init__(self) -> None:
+        self.derives = False  # whether a backward pass was made
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves, with their gradients
         self._optimizers: dict[torch.optim.Optimizer, tuple[Any, ...]] = {}
-        self._kept: list[Callable[[], None]] = []  # put the optimizers back
+        self._put_back: list[Callable[[], None]] = []  # for the optimizers
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._refused: CannotTrace | None = None
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()  # drops casts of real weights; in __exit__, of fake ones
+        self._casts, self._recorded = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        self._hook = register_optimizer_step_pre_hook(self._see_optimizer)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        torch.set_grad_enabled(self._recorded)
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            for tensor, saved in self._saved.values():
+                tensor.copy_(saved)
+        for tensor, before in self._gradients.values():
+            tensor.grad = before
+        if any(_facts(optimizer) != facts for optimizer, facts in self._optimizers.items()):
+            for put_back in self._put_back:
+                put_back()
+            self._refused = self._refused or NotYet(
+                "the optimizer changed its state or settings in this call: state that is made at the first step is "
+                "there at the next call, which is planned; numbers that change at every step cannot be planned: give "
+                "a tensor, as in SGD(..., lr=torch.tensor(0.1))"
+            )
+        self._put_back.clear()
+
+    def check(self) -> None:
+        if self._refused is not None:  # even if the function has caught the error
+            raise self._refused
+
+    def refuse(self, reason: str) -> None:
+        self._refused = CannotTrace(reason)
+        raise self._refused
+
+    def modes(self) -> ExitStack:
+        """The modes that are active while the function runs."""
+        modes = ExitStack()
+        # Autocast casts a weight once, however often it is used; make_fx switches that cache off.
+        modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(self._casts)
+        modes.enter_context(_Functions(self))
+        modes.enter_context(_Operations(self))
+        return modes
+
+    def left_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors whose ``.grad`` the function has set, with the new gradients; called while tracing."""
+        left = [(tensor, tensor.grad) for tensor, before in self._gradients.values() if tensor.grad is not before]
+        if any(gradient is not None and not isinstance(gradient, FakeTensor) for _, gradient in left):
+            raise CannotTrace("it sets .grad to a tensor from outside")
+        return left
+
+    def holds(self, constants: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """A check, to be called before every replay, whether what the trace depends on outside is as it was."""
+        read = {id(value) for value in constants}
+        same = [(tensor, before) for tensor, before in self._gradients.values() if id(before) in read]
+        there = [(tensor, before is not None) for tensor, before in self._gradients.values() if id(before) not in read]
+        on_gpus = [value for value in constants if value.is_cuda]
+        in_place = compat.arguments_lie_at({number: value.data_ptr() for number, value in enumerate(on_gpus)})
+        optimizers = list(self._optimizers.items())
+        return lambda: (
+            all(tensor.grad is before for tensor, before in same)
+            and all((tensor.grad is not None) is was for tensor, was in there)
+            and in_place(on_gpus)
+            and all(_facts(optimizer) == facts for optimizer, facts in optimizers)
+        )
+
+    # Called by the modes below, and by optimizers
+
+    def see(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, VirtualTensor):
+            self.refuse("a tensor on a virtual device comes from outside: pass it as an argument")
+        if isinstance(tensor, FakeTensor) or not tensor.requires_grad or compat.is_functorch_tensor(tensor):
+            return
+        if not tensor.is_leaf and torch.is_grad_enabled():
+            raise CannotTrace("gradients would flow into a tensor that was computed outside")
+        if tensor.is_leaf:
+            if torch.is_grad_enabled() and compat.has_gradient_hooks(tensor):
+                self.refuse("a tensor from outside has hooks, which a plan would not call")
+            self.see_gradient(tensor)
 
     def see_gradient(self, tensor: torch.Tensor) -> None:
         self._gradients.setdefault(id(tensor), (tensor, tensor.grad))
 
-    def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, tensor: torch.Tensor) -> None:
+        """Save a real tensor that tracing is about to write to."""
+        if id(tensor) not in self._saved:
+            with no_dispatch_modes(), torch.no_grad():
+                self._saved[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def _see_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before an optimizer steps: its numbers, and the identity of its tensors."""
-        if optimizer in self._optimizers:
+        if threading.get_ident() != self._thread or optimizer in self._optimizers:
             return
         self._optimizers[optimizer] = _facts(optimizer)
         groups = [dict(group) for group in optimizer.param_groups]
@@ -189,42 +279,7 @@ class Outside:
             optimizer.state.clear()
             optimizer.state.update(state)
 
-        self._kept.append(put_back)
-
-    def left_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The tensors whose ``.grad`` the function has set, with the new gradients; called while tracing."""
-        left = [(tensor, tensor.grad) for tensor, before in self._gradients.values() if tensor.grad is not before]
-        if any(gradient is not None and not isinstance(gradient, FakeTensor) for _, gradient in left):
-            raise CannotTrace("it sets .grad to a tensor from outside")
-        return left
-
-    def put_back(self) -> bool:
-        """Restore all after a trace; returns whether an optimizer had changed."""
-        for tensor, before in self._gradients.values():
-            tensor.grad = before
-        changed = any(_facts(optimizer) != facts for optimizer, facts in self._optimizers.items())
-        for put_back in self._kept if changed else ():
-            put_back()
-        self._kept.clear()
-        return changed
-
-    def checks(self, constants: Sequence[torch.Tensor]) -> Callable[[], bool]:
-        """A check, to be called before every replay, whether all of it is as it was."""
-        read = {id(value) for value in constants}
-        same = [(tensor, before) for tensor, before in self._gradients.values() if id(before) in read]
-        there = [(tensor, before is not None) for tensor, before in self._gradients.values() if id(before) not in read]
-        in_place = compat.addresses_are([value for value in constants if value.is_cuda])
-        optimizers = list(self._optimizers.items())
-
-        def holds() -> bool:
-            return (
-                all(tensor.grad is before for tensor, before in same)
-                and all((tensor.grad is not None) is was for tensor, was in there)
-                and in_place()
-                and all(_facts(optimizer) == facts for optimizer, facts in optimizers)
-            )
-
-        return holds
+        self._put_back.append(put_back)
 
 
 def _facts(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -246,127 +301,55 @@ def _facts(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple(groups), tuple(state)
 
 
-class _Scope:
-    """A scope for one trace: what it would leave behind is put back, and what it would bake in is refused."""
-
-    def __init__(self, outside: Outside) -> None:
-        self.outside = outside
-        self.derives = False  # whether a backward pass was made
-        self._refused: CannotTrace | None = None
-        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> None:
-        torch.clear_autocast_cache()  # drops casts of real weights; in __exit__, of fake ones
-        self._casts, self._recorded = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
-        self._hook = register_optimizer_step_pre_hook(self._steps)
-
-    def _steps(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if threading.get_ident() == self._thread:
-            self.outside.see_optimizer(optimizer)
-
-    def modes(self) -> ExitStack:
-        """The modes that are active while the function runs."""
-        modes = ExitStack()
-        # Autocast casts a weight once, however often it is used; make_fx switches that cache off.
-        modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(self._casts)
-        modes.enter_context(_Functions(self))
-        modes.enter_context(_Operations(self))
-        return modes
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        torch.set_grad_enabled(self._recorded)
-        torch.clear_autocast_cache()
-        with torch.no_grad():
-            for tensor, saved in self._saved.values():
-                tensor.copy_(saved)
-        if self.outside.put_back():
-            self._refused = self._refused or NotYet(
-                "the optimizer changed its state or settings in this call: state that is made at the first step is "
-                "there at the next call, which is planned; numbers that change at every step cannot be planned: give "
-                "a tensor, as in SGD(..., lr=torch.tensor(0.1))"
-            )
-
-    def check(self) -> None:
-        if self._refused is not None:  # even if the function has caught the error
-            raise self._refused
-
-    def refuse(self, reason: str) -> None:
-        self._refused = CannotTrace(reason)
-        raise self._refused
-
-    # Called by the modes below
-
-    def see(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, VirtualTensor):
-            self.refuse("a tensor on a virtual device comes from outside: pass it as an argument")
-        if isinstance(tensor, FakeTensor) or not tensor.requires_grad or compat.is_functorch_tensor(tensor):
-            return
-        if not tensor.is_leaf and torch.is_grad_enabled():
-            raise CannotTrace("gradients would flow into a tensor that was computed outside")
-        if tensor.is_leaf:
-            if torch.is_grad_enabled() and compat.has_gradient_hooks(tensor):
-                self.refuse("a tensor from outside has hooks, which a plan would not call")
-            self.outside.see_gradient(tensor)
-
-    def save(self, tensor: torch.Tensor) -> None:
-        """Save a real tensor that tracing is about to write to."""
-        if id(tensor) not in self._saved:
-            with no_dispatch_modes(), torch.no_grad():
-                self._saved[id(tensor)] = (tensor, tensor.detach().clone())
-
-
 class _Functions(TorchFunctionMode):
     """Sees calls in Python: gradients that are looked at, and values that are read."""
 
-    def __init__(self, scope: _Scope) -> None:
+    def __init__(self, tracing: _Tracing) -> None:
         super().__init__()
-        self._scope = scope
+        self._tracing = tracing
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with compat.no_torch_functions():
             if getattr(func, "__name__", "") in _READS and args and _is_from_outside(args[0]):
-                self._scope.refuse(_READING)
+                self._tracing.refuse(_READING)
             if func == _data.__set__:
-                self._scope.refuse(_MOVING)
+                self._tracing.refuse(_MOVING)
             if func in _GRADIENT and not isinstance(args[0], FakeTensor) and args[0].is_leaf:
-                self._scope.outside.see_gradient(args[0])
+                self._tracing.see_gradient(args[0])
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
-                    self._scope.see(leaf)
+                    self._tracing.see(leaf)
         return func(*args, **(kwargs or {}))
 
 
 class _Operations(TorchDispatchMode):
     """Sees operations: values that are read, and tensors that tracing may write to."""
 
-    def __init__(self, scope: _Scope) -> None:
+    def __init__(self, tracing: _Tracing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._scope = scope
+        self._tracing = tracing
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        scope = self._scope
+        tracing = self._tracing
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         from_outside = any(map(_is_from_outside, tensors))
-        scope.derives |= compat.current_autograd_node() is not None
+        tracing.derives |= compat.current_autograd_node() is not None
         if torch.Tag.data_dependent_output in func.tags and from_outside:
-            scope.refuse(_READING)
+            tracing.refuse(_READING)
         if func.overloadpacket in _MOVES:
-            scope.refuse(_MOVING)
+            tracing.refuse(_MOVING)
         for argument in tensors:
-            scope.see(argument)
+            tracing.see(argument)
         if compat.schema(func).is_mutable:
             real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
             for argument in real:
                 # With fake operands only single numbers: make_fx computes with numbers that it knows.
                 if len(real) == len(tensors) or argument.numel() <= 1:
-                    scope.save(argument)
+                    tracing.save(argument)
         results = _apart(func(*args, **(kwargs or {})))
         if func.overloadpacket not in _LITERALS and from_outside:
             for result in tree_leaves(results):

@@ -91,13 +91,6 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 equal_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-def addresses_are(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """A check that tensors are still at the addresses that they have now."""
-    places = {number: tensor.data_ptr() for number, tensor in enumerate(tensors)}
-    check = arguments_lie_at(places)
-    return lambda: check(tensors)
-
-
 def arguments_lie_at(places: dict[int, int]) -> Callable[[Sequence[Any]], bool]:
     """A check that the arguments with these numbers are at these addresses."""
     if not places:
@@ -257,8 +250,8 @@ def pause(cycles: int) -> None:
 
 # Private attributes of public objects: operations, modules, tensors, nodes of autograd
 
-# The dicts of a module that hold its tensors and the modules in it.
-PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+# The dicts of a module that hold its tensors.
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
 
 # The dicts that hold hooks; those of a parameter are None until the first hook.
 HOOKS_OF_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
@@ -358,8 +351,3 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 def saved(node: Any, name: str) -> Any:
     """What a node of autograd has saved for its backward pass under this name; RuntimeError if it is freed."""
     return getattr(node, f"_saved_{name}")
-
-
-def function_class(node: Any) -> Any:
-    """The ``torch.autograd.Function`` whose backward pass a node is; None for PyTorch's own operations."""
-    return getattr(node, "_forward_cls", None)
