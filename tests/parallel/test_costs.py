@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,23 @@ def test_the_oldest_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch)
         one.add(f"k{number}", Cost(1.0, 1.0))
         one.save()
     assert list(json.loads(the_file(folder).read_bytes())["costs"]) == ["k2", "k3", "k4"]
+
+
+def write_many(number: int) -> None:
+    for turn in range(10):
+        one = Remembered("shared")
+        one.add(f"{number} {turn}", Cost(number, 1.0))
+        one.save()
+
+
+def test_processes_that_write_at_once_leave_a_good_file(folder: Path) -> None:
+    writers = [multiprocessing.get_context("fork").Process(target=write_many, args=(number,)) for number in range(2)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert all(cost.share == 1.0 for cost in Remembered("shared")._known.values())
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert Remembered("shared")._known
 
 
 def test_what_takes_too_long_to_measure_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,27 +165,6 @@ def autocast_toggles(make: Make) -> Any:
     return found
 
 
-def gradient_toggles(make: Make) -> Any:
-    weight = nn.Parameter(torch.eye(4))
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x @ weight
-        with torch.no_grad():
-            z = y * 2
-        with torch.enable_grad():
-            u = (z * weight.sum()).sum()
-        return u + y.sum()
-
-    fast, found = make(function), []
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
-            result = fast(X)
-        found.append((result.requires_grad, result.is_inference(), result.detach().clone()))
-        if result.requires_grad:
-            result.backward()
-    return found, weight.grad
-
-
 def scheduler_and_checkpoint(make: Make) -> Any:
     net = _net(nn.Tanh())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
@@ -316,18 +295,6 @@ def devices_and_dtypes(make: Make) -> Any:
     return [fast(x) for x in (X, X[:2], X[0], X.half().float(), X) for _ in range(2)]
 
 
-def memory_that_is_replaced(make: Make) -> Any:
-    layer = nn.Linear(4, 4).requires_grad_(False)
-    layer.weight.fill_(0.5), layer.bias.zero_()
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        layer.weight.data = layer.weight.data + 1
-        return layer(x)
-
-    fast = make(function)
-    return [fast(X) for _ in range(4)], layer.weight
-
-
 def what_is_put_elsewhere(make: Make) -> Any:
     """Sums are left in an attribute, a list, a dict, a tensor's attribute and a gradient."""
     net, found, table = nn.Linear(4, 4), list[Any](), dict[str, Any]()
@@ -360,15 +327,6 @@ def results_that_get_gradients(make: Make) -> Any:
     return found
 
 
-def lazy_layers(make: Make) -> Any:
-    net = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d())
-    fast, found = make(net), list[Any]()
-    torch.manual_seed(1)
-    for _ in range(3):
-        found.append(fast(X).detach())
-    return found, _state(net)
-
-
 def gradients_through_one_result(make: Make) -> Any:
     """Passes through different results do not disturb each other; a second one is refused."""
     weight = nn.Parameter(torch.eye(4))
@@ -395,7 +353,6 @@ PROGRAMS: list[Callable[[Make], Any]] = [
     shared_memory,
     errors_and_after,
     autocast_toggles,
-    gradient_toggles,
     scheduler_and_checkpoint,
     several_threads,
     many_kinds_of_calls,
@@ -405,9 +362,7 @@ PROGRAMS: list[Callable[[Make], Any]] = [
     results_are_kept,
     two_forward_passes_first,
     devices_and_dtypes,
-    memory_that_is_replaced,
     what_is_put_elsewhere,
     results_that_get_gradients,
-    lazy_layers,
     gradients_through_one_result,
 ]

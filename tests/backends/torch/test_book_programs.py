@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from manyhands import torch as mh
 
@@ -92,40 +90,6 @@ def test_a_net_is_trained_where_it_is() -> None:
 
 def run(x: torch.Tensor) -> list[torch.Tensor]:
     return [x.mm(x) for _ in range(50)]
-
-
-class Clock:
-    """A timer that the chapters print; here it only has to work."""
-
-    def __enter__(self) -> Clock:
-        self.start = time.time()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds = time.time() - self.start
-
-
-def test_two_loops_of_products() -> None:
-    devices = all_gpus()
-    x_gpu1 = torch.rand(size=(20, 20), device=devices[0])
-    x_gpu2 = torch.rand(size=(20, 20), device=devices[1])
-    for x, device in zip((x_gpu1, x_gpu2), devices, strict=True):  # warm-up
-        run(x)
-        torch.cuda.synchronize(device)
-    with Clock() as first:
-        run(x_gpu1)
-        torch.cuda.synchronize(devices[0])
-    with Clock() as second:
-        run(x_gpu2)
-        torch.cuda.synchronize(devices[1])
-    with Clock() as both:
-        one, two = run(x_gpu1), run(x_gpu2)
-        torch.cuda.synchronize()
-    assert min(first.seconds, second.seconds, both.seconds) >= 0
-    assert {y.device for y in one} == {gpu(0)}
-    assert torch.equal(two[-1].cpu(), x_gpu2.cpu() @ x_gpu2.cpu())
-    with pytest.raises(RuntimeError, match="no device cuda:2"):
-        torch.cuda.synchronize(2)
 
 
 def test_copies_to_the_host_while_computing() -> None:
@@ -211,17 +175,6 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         )
 
 
-def test_parameters_get_gradients_on_each_device() -> None:
-    new_params = get_params(initial(), gpu(1))
-    assert (new_params[1].device, new_params[1].grad, new_params[1].requires_grad) == (gpu(1), None, True)
-    assert new_params[1].is_leaf
-    data = [torch.ones((1, 2), device=gpu(i)) * (i + 1) for i in range(2)]
-    allreduce(data)
-    assert [(one.device, one.tolist()) for one in data] == [(gpu(0), [[3.0, 3.0]]), (gpu(1), [[3.0, 3.0]])]
-    split = nn.parallel.scatter(torch.arange(20).reshape(4, 5), all_gpus())
-    assert [(one.device, len(one)) for one in split] == [(gpu(0), 2), (gpu(1), 2)]
-
-
 def test_a_loop_by_hand_trains_as_one_device_does() -> None:
     trained = []
     for devices in ([gpu(0)], all_gpus()):
@@ -239,76 +192,6 @@ def test_a_loop_by_hand_trains_as_one_device_does() -> None:
 
 
 # Training on several devices, with DataParallel
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int, *, strides: int = 1, reshape: bool = False) -> None:
-        super().__init__()
-        self.conv1 = nn.LazyConv2d(channels, kernel_size=3, padding=1, stride=strides)
-        self.conv2 = nn.LazyConv2d(channels, kernel_size=3, padding=1)
-        self.conv3 = nn.LazyConv2d(channels, kernel_size=1, stride=strides) if reshape else None
-        self.bn1, self.bn2 = nn.LazyBatchNorm2d(), nn.LazyBatchNorm2d()
-
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        Y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(X)))))
-        return F.relu(Y + (X if self.conv3 is None else self.conv3(X)))
-
-
-def resnet18(classes: int) -> nn.Module:
-    """The chapter's net, with an eighth of its channels."""
-
-    def stage(channels: int, first: bool = False) -> nn.Sequential:
-        begin = Residual(channels) if first else Residual(channels, strides=2, reshape=True)
-        return nn.Sequential(begin, Residual(channels))
-
-    net = nn.Sequential(nn.LazyConv2d(8, kernel_size=3, stride=1, padding=1), nn.LazyBatchNorm2d(), nn.ReLU())
-    for i, channels in enumerate((8, 16, 32, 64)):
-        net.add_module(f"stage{i}", stage(channels, first=i == 0))
-    net.add_module("pool", nn.AdaptiveAvgPool2d((1, 1)))
-    net.add_module("fc", nn.Sequential(nn.Flatten(), nn.LazyLinear(classes)))
-    return net
-
-
-def evaluate_accuracy(net: nn.Module, data: DataLoader[tuple[torch.Tensor, ...]]) -> float:
-    net.eval()
-    device = next(iter(net.parameters())).device
-    right, seen = 0, 0
-    with torch.no_grad():
-        for X, y in data:
-            right += int((net(X.to(device)).argmax(1) == y.to(device)).sum())
-            seen += y.numel()
-    return right / seen
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_data_parallel_trains_a_resnet() -> None:
-    labels = torch.arange(24) % 2
-    images = torch.randn(24, 1, 8, 8) + 3 * labels[:, None, None, None]
-    data = DataLoader(TensorDataset(images, labels), batch_size=12, pin_memory=True)
-    devices = all_gpus()
-    net = resnet18(2)
-
-    def init_weights(module: nn.Module) -> None:
-        if type(module) in (nn.Linear, nn.Conv2d):
-            nn.init.normal_(module.weight, std=0.1)
-
-    net(images[:2])
-    net.apply(init_weights)
-    net = nn.DataParallel(net, device_ids=devices)
-    net.to(devices[0])
-    trainer = torch.optim.SGD(net.parameters(), 0.05)
-    for _ in range(3):
-        net.train()
-        for X, y in data:
-            trainer.zero_grad()
-            X, y = X.to(devices[0]), y.to(devices[0])
-            loss = F.cross_entropy(net(X), y)
-            loss.backward()
-            trainer.step()
-    accuracy = evaluate_accuracy(net, data)
-    assert accuracy > 0.9
-    assert mh.evaluate_accuracy_gpu(net.module, data) == accuracy
-    assert {one.device for one in net.parameters()} == {gpu(0)}
 
 
 def small() -> nn.Module:

@@ -17,10 +17,9 @@ def count(net: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("in_channels", [1, 3])
-def test_models_give_a_score_per_class(name: str, in_channels: int) -> None:
-    net = MODELS[name](num_classes=7, in_channels=in_channels)
-    assert net(torch.randn(2, in_channels, 28, 28)).shape == (2, 7)
+def test_models_give_a_score_per_class(name: str) -> None:
+    net = MODELS[name](num_classes=7, in_channels=3)
+    assert net(torch.randn(2, 3, 28, 28)).shape == (2, 7)
     assert not any(nn.parameter.is_lazy(parameter) for parameter in net.parameters())
     again = pickle.loads(pickle.dumps(net))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
@@ -70,15 +69,6 @@ def test_residual_in_both_calls() -> None:
     assert torch.equal(lazy.eval()(X), known.eval()(X))
 
 
-def test_residual_adds_its_input() -> None:
-    block = Residual(2, 2).eval()
-    nn.init.zeros_(block.conv2.weight)
-    assert block.conv2.bias is not None
-    nn.init.zeros_(block.conv2.bias)
-    X = torch.randn(1, 2, 4, 4)
-    assert torch.equal(block(X), X.relu())
-
-
 def test_initialise_is_xavier() -> None:
     net = initialise(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(100, 50)), seed=1)
     for weight, fans in ((net[0].weight, 9 * (4 + 8)), (net[1].weight, 150)):
@@ -99,12 +89,3 @@ def test_initialise_is_a_function_of_its_seed() -> None:
     moved = initialise(mh.to(lenet(), mh.try_gpu()), 3)
     assert mh.device_of(moved) == mh.try_gpu()
     assert all(torch.equal(x, y.cpu()) for x, y in zip(a.parameters(), moved.parameters(), strict=True))
-
-
-def test_initialise_without_a_seed_draws_from_the_program() -> None:
-    net, drawn = mlp(), []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        drawn.append(initialise(net)[1].weight.detach().clone())
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[1], drawn[2])

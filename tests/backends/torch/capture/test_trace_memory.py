@@ -214,22 +214,3 @@ def test_tensors_from_outside_that_show_one_array_are_one_memory() -> None:
             for value, two in zip(run.replay([torch.ones(8)]), expected, strict=True):
                 assert torch.equal(value, two)
             assert np.array_equal(array, kept)
-
-
-def test_arguments_that_show_one_array_are_known_to_share_it() -> None:
-    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        z = y * 1
-        x.add_(1)
-        return y + z
-
-    fast = planned(function)
-    for second in (slice(0, 8), slice(1, 9)):
-        assert torch.equal(fast(torch.zeros(8), torch.zeros(8)), torch.zeros(8))
-        assert "synchronous" in fast.explain()
-        array, repeated = np.zeros(9, dtype=np.float32), np.zeros(9, dtype=np.float32)
-        result = fast(torch.from_numpy(array[:8]), torch.from_numpy(array[second]))
-        assert "share memory" in fast.explain()
-        assert torch.equal(result, function(torch.from_numpy(repeated[:8]), torch.from_numpy(repeated[second])))
-    pair = torch.zeros(16)
-    fast(pair[:8], pair[8:])
-    assert "share memory" in fast.explain()  # one memory, as PyTorch knows it

@@ -11,12 +11,6 @@ import pytest
 from manyhands.backends.torch.run.codegen import function
 
 
-def test_a_function_with_its_names() -> None:
-    double = function("doubles", "def double(x):\n    return x * two", {"two": 2})
-    assert double(3) == 6
-    assert double.__code__.co_filename.startswith("<manyhands doubles ")
-
-
 def test_a_traceback_shows_the_line() -> None:
     fails = function("fails", "def fails(x):\n    y = x + 1\n    return y / nothing", {"nothing": 0})
     linecache.checkcache()

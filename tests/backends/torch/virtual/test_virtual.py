@@ -178,16 +178,6 @@ def test_a_shallow_copy_keeps_the_device_and_the_memory() -> None:
     assert twin.tolist() == [0, 0, 0]
 
 
-def test_the_type_of_a_parameter_makes_parameters() -> None:
-    """Libraries that replace parameters keep their type so."""
-    parameter = torch.nn.Linear(2, 2).to(mh.gpu(1)).weight
-    for data in (torch.ones(2), torch.ones(2, device="meta"), torch.ones(2, device=mh.gpu(0))):
-        fresh = type(parameter)(data, requires_grad=False)
-        assert isinstance(fresh, torch.nn.Parameter)
-        assert (fresh.device, fresh.requires_grad) == (data.device, False)
-    assert type(parameter)(parameter.data).requires_grad
-
-
 def test_addresses_tell_shared_memory_apart() -> None:
     """Programs compare them to find tied weights before they save a model."""
     x, y = torch.ones(4, device=mh.gpu(0)), torch.ones(4, device=mh.gpu(0))
@@ -253,15 +243,6 @@ def test_a_shape_that_needs_more_memory_is_refused(change: Any) -> None:
     with pytest.raises(RuntimeError, match="changes a shape in place"):
         change(x)
     assert (x + 0).tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-
-
-def test_functions_over_batches() -> None:
-    x = torch.arange(6.0, device=mh.gpu(1)).reshape(3, 2)
-    layer = torch.nn.Linear(2, 2, device=mh.gpu(1))
-    found = torch.func.vmap(layer)(x)
-    assert (found.device, found.shape) == (mh.gpu(1), (3, 2))
-    torch.testing.assert_close(found, layer(x))
-    assert torch.quantile(x, 0.5).item() == 2.5
 
 
 def test_data_is_read_and_replaced() -> None:
