@@ -69,7 +69,7 @@ def lazy(module: str) -> tuple[list[str], Callable[[str], Any], Callable[[], lis
         value: Any = importlib.import_module(late[name])
         if name == "parallel" and framework != "torch":
             value = value.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
-        elif not late[name].endswith(f".{name}"):
+        elif name != "loggers":  # itself a module
             value = getattr(value, name)
         here[name] = value
         return value
