@@ -1,6 +1,6 @@
 """Training from the first step to the last, in any framework: a learner makes the steps, the loop does the rest.
 
-The loop drives epochs; its parts know where the job stands (:mod:`.data.position`), when it ends (:mod:`.stopping`),
+The loop drives epochs; its parts know where the job stands (:mod:`.data.order`), when it ends (:mod:`.stopping`),
 what is reported to callbacks (:mod:`.callbacks.events`), what is saved (:mod:`.checkpoints.saving`) and how the
 learning rate changes (:mod:`.schedules`).
 
@@ -23,8 +23,7 @@ from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.checkpoints.saving import Saver
 from manyhands.training.data import loader_batches
-from manyhands.training.data.order import Cursor, Window
-from manyhands.training.data.position import Position
+from manyhands.training.data.order import Cursor, Position, Window
 from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
 from manyhands.training.learner import Learner, Say, shared
 from manyhands.training.options import ENDLESS, Settings
@@ -183,7 +182,7 @@ class Loop:
             else:
                 return True
         if window is not None:
-            loader_batches.check_agreed(window, self.learner.all_have, self.position.loader)
+            loader_batches.check_agreed(window, self.learner.all_have)
         return self.position.is_end_of_epoch
 
     def _step(self, window: Window, batch: Any) -> None:
@@ -206,7 +205,7 @@ class Loop:
         pairs = self.learner.batches(at)
         if limits.batches is not None:
             pairs = itertools.islice(pairs, max(0, limits.batches - at.batch))
-        return loader_batches.agreed(pairs, self.learner.all_have, self.position.loader)
+        return loader_batches.agreed(pairs, self.learner.all_have)
 
     def _check_repeats(self) -> None:
         """Warn if a job resumes at the start of an epoch and its loader gives another order than before."""
@@ -219,7 +218,7 @@ class Loop:
         first = next(windows, None)
         windows.close()
         if (first is None or first.digest != before) and self.first:
-            self.report.warn(loader_batches.not_repeated_epoch(loader, self.cursor.epoch))
+            self.report.warn(loader_batches.not_repeated_epoch(self.cursor.epoch))
 
     # Rows of metrics
 

@@ -262,18 +262,8 @@ class Limits(_Topic):
         return amounts.parse_interval(self.evaluate_every or "1 epoch") or (1, "epochs")
 
 
-TOPICS: dict[str, type[Step | Checkpoints | Workers | Limits]] = {
-    "step": Step,
-    "checkpoints": Checkpoints,
-    "workers": Workers,
-    "limits": Limits,
-}
-_EXAMPLES = {
-    "step": "accumulate=2",
-    "checkpoints": "every=100",
-    "workers": "per_device=2",
-    "limits": "max_steps=1000",
-}
+Topic = Step | Checkpoints | Workers | Limits
+TOPICS: dict[str, type[Topic]] = {"step": Step, "checkpoints": Checkpoints, "workers": Workers, "limits": Limits}
 
 
 def check_topic(name: str, value: object) -> None:
@@ -281,7 +271,7 @@ def check_topic(name: str, value: object) -> None:
     kind = TOPICS[name].__name__
     if not isinstance(value, TOPICS[name]):
         text = value.__name__ if isinstance(value, type) else repr(value)
-        raise BadSettings(f"{name}={text}: give a {kind} object, as {name}=mh.{kind}({_EXAMPLES[name]})")
+        raise BadSettings(f"{name}={text}: give a {kind} object, as {name}=mh.{kind}(...)")
 
 
 # Checks of one value; the trainer's settings use them too.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.errors import LossIsNotANumber
 
 if TYPE_CHECKING:
-    from manyhands.training.data.position import Position
+    from manyhands.training.data.order import Position
 
 Sum = tuple[float, float]  # of values times their weights, and of the weights
 

@@ -18,7 +18,7 @@ from manyhands.training.learner import Learner, shared
 from manyhands.training.options import ENDLESS
 
 if TYPE_CHECKING:
-    from manyhands.training.data.position import Position
+    from manyhands.training.data.order import Position
 
 HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "

@@ -156,8 +156,6 @@ def test_a_function_makes_the_batches_of_each_epoch(bench: Bench) -> None:
     assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
     result = bench.fit(epochs=2, data=(lambda: iter(batches), lambda: iter(batches[:2])))
     assert [row["samples"] for row in result.rows] == [64, 64]
-    with pytest.raises(BadBatch, match="2 parameters"):
-        bench.fit(epochs=1, data=lambda one, two: batches)
 
 
 # What is refused
@@ -204,10 +202,10 @@ def test_processes_that_are_given_different_batches() -> None:
         return number < 105
 
     with pytest.raises(BadBatch, match=r"different batches \(noticed after sample 8 of epoch 1\).*default_rng"):
-        list(loader_batches.agreed(pairs, all_have, None))
+        list(loader_batches.agreed(pairs, all_have))
     assert asked == [1, 2, 4, 8]
     asked.clear()
-    assert len(list(loader_batches.agreed(pairs[:5], all_have, None))) == 5
+    assert len(list(loader_batches.agreed(pairs[:5], all_have))) == 5
     assert asked == [1, 2, 4, 5]
 
 

@@ -146,10 +146,10 @@ def test_two_sizes_of_a_batch(bench: Bench) -> None:
         ),
         (
             {"step": {"accumulate": 2}},
-            r"step=\{'accumulate': 2\}: give a Step object, as step=mh\.Step\(accumulate=2\)",
+            r"step=\{'accumulate': 2\}: give a Step object, as step=mh\.Step\(\.\.\.\)",
         ),
-        ({"checkpoints": 5}, r"checkpoints=5: give a Checkpoints object, as checkpoints=mh\.Checkpoints\(every=100\)"),
-        ({"workers": Workers}, r"workers=Workers: give a Workers object, as workers=mh\.Workers\(per_device=2\)"),
+        ({"checkpoints": 5}, r"checkpoints=5: give a Checkpoints object, as checkpoints=mh\.Checkpoints\(\.\.\.\)"),
+        ({"workers": Workers}, r"workers=Workers: give a Workers object, as workers=mh\.Workers\(\.\.\.\)"),
         ({"accumulate": 2}, r"no option accumulate: write Trainer\(step=mh\.Step\(accumulate=2\)\)"),
         ({"ranks_per_device": 2}, r"called per_device here\. Write Trainer\(workers=mh\.Workers\(per_device=2\)\)"),
         ({"save_steps": 50}, r"called every here\. Write Trainer\(checkpoints=mh\.Checkpoints\(every=50\)\)"),

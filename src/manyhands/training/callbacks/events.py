@@ -22,7 +22,7 @@ from manyhands.errors import CallbackFailed, ManyhandsError
 from manyhands.training.callbacks.callback import Callback, CallbackPlan, Training, plan_of, unique_names
 from manyhands.training.callbacks.display import Picture, Progress
 from manyhands.training.callbacks.loggers import Logger
-from manyhands.training.data.position import Position
+from manyhands.training.data.order import Position
 from manyhands.training.learner import Learner, Say, shared
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result

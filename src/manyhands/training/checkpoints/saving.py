@@ -11,8 +11,7 @@ from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
 from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
-from manyhands.training.data.order import Cursor
-from manyhands.training.data.position import Position
+from manyhands.training.data.order import Cursor, Position
 from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved, shared
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.running_sums import Figures, NanCheck, add, figures_of_process

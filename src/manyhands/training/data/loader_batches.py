@@ -32,7 +32,7 @@ import numpy as np
 
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint, type_in_words
-from manyhands.training.data.order import Cursor, Window
+from manyhands.training.data.order import Cursor, Window, length
 
 B = TypeVar("B")
 
@@ -52,17 +52,8 @@ class BatchFactory:
 
     def __iter__(self) -> Iterator[Any]:
         parameters = inspect.signature(self.function).parameters.values()
-        required = [
-            parameter
-            for parameter in parameters
-            if parameter.default is parameter.empty and parameter.kind not in (2, 4)
-        ]  # no * or **
-        if len(required) > 1:
-            raise BadBatch(
-                f"the function that makes the batches has {len(required)} parameters: give one without parameters, or "
-                "with one, the number of the epoch"
-            )
-        return iter(self.function(self.epoch) if required else self.function())
+        takes_epoch = any(each.default is each.empty and each.kind not in (2, 4) for each in parameters)  # no * or **
+        return iter(self.function(self.epoch) if takes_epoch else self.function())
 
 
 def windows(
@@ -83,7 +74,7 @@ def windows(
         stop = start + rows(batch)
         if number > cursor.batch:
             if not repeated:
-                raise _not_repeated(loader, cursor)
+                raise _not_repeated(cursor)
             yield Window(cursor.epoch, start, stop, cursor.step + number - cursor.batch - 1, digest), batch
         elif number == cursor.batch:
             repeated = stop == cursor.sample and cursor.digest in (None, digest)
@@ -91,9 +82,9 @@ def windows(
     if not number:
         raise _no_batch(loader, cursor.epoch)
     if number < cursor.batch:
-        raise _not_repeated(loader, cursor)
+        raise _not_repeated(cursor)
     if not repeated:  # the epoch was at its end: no sample is missed
-        warnings.warn(not_repeated_epoch(loader, cursor.epoch + 1), stacklevel=2)
+        warnings.warn(not_repeated_epoch(cursor.epoch + 1), stacklevel=2)
 
 
 def of_size(batches: Iterable[B], size: int | None, rows: Callable[[B], int]) -> Iterator[B]:
@@ -113,9 +104,7 @@ def another_size(size: int, of_data: int) -> BadSettings:
     )
 
 
-def agreed(
-    pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool], loader: Any
-) -> Generator[tuple[Window, B]]:
+def agreed(pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool]) -> Generator[tuple[Window, B]]:
     """The same batches; an error where the loaders of other processes give other ones.
 
     ``all_have`` asks all processes whether they have the same number.
@@ -123,19 +112,19 @@ def agreed(
     window = None
     for number, (window, batch) in enumerate(pairs, 1):
         if number & (number - 1) == 0:
-            check_agreed(window, all_have, loader)
+            check_agreed(window, all_have)
         yield window, batch
     if window is not None:
-        check_agreed(window, all_have, loader)
+        check_agreed(window, all_have)
 
 
-def check_agreed(window: Window, all_have: Callable[[int], bool], loader: Any) -> None:
+def check_agreed(window: Window, all_have: Callable[[int], bool]) -> None:
     """Refuse batches that differ from process to process, up to this one."""
     if window.digest is not None and not all_have(window.digest):
         raise BadBatch(
             f"the processes of this job are given different batches (noticed after sample {window.stop} of epoch "
             f"{window.epoch + 1}): each process takes its part of every batch, so all of them must iterate over the "
-            f"same ones, the whole data. {_advice(loader)}"
+            f"same ones, the whole data. {_ADVICE}"
         )
 
 
@@ -148,15 +137,6 @@ def sampled(size: int) -> slice:
 
 
 # What is known of a loader beforehand
-
-
-def length(data: Any) -> int | None:
-    """The batches of an epoch, where the data are a loader that says it."""
-    loader = getattr(data, "loader", None)
-    try:
-        return len(loader) or None  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 def is_used_up(loader: Any) -> bool:
@@ -208,41 +188,29 @@ def _no_batch(loader: Any, epoch: int) -> BadBatch:
     )
 
 
-def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
+def _not_repeated(cursor: Cursor) -> WrongCheckpoint:
     return WrongCheckpoint(
         f"the checkpoint is from after batch {cursor.batch} ({counted(cursor.sample, 'sample')}) of epoch "
         f"{cursor.epoch + 1}, and the loader does not repeat the batches before it: some samples would be trained on "
         "twice and others never. "
-        f"{_advice(loader)}. This run can continue from a checkpoint at the end of an epoch"
+        f"{_ADVICE}. This run can continue from a checkpoint at the end of an epoch"
     )
 
 
-def not_repeated_epoch(loader: Any, epoch: int) -> str:
+def not_repeated_epoch(epoch: int) -> str:
     """The warning for a job that is resumed at the start of an epoch with a loader that has another order now."""
     return (
         f"the loader does not repeat epoch {epoch} in the order that it had before the job was resumed, so this "
-        f"run is not the one that would have come without a stop. {_advice(loader)}"
+        f"run is not the one that would have come without a stop. {_ADVICE}"
     )
 
 
-def _advice(loader: Any) -> str:
-    if type(getattr(loader, "dataset", loader)).__module__.startswith("tensorflow."):
-        return (
-            "The trainer seeds the shuffle of a tf.data.Dataset, but not one inside interleave or flat_map, and no "
-            "random operation in map: give a function of the epoch, which seeds them, such as "
-            "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64); or give (X, y) arrays"
-        )
-    parts = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
-    if any(getattr(part, "generator", None) is not None for part in parts):  # PyTorch's
-        return (
-            "The loader or its sampler has its own random generator (generator=...), which continues from epoch to "
-            "epoch: leave it out, and the trainer seeds them by the epoch; or give (X, y) arrays"
-        )
-    return (
-        "The trainer seeds Python's random and NumPy's global generator (np.random.shuffle); a loader with its own "
-        "generator has to seed it by the epoch: give a function such as def batches(epoch): rng = "
-        "np.random.default_rng((0, epoch)); ...; or give (X, y) arrays"
-    )
+_ADVICE = (
+    "The trainer seeds the shuffle of the framework's own loaders, Python's random and NumPy's global generator by the "
+    "epoch. What has a random generator of its own (generator=..., a shuffle inside interleave) has to be seeded by "
+    "you: give a function of the epoch, such as def batches(epoch): rng = np.random.default_rng((0, epoch)); "
+    "...; or give (X, y) arrays"
+)
 
 
 # Random numbers that a loader draws

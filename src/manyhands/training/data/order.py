@@ -1,4 +1,4 @@
-"""The one global order of samples, and the cursor that says where in it a job stands.
+"""The one global order of samples, and where in it a job stands.
 
 The order of an epoch is a pure function of (seed, epoch, number of samples): every process computes it
 alone, on any number of devices and in any framework, and gets the same. A batch is a window of it, a
@@ -13,14 +13,20 @@ Ten samples, batch 4, three devices: windows 0-4, 4-8, 8-10; the last is cut int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import shares as _shares
+from manyhands.amounts import counted
+from manyhands.training.options import ENDLESS, Settings
+
+if TYPE_CHECKING:
+    from manyhands.training.learner import Data
 
 B = TypeVar("B")
 
@@ -109,3 +115,114 @@ def undivided(
     for window, batch in pairs:
         is_whole = whole if isinstance(whole, bool) else whole(batch)
         yield (replace(window, whole=True) if is_whole else window), batch
+
+
+def length(data: Any) -> int | None:
+    """The batches of an epoch, where the data are a loader that says it."""
+    loader = getattr(data, "loader", None)
+    try:
+        return len(loader) or None  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+class Position:
+    """Where a job stands: its cursor, how much of the training is done, which samples a step had; in any process."""
+
+    def __init__(self, data: Data, settings: Settings) -> None:
+        self.data, self.settings = data, settings
+        self.cursor = Cursor()
+        self.last_row = 0  # the step of the newest row of metrics
+        self.batches_before: int | None = None  # the batches of a loader in the epoch before
+        self._row_began = time.perf_counter()
+        self._seconds_before = 0.0  # of a row that the job before had begun
+
+    @property
+    def loader(self) -> Any:
+        """The user's loader; None for data without one."""
+        return getattr(self.data, "loader", None)
+
+    @property
+    def batches(self) -> int | None:
+        """The batches of an epoch; for a loader as in the epoch before, or its ``len``; None where unknown."""
+        most = self.settings.limits.batches
+        if self.data.count is not None:
+            batches: int | None = -(-self.data.count // self.settings.batch_size)
+        else:
+            batches = self.batches_before or length(self.data)
+        return batches if most is None or batches is None else min(batches, most)
+
+    @property
+    def is_end_of_epoch(self) -> bool:
+        """Whether the cursor is known to stand behind the last batch of its epoch."""
+        is_known = self.data.count is not None or self.cursor.batch == self.settings.limits.batches
+        return is_known and self.cursor.batch == self.batches
+
+    @property
+    def done(self) -> float:
+        """How much of the training is done, by the limit that is nearest to be reached."""
+        epochs, steps, batches = self.settings.max_epochs, self.settings.limits.max_steps, self.batches
+        of_epoch = min(self.cursor.batch / batches, 1.0) if batches else 0.0
+        done = (self.cursor.epoch + of_epoch) / epochs if epochs < ENDLESS else 0.0
+        return done if steps is None else max(done, self.cursor.step / steps)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether ``evaluate_every`` asks for an evaluation after the step that was made last."""
+        every, unit = self.settings.limits.evaluation
+        return unit == "steps" and self.cursor.step % every == 0 and self.cursor.step > self.last_row
+
+    def samples_of(self, step: int) -> NDArray[np.int64] | None:
+        """The samples in the batch of a step of this epoch; None for a loader, whose order is its own."""
+        if self.data.count is None:
+            return None
+        epoch = 0 if self.settings.limits.overfit_batches is not None else self.cursor.epoch
+        order = epoch_order(self.settings.seed, epoch, self.data.count, shuffle=self.data.shuffle)
+        first = self.batch_of(step) * self.settings.batch_size
+        return order[first : first + self.settings.batch_size]
+
+    def batch_of(self, step: int) -> int:
+        """The number of a step's batch in this epoch."""
+        return self.cursor.batch - (self.cursor.step - step)
+
+    def next_epoch(self) -> str | None:
+        """Go to the next epoch; a note where a loader gave another number of batches than it had said."""
+        note, batch = None, self.cursor.batch
+        if self.data.count is None:
+            said = length(self.data)
+            if self.batches_before is None and said not in (None, batch):
+                note = (
+                    f"the loader's len is {said}, and it gave {counted(batch, 'batch', 'batches')}: progress and "
+                    "schedule go by the batches of the epoch before"
+                )
+            self.batches_before = batch
+        self.cursor = self.cursor.next_epoch()
+        return note
+
+    # The time of a row of metrics: since the row before, or since the epoch began.
+
+    @property
+    def seconds_of_row(self) -> float:
+        return time.perf_counter() - self._row_began
+
+    def begin_row(self) -> None:
+        self._row_began = time.perf_counter()
+
+    def begin_epoch(self) -> None:
+        """A row that the job before had begun goes on."""
+        self._row_began = time.perf_counter() - (self._seconds_before if self.cursor.sample else 0.0)
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "cursor": asdict(self.cursor),
+            "last_row": self.last_row,
+            "batches_before": self.batches_before,
+            "seconds_of_row": self.seconds_of_row,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cursor = Cursor(**state["cursor"])
+        self.last_row, self.batches_before = state["last_row"], state["batches_before"]
+        self._seconds_before = state["seconds_of_row"]

@@ -84,7 +84,7 @@ class Evaluation:
         """Every batch in the order of the data, divided over the devices; ``arrays``: the data, if they live there."""
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
-            for window, parts in loader_batches.agreed(batches, self._all_have, data.loader):
+            for window, parts in loader_batches.agreed(batches, self._all_have):
                 yield window, feed.sent(parts, window.size, self.world)
             return
         order = np.arange(data.count)

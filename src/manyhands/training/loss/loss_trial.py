@@ -157,20 +157,12 @@ def check_source(
 
     try:
         with preserve_host_random_state():
-            why = check([(partial(of_batch, batch), len(batch)) for batch in chosen], precisions, own_step=own_step)
-    except BadSettings:
-        raise
+            outcome = compare([(partial(of_batch, batch), len(batch)) for batch in chosen], tolerances(precisions))
     except Exception as error:
         return note(error)
-    return None if why is None else note(why)
-
-
-def check(batches: Batches, precisions: Iterable[str], *, own_step: bool) -> str | None:
-    """Refuse a loss whose parts do not add up; or say why that is not known (:func:`compare`)."""
-    outcome = compare(batches, tolerances(precisions))
     if isinstance(outcome, Difference):
         raise BadSettings(outcome.refusal(own_step))
-    return outcome
+    return None if outcome is None else note(outcome)
 
 
 def tolerances(precisions: Iterable[str]) -> tuple[float, float]:

@@ -71,8 +71,7 @@ class Evaluation:
     ) -> None:
         outputs = _outputs(self.world, take)
         batches = self.feed.batches(Cursor(), size, 0, None, 1, whole=whole)
-        loader = getattr(self.feed.source, "loader", None)
-        for window, batch in loader_batches.agreed(batches, self.world.all_have, loader):
+        for window, batch in loader_batches.agreed(batches, self.world.all_have):
             outputs.add((program(batch.data, batch.order, batch.bounds), window.size))
             alive()
         outputs.finish()

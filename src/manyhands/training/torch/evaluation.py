@@ -169,7 +169,7 @@ class Evaluation:
         if isinstance(data, Stream):
             batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
             shards = feed.stream_shards(batches, self.world)
-            return (shard for _, shard in loader_batches.agreed(shards, self.world.all_have, data.loader))
+            return (shard for _, shard in loader_batches.agreed(shards, self.world.all_have))
         assert data.count is not None
         size = whole_size(data, self.batch_size) if whole else batch_size_for(self.batch_size)
         every = list(windows(Cursor(), data.count, size, whole=whole))
