@@ -323,6 +323,6 @@ def test_a_step_that_returns_its_loss(reuse: bool) -> None:
         assert torch.equal(result.detach(), expected.detach())
     for value, other in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.equal(value, other)
-    if fast.planned.way.is_plain:
+    if fast.planned.method.is_plain:
         pytest.skip("plain execution won: other programs use the GPU or the host")
     assert "one graph" in fast.explain().splitlines()[0]

@@ -1,1 +1,1 @@
-"""``parallel(fn)``: plan a function, choose the fastest way to run it, explain the choice. Imports no framework."""
+"""``parallel(fn)``: plan a function, choose the fastest method, explain the choice. Imports no framework."""

@@ -16,7 +16,7 @@ from manyhands.parallel.plan import AS_WRITTEN
 _UNTIL_PLANNED = 4  # calls without new captures: a graph still without a plan gets none, or is unused
 _UNTIL_SETTLED = 16  # calls in all
 # Seconds that guards and the wrapper of aot_autograd take, of a piece and of each of its tensors: 50 to 230 us in nets
-# of docs/performance.md. Not timed here: which way a function goes would depend on the machine's load.
+# of docs/performance.md. Not timed here: whether a function is called directly would depend on the machine's load.
 _PIECE, _TENSOR = 50e-6, 0.5e-6
 
 
@@ -52,7 +52,7 @@ class Calls:
 
     def _settle(self) -> None:
         plans = [plan for _, plan in self._graphs.plans_of(self.pieces)]
-        gain = sum(plan.gain for plan in plans if plan.way != AS_WRITTEN)
+        gain = sum(plan.gain for plan in plans if plan.method != AS_WRITTEN)
         guards = sum(_PIECE + _TENSOR * piece.tensors for piece in self.pieces)
         self.call = self._by_graphs if gain > guards else self._directly
         if not self.pieces:

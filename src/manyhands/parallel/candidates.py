@@ -1,4 +1,4 @@
-"""The ways in which a graph could be run: schedules of it, not tried yet.
+"""The methods by which a graph could be run, each with a schedule of it; none is tried yet.
 
 On CPUs: straight-line code on one lane, with all threads for each operation or with one, and lanes, if simulation gives
 them a chance. On GPUs: CUDA graphs if the operations can be captured, streams if the host or several GPUs take part. A
@@ -13,7 +13,7 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.streams import Gpus, copies_or_computes_on_host, why_no_graph
 from manyhands.parallel.costs import costs
-from manyhands.parallel.plan import AS_WRITTEN, Executor, Way
+from manyhands.parallel.plan import AS_WRITTEN, Executor, Method
 from manyhands.parallel.trials import HANDOVER, Candidate, Trials
 from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_chains, schedule_main_lane
@@ -44,14 +44,14 @@ def candidates(trials: Trials) -> list[Candidate]:
 def synchronous(trials: Trials) -> Candidate:
     """The order of the schedule with the most lanes in the caller's thread, for debugging."""
     _, scheduled = better(trials.measured, max(2, planning.threads()))
-    return Candidate(Way(Executor.CALLERS_THREAD), scheduled, trials.trace)
+    return Candidate(Method(Executor.CALLERS_THREAD), scheduled, trials.trace)
 
 
 def compiled(trials: Trials, trace: Trace) -> Candidate:
     """The graph compiled as a whole; on a GPU captured in a CUDA graph."""
     executor = Executor.THREADS if trials.devices is None else Executor.GRAPH
     scheduled = one_lane(_costed(trace, trials.devices))
-    return Candidate(Way(executor, "whole graph", compiled=True), scheduled, trace, planning.threads())
+    return Candidate(Method(executor, "whole graph", compiled=True), scheduled, trace, planning.threads())
 
 
 def _costed(trace: Trace, devices: Gpus | None) -> Graph:
@@ -60,20 +60,23 @@ def _costed(trace: Trace, devices: Gpus | None) -> Graph:
 
 def _on_cpu(trials: Trials, threads: int) -> list[Candidate]:
     measured, trace = trials.measured, trials.trace
-    tried = [Candidate(Way(Executor.THREADS, "one lane"), one_lane(measured), trace, threads)]
+    tried = [Candidate(Method(Executor.THREADS, "one lane"), one_lane(measured), trace, threads)]
     if threads > 1:  # dividing small operations among threads slows them down
-        for way in (Way(Executor.AS_WRITTEN, one_thread=True), Way(Executor.THREADS, "one lane", one_thread=True)):
-            tried.append(Candidate(way, one_lane(measured), trace, 1))
+        for method in (
+            Method(Executor.AS_WRITTEN, one_thread=True),
+            Method(Executor.THREADS, "one lane", one_thread=True),
+        ):
+            tried.append(Candidate(method, one_lane(measured), trace, 1))
     several = len({task.device for task in measured.tasks}) > 1
     counts = {*(count for count in _ON_CPU if count <= threads), threads} - {1}
     for count in sorted(counts | {1} if several else counts):
         lanes = f"{count} lanes" if count > 1 else "a lane"
-        way = Way(Executor.THREADS, f"{lanes} of each device" if several else lanes)
-        trials.predicted[way], scheduled = better(measured, count)
-        if len(set(scheduled.lane_of)) > 1 and trials.predicted[way] < measured.work():
-            tried.append(Candidate(way, scheduled, trace, threads))
+        method = Method(Executor.THREADS, f"{lanes} of each device" if several else lanes)
+        trials.predicted[method], scheduled = better(measured, count)
+        if len(set(scheduled.lane_of)) > 1 and trials.predicted[method] < measured.work():
+            tried.append(Candidate(method, scheduled, trace, threads))
         else:
-            trials.notes.append(f"{way}: not tried, because the simulation shows no gain")
+            trials.notes.append(f"{method}: not tried, because the simulation shows no gain")
     return tried
 
 
@@ -101,8 +104,8 @@ def _on_gpus(trials: Trials) -> list[Candidate]:
     if copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         by_kind = ("one lane of each kind", schedule(measured, lanes_for(measured, 1)))
         tried += [(Executor.STREAMS, name, scheduled, trace) for name, scheduled in [by_kind, *schedules[:2]]]
-    made = [Candidate(Way(executor, name), scheduled, of) for executor, name, scheduled, of in tried]
-    trials.predicted |= {one.way: simulate(one.schedule, wait_seconds=_WAIT).seconds for one in made}
+    made = [Candidate(Method(executor, name), scheduled, of) for executor, name, scheduled, of in tried]
+    trials.predicted |= {one.method: simulate(one.schedule, wait_seconds=_WAIT).seconds for one in made}
     return made
 
 

@@ -30,13 +30,13 @@ def name_of(function: Callable[..., object]) -> str:
 def explain(name: str, plan: Plan) -> str:
     """How a graph is run."""
     lines = [f"{name}: run as {plan.how}"]
-    width = max((len(str(way)) for way in [*plan.seconds, *plan.predicted]), default=0)
-    for way, spent in plan.seconds.items():
-        predicted = f", predicted {_ms(plan.predicted[way])}" if way in plan.predicted else ""
-        lines.append(f"  {way!s:<{width}} {spent * 1e3:9.3f} ms measured{predicted}")
-    for way, seconds in plan.predicted.items():
-        if way not in plan.seconds:
-            lines.append(f"  {way!s:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
+    width = max((len(str(method)) for method in [*plan.seconds, *plan.predicted]), default=0)
+    for method, spent in plan.seconds.items():
+        predicted = f", predicted {_ms(plan.predicted[method])}" if method in plan.predicted else ""
+        lines.append(f"  {method!s:<{width}} {spent * 1e3:9.3f} ms measured{predicted}")
+    for method, seconds in plan.predicted.items():
+        if method not in plan.seconds:
+            lines.append(f"  {method!s:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
     if plan.schedule is not None:
         lines += _about(plan.schedule)
         lines.append(f"  {why_not_faster(plan, plan.schedule)}")
@@ -80,12 +80,12 @@ def _about(schedule: Schedule) -> list[str]:
 def why_not_faster(planned: Plan, schedule: Schedule) -> str:
     """The first thing that would have to change."""
     limit, work = bounds(schedule), schedule.graph.work()
-    spent = planned.seconds.get(planned.way)
+    spent = planned.seconds.get(planned.method)
     if not len(schedule.graph):
         return "why not faster: there is nothing to do"
-    if planned.way.is_plain or len(set(schedule.lane_of)) == 1:
+    if planned.method.is_plain or len(set(schedule.lane_of)) == 1:
         return f"why not faster: {_why_one_lane(limit, work, len(schedule.graph))}"
-    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.way), schedule)}"
+    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.method), schedule)}"
 
 
 def _why_one_lane(limit: Bounds, work: float, count: int) -> str:

@@ -63,18 +63,18 @@ class Graphs:
         return self._graph_plan(planned, planned.plan)
 
     def _graph_plan(self, planned: Planned, plan: Plan) -> GraphPlan | None:
-        if plan.way == AS_WRITTEN:
+        if plan.method == AS_WRITTEN:
             return None
 
         def failed(error: Exception) -> None:
             note = f"{plan.how} ran out of memory: plain execution is used instead ({error})"
-            planned.plan = replace(plan, way=AS_WRITTEN, exactness=None, notes=(*plan.notes, note))
+            planned.plan = replace(plan, method=AS_WRITTEN, exactness=None, notes=(*plan.notes, note))
 
         def rest(graph: CapturedGraph, arguments: tuple[object, ...]) -> GraphPlan | None:
             return self._plan(planned, graph, arguments, instead_of=plan)
 
         later = None if plan.left_after is None else (plan.left_after, rest)
-        return GraphPlan(plan.run, plan.way.executor is Executor.GRAPH, plan.writes, later, failed)
+        return GraphPlan(plan.run, plan.method.executor is Executor.GRAPH, plan.writes, later, failed)
 
     def plans_of(self, pieces: Sequence[object]) -> list[tuple[str, Plan]]:
         """The plans of these pieces, each with its name, forward passes first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack, overload
 
 from manyhands.errors import EngineError
 from manyhands.parallel.explain import name_of
@@ -91,6 +91,16 @@ class _ScopeOrDecorator(Scope):
         return Parallel(function, self._runtime)
 
 
+class _Options(TypedDict, total=False):
+    """PyTorch's options, without ``dynamic``; some are refused."""
+
+    pure: bool
+    reuse_outputs: bool
+    memory: float
+    compile: bool
+    synchronous: bool
+
+
 class ParallelEntry:
     """``fast = parallel(fn)``: ``fn`` run by the framework's own runtime; ``with parallel():`` for tasks.
 
@@ -105,28 +115,11 @@ class ParallelEntry:
         self._runtime = runtime
 
     @overload
-    def __call__(
-        self,
-        function: Callable[P, R],
-        *,
-        pure: bool = ...,
-        reuse_outputs: bool = ...,
-        memory: float = ...,
-        compile: bool = ...,
-        synchronous: bool = ...,
-    ) -> Parallel[P, R]: ...
+    def __call__(self, function: Callable[P, R], **options: Unpack[_Options]) -> Parallel[P, R]: ...
 
     @overload
     def __call__(
-        self,
-        function: None = None,
-        *,
-        pure: bool = ...,
-        reuse_outputs: bool = ...,
-        memory: float = ...,
-        compile: bool = ...,
-        synchronous: bool = ...,
-        threads: int | None = ...,
+        self, function: None = None, *, threads: int | None = ..., **options: Unpack[_Options]
     ) -> _ScopeOrDecorator: ...
 
     def __call__(

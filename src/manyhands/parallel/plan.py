@@ -2,7 +2,7 @@
 
 Ways, and how close their results are to plain execution's, are data; text is for people.
 
->>> print(Way(Executor.GRAPH, "3 lanes", compiled=True))
+>>> print(Method(Executor.GRAPH, "3 lanes", compiled=True))
 fused, 3 lanes, one graph
 """
 
@@ -28,8 +28,8 @@ class Executor(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run a function."""
+class Method:
+    """What executes the operations of a graph, and on which lanes."""
 
     executor: Executor
     lanes: str = ""  # how the schedule divides the work: "one lane", "2 beside the critical path"
@@ -47,12 +47,12 @@ class Way:
         return self.executor is Executor.AS_WRITTEN
 
 
-AS_WRITTEN = Way(Executor.AS_WRITTEN)
+AS_WRITTEN = Method(Executor.AS_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """How close a way's results are to plain execution's: to the bit, or as ``words`` say."""
+    """How close a method's results are to plain execution's: to the bit, or as ``words`` say."""
 
     to_the_bit: bool
     words: str
@@ -75,13 +75,13 @@ class Plan:
 
     # Gives the results for the tensors of a call, both as flat lists.
     run: Callable[[Sequence[object]], list[object]]
-    way: Way = AS_WRITTEN
+    method: Method = AS_WRITTEN
     exactness: Exactness | None = None  # of its results, compared with those of the graph run operation by operation
     schedule: Schedule | None = None
     footprint: Footprint | None = None
     peaks: Peaks | None = None
-    seconds: Mapping[Way, float] = field(default_factory=dict)
-    predicted: Mapping[Way, float] = field(default_factory=dict)
+    seconds: Mapping[Method, float] = field(default_factory=dict)
+    predicted: Mapping[Method, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     advice: Sequence[str] = ()
     costs: str = ""  # where the costs of its tasks come from, in words
@@ -93,14 +93,14 @@ class Plan:
 
     @property
     def how(self) -> str:
-        """The way and its exactness, for people."""
-        return f"{self.way}" if self.exactness is None else f"{self.way}, {self.exactness}"
+        """The method and its exactness, for people."""
+        return f"{self.method}" if self.exactness is None else f"{self.method}, {self.exactness}"
 
     @property
     def gain(self) -> float:
         """Seconds that a call saves, compared with running the graph operation by operation."""
-        known = self.seconds.keys() >= {AS_WRITTEN, self.way}
-        return self.seconds[AS_WRITTEN] - self.seconds[self.way] if known else 0.0
+        known = self.seconds.keys() >= {AS_WRITTEN, self.method}
+        return self.seconds[AS_WRITTEN] - self.seconds[self.method] if known else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,11 @@ class Limit:
         return planned <= self.most(plain)
 
 
-def why_too_large(way: Way, peak: int, plain: int, limit: Limit) -> str | None:
+def why_too_large(method: Method, peak: int, plain: int, limit: Limit) -> str | None:
     """Why a plan takes too much memory to be tried, or None."""
     if limit.allows(peak, plain):
         return None
     return (
-        f"{way} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
+        f"{method} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
         f"(parallel(fn, memory={math.ceil(10 * peak / max(plain, 1) + 0.1) / 10}) allows it)"
     )

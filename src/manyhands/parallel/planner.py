@@ -75,12 +75,12 @@ def _planned(trials: Trials, options: Options, progress: Progress, instead_of: P
         assert instead_of.schedule is not None
         assert instead_of.peaks is not None
         trials.seconds |= instead_of.seconds
-        so_far = Candidate(instead_of.way, instead_of.schedule, trials.trace)
+        so_far = Candidate(instead_of.method, instead_of.schedule, trials.trace)
         best = Tried(so_far, instead_of.run, instead_of.exactness, instead_of.peaks)
     elif options.compile:
         start = time.perf_counter()
         best = trials.choose(_compiled(trials, progress), best)
-        if later and best.way.compiled:
+        if later and best.method.compiled:
             return _built(trials, best, progress, _left_after(trials, time.perf_counter() - start, best))
         trials = replace(trials, measure=True) if later else trials  # costs were only estimated so far
     progress.enters("trials")
@@ -111,7 +111,7 @@ def _left_after(trials: Trials, trying: float, best: Tried) -> int:
     measured = trials.measured
     overlapping = measured.work() > _SIDE_BY_SIDE * measured.critical_path()
     share = 1 - measured.critical_path() / measured.work() if overlapping else _LIBRARY_GAIN
-    seconds, gain = max(trying, _TRYING) if overlapping else _TRYING, trials.seconds[best.way] * share
+    seconds, gain = max(trying, _TRYING) if overlapping else _TRYING, trials.seconds[best.method] * share
     left = math.ceil(seconds / gain)
     trials.notes.append(
         f"uncompiled operations {'on lanes' if overlapping else 'in one graph'} are tried after "
@@ -126,7 +126,7 @@ def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | No
     progress.enters("")
     return Plan(
         best.run,
-        best.way,
+        best.method,
         best.exactness,
         candidate.schedule,
         trials.footprint_of(trace),

@@ -61,7 +61,7 @@ class Pure:
         if restore is not None:
             restore()
         if without_memory:  # only here has the failed run freed its memory
-            traced.plan = self.last = replace(traced.plan, way=AS_WRITTEN, exactness=None, notes=(note,))
+            traced.plan = self.last = replace(traced.plan, method=AS_WRITTEN, exactness=None, notes=(note,))
             traced.whole = None
         return self._function(*arguments, **keywords)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypedDict, overload
+from typing import TypedDict, Unpack, overload
 
 from manyhands.backends.torch import tasks
 from manyhands.backends.torch.dynamo import backend as dynamo
@@ -17,7 +17,7 @@ from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import parallel as Scope
 
 
-class Options(TypedDict):
+class Options(TypedDict, total=False):
     """The options of :class:`Parallel`."""
 
     pure: bool
@@ -53,30 +53,11 @@ class _ScopeOrDecorator(Scope):
 
 
 @overload
-def parallel(
-    function: Callable[P, R],
-    *,
-    pure: bool = ...,
-    dynamic: bool | None = ...,
-    reuse_outputs: bool = ...,
-    memory: float = ...,
-    compile: bool = ...,
-    synchronous: bool = ...,
-) -> Parallel[P, R]: ...
+def parallel(function: Callable[P, R], **options: Unpack[Options]) -> Parallel[P, R]: ...
 
 
 @overload
-def parallel(
-    function: None = None,
-    *,
-    pure: bool = ...,
-    dynamic: bool | None = ...,
-    reuse_outputs: bool = ...,
-    memory: float = ...,
-    compile: bool = ...,
-    synchronous: bool = ...,
-    threads: int | None = ...,
-) -> _ScopeOrDecorator: ...
+def parallel(function: None = None, *, threads: int | None = ..., **options: Unpack[Options]) -> _ScopeOrDecorator: ...
 
 
 def parallel(

@@ -28,7 +28,7 @@ from manyhands.backends.torch.run.streams import Gpus, StreamRun
 from manyhands.backends.torch.run.threads import in_order
 from manyhands.errors import first_line
 from manyhands.parallel.costs import Costed, costs
-from manyhands.parallel.plan import TO_THE_BIT, Exactness, Executor, Limit, Way, close, why_too_large
+from manyhands.parallel.plan import TO_THE_BIT, Exactness, Executor, Limit, Method, close, why_too_large
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule, limit_memory
@@ -41,15 +41,15 @@ _FEWEST, _MOST = 3, 30  # turns
 _BUDGET = 0.15  # seconds: then there are no more turns than the fewest
 _LONG = 0.1  # seconds: for calls this long the first turn counts; there is a second one only if it gained
 _BEHIND = 1.3  # times as long in both of the first two turns: there is no other
-_CLEARLY = {True: 0.97, False: 0.99}  # of the time of plain execution; of another way
+_CLEARLY = {True: 0.97, False: 0.99}  # of the time of plain execution; of another method
 Run = Callable[[Sequence[Tensor]], list[object]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the graph: a schedule of it, or of the graph compiled."""
+    """A method and a schedule: of the graph, or of the graph compiled."""
 
-    way: Way
+    method: Method
     schedule: Schedule
     trace: Trace
     threads: int = 1  # of the CPU, which the lanes share
@@ -65,8 +65,8 @@ class Tried:
     peaks: Peaks
 
     @property
-    def way(self) -> Way:
-        return self.candidate.way
+    def method(self) -> Method:
+        return self.candidate.method
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Trials:
     memory: float  # times the memory of plain execution that a plan may take
     reuse_outputs: bool
     measure: bool  # costs that are not known yet; otherwise they are estimated
-    seconds: dict[Way, float] = field(default_factory=dict)
-    predicted: dict[Way, float] = field(default_factory=dict)
+    seconds: dict[Method, float] = field(default_factory=dict)
+    predicted: dict[Method, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class Trials:
         """The candidate, on a GPU held back by more waits if it would take too much memory; and what it takes."""
         footprint = self.footprint_of(candidate.trace)
         beside = 0  # copies of the arguments, and of results in addition to those that the caller gets
-        if candidate.way.executor is Executor.GRAPH:
+        if candidate.method.executor is Executor.GRAPH:
             beside = planning.copied_bytes(self.tensors) + (0 if self.reuse_outputs else footprint.result_bytes())
 
         def needed(scheduled: Schedule) -> int:
@@ -148,8 +148,8 @@ class Trials:
 
     def _tried(self, candidate: Candidate, needed: int) -> Tried | None:
         """The candidate if it takes little enough memory, can be run, and is right; a note says why not."""
-        way = candidate.way
-        if (reason := why_too_large(way, needed, self.plain_peak, self.limit)) is not None:
+        method = candidate.method
+        if (reason := why_too_large(method, needed, self.plain_peak, self.limit)) is not None:
             self.notes.append(reason)
             return None
         try:
@@ -157,25 +157,25 @@ class Trials:
                 run = self._run_of(candidate)
             results = planning.results_of(self.trace, self.tensors, run)
         except Exception as error:  # out of memory, an operation that cannot be captured
-            self.notes.append(f"{way} is not used: {first_line(error)}")
+            self.notes.append(f"{method} is not used: {first_line(error)}")
             return None
         refused, exactness = self._judged(results, candidate.trace.close)
         if refused is not None:
-            self.notes.append(f"{way} is not used: {refused}")
+            self.notes.append(f"{method} is not used: {refused}")
             return None
         return Tried(candidate, run, exactness, Peaks(needed, self.plain_peak))
 
     def _run_of(self, candidate: Candidate) -> Run:
         """The candidate, ready to be called."""
-        way, trace, scheduled = candidate.way, candidate.trace, candidate.schedule
-        if way.executor is Executor.AS_WRITTEN:
-            return planning.as_written(trace, 1 if way.one_thread else None)
-        if way.executor is Executor.THREADS:
+        method, trace, scheduled = candidate.method, candidate.trace, candidate.schedule
+        if method.executor is Executor.AS_WRITTEN:
+            return planning.as_written(trace, 1 if method.one_thread else None)
+        if method.executor is Executor.THREADS:
             return planning.thread_run(trace, scheduled, candidate.threads).replay
-        if way.executor is Executor.CALLERS_THREAD:
+        if method.executor is Executor.CALLERS_THREAD:
             return planning.thread_run(trace, in_order(scheduled), planning.threads()).replay
         assert self.devices is not None
-        if way.executor is Executor.STREAMS:
+        if method.executor is Executor.STREAMS:
             return StreamRun(trace, scheduled, self.devices).replay
         run = GraphRun(trace, scheduled, self.tensors, self.devices, reuse_outputs=self.reuse_outputs)
         return _one_at_a_time(run.replay)
@@ -209,10 +209,10 @@ class Trials:
                 return planning.seconds(lambda: one.run(self.tensors), self.devices, put_back)
 
             ours, theirs = in_turns(lambda: seconds_of(right), lambda: seconds_of(best))
-        self.seconds[right.way], self.seconds[best.way] = statistics.median(ours), statistics.median(theirs)
+        self.seconds[right.method], self.seconds[best.method] = statistics.median(ours), statistics.median(theirs)
         # A load from outside that slows only the best so far is no reason to replace it: also the best times count.
         ratio = statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
-        return max(ratio, min(ours) / min(theirs)) < _CLEARLY[best.way.is_plain]
+        return max(ratio, min(ours) / min(theirs)) < _CLEARLY[best.method.is_plain]
 
 
 def in_turns(first: Callable[[], float], second: Callable[[], float]) -> tuple[list[float], list[float]]:

@@ -21,7 +21,7 @@ from manyhands.parallel import planner
 from manyhands.parallel.costs import costs
 from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel
-from manyhands.parallel.plan import Executor, Limit, Way, why_too_large
+from manyhands.parallel.plan import Executor, Limit, Method, why_too_large
 from manyhands.parallel.trials import Candidate, peak_on_threads
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
@@ -29,7 +29,7 @@ from manyhands.schedule.lanes import lanes_for, schedule
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
 from manyhands.schedule.simulate import timeline_of
 
-FOUR = Way(Executor.THREADS, "4 lanes")
+FOUR = Method(Executor.THREADS, "4 lanes")
 
 
 @torch.library.custom_op("manyhands_tests::naps", mutates_args=())

@@ -17,7 +17,7 @@ from manyhands.backends.torch.planning import written_memories
 from manyhands.backends.torch.run import threads
 from manyhands.errors import CannotFuse
 from manyhands.parallel import planner
-from manyhands.parallel.plan import Executor, Plan, Way
+from manyhands.parallel.plan import Executor, Method, Plan
 from manyhands.parallel.progress import Progress
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import one_lane
@@ -169,12 +169,14 @@ def test_compiled_code_that_stays_the_fastest_keeps_its_schedule() -> None:
     found = traced(lambda x: (x @ x).sin().sum(), x)
     whole, result = compile_whole(found, uncompiled), found.module(x)
     scheduled = one_lane(graph(threads.tasks(whole)))
-    way = Way(Executor.THREADS, "whole graph", compiled=True)
-    fast = Plan(lambda tensors: list(result), way, None, scheduled, peaks=Peaks(1, 1), left_after=9, timed=lambda: [])
+    method = Method(Executor.THREADS, "whole graph", compiled=True)
+    fast = Plan(
+        lambda tensors: list(result), method, None, scheduled, peaks=Peaks(1, 1), left_after=9, timed=lambda: []
+    )
     with Progress("f", shown=False) as progress:
         plan = planner.plan(found, [x], planner.Options(compile=True), progress, instead_of=fast)
     assert (plan.run, plan.schedule, plan.timed, plan.left_after) == (fast.run, scheduled, fast.timed, None)
-    assert plan.seconds.keys() > {way}
+    assert plan.seconds.keys() > {method}
 
 
 def test_processes_are_started_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:

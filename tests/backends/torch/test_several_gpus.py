@@ -100,8 +100,8 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
     trials = Trials(captured, [], planning.device_of(captured), 1.3, reuse_outputs=False, measure=False)
     trials.costed = Costed(captured.tasks)  # measured on no GPU
     tried = candidates(trials)
-    assert tried[0].way.lanes == "one lane of each kind"
-    assert {candidate.way.executor for candidate in tried} == {Executor.STREAMS}
+    assert tried[0].method.lanes == "one lane of each kind"
+    assert {candidate.method.executor for candidate in tried} == {Executor.STREAMS}
     for made in (candidate.schedule for candidate in tried):
         check(made)
         for task, lane in enumerate(made.lane_of):

@@ -88,7 +88,7 @@ def run(bench: Bench) -> Finding:
         if is_torch and fast.planned.schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_graph_svg(fast)))
             timeline = fast.measured()
-            plots.append(Plot("timeline", f"{name}: {timeline.title or fast.planned.way}", spans=timeline.spans))
+            plots.append(Plot("timeline", f"{name}: {timeline.title or fast.planned.method}", spans=timeline.spans))
     if not is_torch:
         notes.append("mh.parallel hands functions to the framework's runtime: one device here, and no plan to draw.")
     same = "Both give the numbers of the plain functions" + (", to the bit." if is_torch else ".")

@@ -232,7 +232,7 @@ def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch)
         fast = Parallel(branches, pure=True)
         results = fast(*inputs)
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, expected, strict=True))
-        assert (fast.planned.way == AS_WRITTEN) == (fastest != 0.5)
+        assert (fast.planned.method == AS_WRITTEN) == (fastest != 0.5)
 
 
 def test_trying_out_leaves_no_trace() -> None:
