@@ -12,12 +12,12 @@ PACKAGE = Path(manyhands.__file__).parent
 TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
-    "audit": (3_605, 3_500),
+    "audit": (3_590, 3_500),
     "backends": (9_940, 9_500),
     "book": (1_695, 1_200),
-    "cli": (1_710, 1_400),
-    "forecast": (1_725, 1_500),
-    "lab": (1_965, 1_600),
+    "cli": (1_675, 1_400),
+    "forecast": (1_720, 1_500),
+    "lab": (1_955, 1_600),
     "parallel": (1_840, 1_900),
     "placement": (775, 900),
     "schedule": (1_400, 1_400),
@@ -25,12 +25,12 @@ FOLDERS = {
     "training": (26_360, 21_000),
     "words and modules": (1_425, 1_400),
 }
-FILES = (355, 320)  # of Python
+FILES = (349, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (5_410, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (41_520, 37_000)  # without the auditor's corpus
+TEST_LINES = (41_505, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from manyhands import torch as mh
 from manyhands.lab.finding import Plot
-from manyhands.lab.plots import svg
+from manyhands.lab.report import svg
 from manyhands.schedule.pictures import graph_svg as graph
 from manyhands.schedule.pictures.timeline import Span, Timeline, colour_of
 from manyhands.schedule.simulate import simulate

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def test_every_name_is_there(framework: str, mh: Any) -> None:
     assert len(mh.__all__) <= 48, "a newcomer reads the list"
     for name in mh.__all__:
         assert getattr(mh, name) is getattr(mh, name) is vars(mh)[name]
+        assert isinstance(getattr(mh, name), ModuleType) == (name in ("errors", "loggers"))
     everything: dict[str, Any] = {}
     exec(f"from manyhands.{framework} import *", everything)
     assert set(everything) - {"__builtins__"} == set(mh.__all__)

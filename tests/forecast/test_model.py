@@ -13,8 +13,7 @@ from hypothesis import given
 from manyhands.errors import BadProfile, BadSettings, EngineError
 from manyhands.forecast.forecast import Forecast
 from manyhands.forecast.links import LINKS, Link, all_reduce, link
-from manyhands.forecast.memory import Memory, MemoryLine, memory_lines
-from manyhands.forecast.profile import Bucket, Profile, StepTime
+from manyhands.forecast.profile import Bucket, Memory, MemoryLine, Profile, StepTime, memory_lines
 from manyhands.forecast.scaling import Assumptions, largest_shard, rows
 
 PLAIN = Link("plain", "measured", ((1 << 30, 1e9),), 1 << 30, None, 0.0)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from manyhands.lab import plots, process
+from manyhands.lab import process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
-from manyhands.lab.report import Report, Result, mark_virtual, page, text
+from manyhands.lab.report import Report, Result, mark_virtual, page, svg, text
 from manyhands.schedule.pictures.timeline import Span
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
@@ -69,14 +69,14 @@ PLOTS = [
 def test_a_plot_is_whole_svg_that_follows_the_reader(plot: Plot) -> None:
     import xml.etree.ElementTree as xml
 
-    text = plots.svg(plot)
+    text = svg(plot)
     drawn = xml.fromstring(text)
     assert drawn.tag.endswith("svg")
     if plot.kind != "drawing":
         assert drawn.attrib["aria-label"] == plot.title
         assert "currentColor" in text
         assert "prefers-color-scheme: dark" in text
-        assert plots.svg(plot) == text
+        assert svg(plot) == text
 
 
 def test_a_sweep_says_where_a_method_is_faster() -> None:

@@ -19,13 +19,16 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from manyhands import files
-from manyhands.audit import listen, sites, speeds, watch
+from manyhands.audit import sites, speeds, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report
+from manyhands.audit.wrapping import Steps
 from manyhands.device import FRAMEWORKS
+
+_MORE = {"torch": "manyhands.audit.torch.busy"}  # what one framework has beyond its hooks
 
 
 class EnoughSteps(BaseException):
@@ -80,7 +83,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     def imported(framework: str) -> None:
         recorder.frameworks.add(framework)
         try:
-            listen.begin(framework, recorder, settings["warmup"], at_step)
+            begin_recording(framework, recorder, settings["warmup"], at_step)
         except Exception as error:  # the program runs all the same
             recorder.remarks.append(f"{framework} could not be watched: {type(error).__name__}: {error}")
 
@@ -119,6 +122,61 @@ def framework_imports(imported: Callable[[str], None]) -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
+# What is recorded of a framework
+
+
+class Hooks(Protocol):
+    """The module ``hooks`` of a framework."""
+
+    steps: Steps
+
+    def install(self) -> None:
+        """Wrap every call that waits, once."""
+
+    def stand_in(self) -> None:
+        """Let the CPU stand in for a GPU from now on."""
+
+    def used_device(self) -> bool:
+        """Whether the program used a GPU, or what stands in for one."""
+
+
+def hooks(framework: str) -> Hooks:
+    """The hooks of a framework, which is imported with them."""
+    return cast(Hooks, importlib.import_module(f"manyhands.audit.{framework}.hooks"))
+
+
+def connect(framework: str, on_step: Callable[[object, bool], None], *, stand_in: bool) -> None:
+    """Install a framework's hooks, with one listener for its steps."""
+    module = hooks(framework)
+    if stand_in:
+        module.stand_in()
+    module.install()
+    module.steps.listen(on_step)
+
+
+def begin_recording(framework: str, recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
+    """Record what a program does with a framework from now on."""
+    connect(framework, lambda who, loop: recorder.step(who, loop=loop), stand_in=recorder.speeds is not None)
+    if framework in _MORE:
+        _more(framework).begin(recorder, warmup, at_step)
+
+
+def end_recording(framework: str, recorder: Recorder) -> None:
+    """Stop, and record what is known only at the end."""
+    module = hooks(framework)
+    module.steps.stop()
+    recorder.used_device |= module.used_device()
+    if framework in _MORE:
+        _more(framework).end(recorder)
+
+
+def _more(framework: str) -> Any:
+    return importlib.import_module(_MORE[framework])
+
+
+# Running the program as Python does
+
+
 def _count_fork(recorder: Recorder, process: int) -> None:
     if os.getpid() == process:
         recorder.forks += 1
@@ -126,7 +184,7 @@ def _count_fork(recorder: Recorder, process: int) -> None:
 
 def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
     for framework in recorder.frameworks:
-        listen.end(framework, recorder)
+        end_recording(framework, recorder)
     written = report.make(recorder, program=settings["program"], warmup=settings["warmup"])
     written.ended = ended
     files.replace(Path(settings["result"]), json.dumps(written.as_data()).encode())

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manyhands.audit import sites
+from manyhands.audit.cures.cure import Stall
 from manyhands.audit.kinds import Kind
-from manyhands.audit.stall import Stall
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.audit import sites, watch
+from manyhands.audit.cures.cure import Stall
 from manyhands.audit.kinds import Kind
-from manyhands.audit.stall import Stall
 from manyhands.training import loop
 
 # Whether a value is on a device that is waited for.

@@ -125,7 +125,7 @@ class Recipes(abc.ABC):
 
     framework: ClassVar[str]
     backend: Any  # the adapter for tensors and devices
-    trainer: ClassVar[Callable[..., Any]]
+    trainer: ClassVar[Any]
     batch_stats: ClassVar[Literal["global"] | None] = "global"  # of a training that is compared with another one
 
     # Implemented by each framework

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,8 +24,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
 from manyhands.training.options import Step
 
-_LIMIT = 1e-12
-_STEPS = 50  # at least
+LIMIT = 1e-12
 
 
 def run(
@@ -53,11 +51,14 @@ def run(
     mh.Trainer(1, devices=f"cpu:{devices}")  # creates the devices before anything is computed
     make, data, loss = _subject(model, recipes)
     print(f"{'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
-    train = training_function(recipes, make, data, loss)
-    uneven = "shares" not in mh.Trainer.refused
-    comparisons = compare(train, data.count, devices, batch_size=batch_size, uneven=uneven)
-    print(*comparisons, sep="\n")
-    if all(comparison.equal for comparison in comparisons):
+    all_equal = True
+    for shares, steps, difference in compare(recipes, make, data, devices, loss=loss, batch_size=batch_size):
+        equal = difference <= LIMIT
+        shown = "even" if shares is None else ":".join(f"{share:g}" for share in shares)
+        verdict = "equal" if equal else "NOT EQUAL"
+        print(f"{steps:>5} {devices:>7} {shown:<12} {difference:>10.1e} {LIMIT:>7.0e} {verdict}", flush=True)
+        all_equal &= equal
+    if all_equal:
         return 0
     print(
         "Layers that draw random numbers, as Dropout, draw others on every device, by design: set their rates to 0 to "
@@ -80,81 +81,47 @@ def _subject(text: str, recipes: Recipes) -> tuple[Callable[[], Any], Any, Any]:
     return lambda: make()[0], data, loss
 
 
-# The comparison
+def compare(
+    recipes: Recipes,
+    make: Callable[[], Any],
+    data: Any,
+    devices: int,
+    *,
+    loss: Any = None,
+    batch_size: int = 16,
+    steps: int = 50,
+) -> Iterator[tuple[Sequence[float] | None, int, float]]:
+    """Train on 1 and on N devices, and compare all that the models hold: shares, steps, the largest difference.
 
-
-@dataclass(frozen=True)
-class Training:
-    """One training of a comparison: on how many devices, with how much of the data, for how long."""
-
-    devices: int
-    shares: Sequence[float] | None
-    samples: int
-    batch_size: int
-    epochs: int
-
-
-Train = Callable[[Training], Mapping[str, Any]]  # gives the model's tensors by name
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One training on several devices beside the one on one device."""
-
-    training: Training
-    difference: float
-
-    @property
-    def equal(self) -> bool:
-        return self.difference <= _LIMIT
-
-    def __str__(self) -> str:
-        """A row of the table."""
-        how = self.training
-        steps = how.epochs * -(-how.samples // how.batch_size)
-        shares = "even" if how.shares is None else ":".join(f"{share:g}" for share in how.shares)
-        verdict = "equal" if self.equal else "NOT EQUAL"
-        return f"{steps:>5} {how.devices:>7} {shares:<12} {self.difference:>10.1e} {_LIMIT:>7.0e} {verdict}"
-
-
-def training_function(recipes: Recipes, make: Callable[[], Any], data: Any, loss: Any = None) -> Train:
-    """A function that trains models which all begin with the weights of the first."""
+    All models begin with the weights of the first. Uneven shares follow the even ones, where the framework has them.
+    """
+    count, epochs = extent(data.count, batch_size, steps)
+    part = dataclasses.replace(data.spread(count), batch_size=batch_size)
     with recipes.in_float64(make, data) as model:
         first_weights = tensors.pack(recipes.tensors(model))
 
-    def train(how: Training) -> Mapping[str, Any]:
-        part = dataclasses.replace(data.spread(how.samples), batch_size=how.batch_size)
-        options: dict[str, Any] = {"devices": f"cpu:{how.devices}", "precision": "fp64", "loss": loss}
-        options["step"] = Step(shares=how.shares, batch_stats=recipes.batch_stats)
+    def train(devices: int, shares: Sequence[float] | None) -> Mapping[str, Any]:
         # With momentum, so that differences of early steps show.
-        options["optimizer"] = recipes.nesterov(0.02)
+        how = {"loss": loss, "optimizer": recipes.nesterov(0.02), "precision": "fp64", "quiet": True}
+        step = Step(shares=shares, batch_stats=recipes.batch_stats)
         with recipes.in_float64(make, data) as model:
             recipes.restore(model, first_weights)
-            recipes.trainer(how.epochs, quiet=True, **options).fit(model, part)
+            recipes.trainer(epochs, devices=f"cpu:{devices}", step=step, **how).fit(model, part)
             return recipes.tensors(model)
 
-    return train
+    alone = train(1, None)
+    uneven = [] if "shares" in recipes.trainer.refused else [[float(devices - rank) for rank in range(devices)]]
+    for shares in (None, *uneven):
+        yield shares, epochs * -(-count // batch_size), largest_difference(train(devices, shares), alone)
 
 
-def compare(
-    train: Train, samples: int, devices: int, *, batch_size: int = 32, steps: int = _STEPS, uneven: bool = True
-) -> list[Comparison]:
-    """Train on 1 and on N devices, evenly and (``uneven``) unevenly, and compare all that the models hold."""
-    plain = Training(1, None, *_extent(samples, batch_size, steps))
-    alone, comparisons = train(plain), []
-    for shares in [None, [float(devices - rank) for rank in range(devices)]] if uneven else [None]:
-        how = dataclasses.replace(plain, devices=devices, shares=shares)
-        comparisons.append(Comparison(how, largest_difference(train(how), alone)))
-    return comparisons
-
-
-def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int, int]:
-    """Samples, batch size and epochs: at least this many steps, and the last of an epoch is short."""
+def extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:
+    """How many of the samples, and epochs: at least this many steps, and the last of an epoch is short."""
     short = max(1, batch_size // 3)
     count = min(count, batch_size * steps - short)
     if count % batch_size == 0 and count > short:
         count -= short
-    return count, batch_size, -(-steps // -(-count // batch_size))
+    return count, -(-steps // -(-count // batch_size))
 
 
 def largest_difference(tensors: Mapping[str, Any], other: Mapping[str, Any]) -> float:

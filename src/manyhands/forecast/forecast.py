@@ -10,8 +10,7 @@ from typing import Any
 from manyhands.amounts import counted
 from manyhands.forecast import scaling
 from manyhands.forecast.links import Link
-from manyhands.forecast.memory import MEMORY_PARTS
-from manyhands.forecast.profile import SCHEMA, Profile
+from manyhands.forecast.profile import MEMORY_PARTS, SCHEMA, Profile
 from manyhands.forecast.scaling import Assumptions, Row
 from manyhands.schedule.memory import megabytes
 

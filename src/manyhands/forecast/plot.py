@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.amounts import counted
 from manyhands.errors import BadProfile, PackageMissing
 from manyhands.files import to_write
-from manyhands.forecast.memory import MEMORY_PARTS
+from manyhands.forecast.profile import MEMORY_PARTS
 from manyhands.forecast.scaling import TERMS
 
 if TYPE_CHECKING:

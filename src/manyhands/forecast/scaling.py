@@ -29,8 +29,7 @@ from statistics import NormalDist
 
 from manyhands.errors import BadSettings
 from manyhands.forecast.links import Link, all_reduce
-from manyhands.forecast.memory import Memory
-from manyhands.forecast.profile import Profile
+from manyhands.forecast.profile import Memory, Profile
 
 HIDDEN = 0.42
 JITTER = 0.08 / 5.4

@@ -22,8 +22,7 @@ from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadSettings
-from manyhands.forecast.memory import Memory, MemoryLine, memory_lines
-from manyhands.forecast.profile import Bucket, Profile, StepTime
+from manyhands.forecast.profile import Bucket, Memory, MemoryLine, Profile, StepTime, memory_lines
 from manyhands.placement.moves import Placement
 from manyhands.training.loss import own_step
 from manyhands.training.options import Settings

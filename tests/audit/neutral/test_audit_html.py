@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from manyhands.audit import speeds, watch
+from manyhands.audit.cures.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import html, report
 from manyhands.audit.sites import Line, Site
-from manyhands.audit.stall import Stall
 
 
 @pytest.fixture

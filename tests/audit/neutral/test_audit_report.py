@@ -13,11 +13,11 @@ import pytest
 
 from manyhands.audit import recorder, sites, speeds, watch
 from manyhands.audit.critical_path import Work, gains
+from manyhands.audit.cures.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report, sarif, table
 from manyhands.audit.sites import Line, Site
-from manyhands.audit.stall import Stall
 from manyhands.audit.watch import Event
 from manyhands.errors import BadSettings
 

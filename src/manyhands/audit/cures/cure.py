@@ -1,4 +1,4 @@
-"""The cure of a wait: one line of code, made from the user's own line, where that is sure; else a sentence.
+"""A hidden wait, and its cure: one line of code, made from the user's own line, where that is sure; else a sentence.
 
 Such a line is valid Python of its framework, and does not wait. Where a value stays on the device, it says what to read
 after the loop.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyhands.audit.cures.statement import Statement, ValueUse, name_of
 from manyhands.audit.kinds import NUMBER, Kind
+from manyhands.audit.sites import Site
 
 # The suffix of a value that stays on its device, and int() of such a value.
 _KEPT = {"torch": ".detach()", "jax": "", "tensorflow": "", "mxnet": ".detach()"}
@@ -89,6 +91,37 @@ _SETTINGS: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
         "weights are saved here: save less often (in transformers: TrainingArguments(save_steps=...))",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A hidden wait; two waits are the same if their call and their lines are."""
+
+    kind: Kind
+    call: str
+    site: Site
+    framework: str = "torch"
+
+    @property
+    def line(self) -> str:
+        """``file:line`` of the user's code."""
+        return str(self.site.user)
+
+    @property
+    def cure(self) -> str:
+        return self.cure_if(rare=False)
+
+    def cure_if(self, *, rare: bool) -> str:
+        """The cure; ``rare``: the wait happens in a few steps only."""
+        library = self.site.library.file if self.site.library is not None else ""
+        line = self.site.user
+        place = line.file, line.number
+        return cure(self.kind, self.call, line.code, library, framework=self.framework, place=place, rare=rare)
+
+    def __str__(self) -> str:
+        beside = f" (in {self.site.library})" if self.site.library is not None else ""
+        code = f": {self.site.user.code}" if self.site.user.code else ""
+        return f"{self.line}{beside}: {self.kind.title} ({self.call}){code}. Cure: {self.cure}"
 
 
 class _Wait(NamedTuple):
