@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.amounts import counted
+from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints.run_folder import RunPlan
@@ -50,9 +51,13 @@ class Loop:
         resume: Path | None = None,
         callbacks: CallbackPlan = NO_CALLBACKS,
         metrics: Metrics | None = None,
+        lend_model: Callable[[Callable[[Any], None]], None] | None = None,
     ) -> None:
-        """``resume`` is a checkpoint, or a folder of them, that the first process can read."""
-        self.learner, self.settings = learner, settings
+        """``resume`` is a checkpoint, or a folder of them, that the first process can read.
+
+        ``lend_model`` calls a function with the model, and gives all processes what has changed; None: it is not lent.
+        """
+        self.learner, self.settings, self._lend_model = learner, settings, lend_model
         self.metrics = metrics or Metrics()
         self.result = Result()
         self.position = Position(learner.data, settings)
@@ -79,6 +84,12 @@ class Loop:
 
     def _begin(self, resume: Path | None) -> None:
         """Restore. The run begins with the first step: a job that is refused does not change its folder."""
+        if self.report.plan.gets_model and self._lend_model is None:
+            raise BadSettings(
+                "a callback has on_model(training, model), which PyTorch's trainer alone calls, and not with "
+                "Step(shard=True). Give run= and use on_checkpoint(training, path): mh.load_weights(another_model, "
+                "path) gives you the weights, to look at"
+            )
         self.saver.lock()
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
@@ -236,6 +247,8 @@ class Loop:
             counts = due or not is_last
             self._add_row(sums, evaluates=due or is_last, ends_epoch=True, over=over, counts=counts)
         if over:
+            if self.report.plan.gets_model and self._lend_model is not None:
+                self._lend_model(self.report.model)
             self._next_epoch()
         is_regular = self.is_over or self.ending.stop is not None or not self.settings.checkpoints.every
         self.saver.save_once([*self.report.take_wanted_folders(), *(["checkpoints"] if is_regular else [])])

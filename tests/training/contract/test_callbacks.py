@@ -171,6 +171,23 @@ def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
     assert [row["val_loss"] for row in further.rows][: epochs - 1] == losses[: epochs - 1]
 
 
+class Look(Callback):
+    def on_model(self, training: Training, model: Any) -> None: ...
+
+
+@pytest.mark.neutral
+def test_only_pytorch_lends_its_model(bench: Bench) -> None:
+    run = bench.new_run()
+    if bench.framework == "torch":
+        bench.fit(callbacks=[Look()], run=run)
+        return
+    with pytest.raises(
+        BadSettings, match=r"on_model\(training, model\), which PyTorch's trainer alone calls.*load_weights"
+    ):
+        bench.fit(callbacks=[Look()], run=run)
+    assert not run.exists()
+
+
 def test_an_accuracy_that_is_not_there(bench: Bench) -> None:
     """Known after the first evaluation: the targets are no classes."""
     mh, random = bench.mh, np.random.default_rng(0)

@@ -19,8 +19,9 @@
     mh.Trainer(max_epochs=10, callbacks=[remember]).fit(model, data)
 
 Callbacks run in the process that called ``fit``, also where the training runs in worker processes; under a launcher
-(torchrun) in the first rank's. They see figures over all devices, and never the model: it may be in another process.
-No step waits for them. Figures of steps come when the device has sent them, some steps later than they were made.
+(torchrun) in the first rank's. They see figures over all devices, and the model in :meth:`Callback.on_model` alone: it
+may be in another process. No step waits for them. Figures of steps come when the device has sent them, some steps later
+than they were made.
 """
 
 from __future__ import annotations
@@ -68,23 +69,24 @@ class Training:
     def __getattr__(self, name: str) -> Any:
         if name in ("model", "module", "optimizer", "trainer"):
             raise AttributeError(
-                f"a callback does not see the {name}: it may be in another process. After fit() the model has the "
-                "trained weights; mh.EMA averages them; what has to happen in each step belongs into training_step"
+                f"training has no {name}: it may be in another process. The method on_model(training, model) of a "
+                "callback gets the model after each epoch; what has to happen in each step belongs into training_step"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def stop(self, reason: str, by: str = "stopped by callback") -> None:
         """End the training; ``result.stopped`` will be the reason, and ``result.ended`` "stopped by callback: reason".
 
-        From ``on_evaluation`` and ``on_epoch_end`` it ends there. From any other moment it ends as soon as all devices
-        know it: one process after the next step, several about a second later, all of them after the same step. A
-        training that ends within an epoch ends with an evaluation; at the end of an epoch, if one was due there.
+        From ``on_evaluation``, ``on_epoch_end`` and ``on_model`` it ends there. From any other moment it ends as soon
+        as all devices know it: one process after the next step, several about a second later, all of them after the
+        same step. A training that ends within an epoch ends with an evaluation; at the end of an epoch, if one was due
+        there.
         """
         if self.stopped is None:
             self.stopped, self.stopped_by = str(reason), by
 
     def save(self, folder: str) -> None:
-        """Write a checkpoint of this moment into a folder of the run; for ``on_evaluation`` and ``on_epoch_end``."""
+        """Write a checkpoint into a folder of the run; for ``on_evaluation``, ``on_epoch_end`` and ``on_model``."""
         if folder not in self.wanted:
             self.wanted.append(folder)
 
@@ -140,6 +142,24 @@ class Callback:
     def on_epoch_end(self, training: Training, row: Row) -> None:
         """An epoch is over; ``row`` is its row in ``result.rows``."""
 
+    def on_model(self, training: Training, model: Any) -> None:
+        """After each whole epoch, behind ``on_epoch_end``: the model, to look at or to change (PyTorch).
+
+        ::
+
+            class Unfreeze(mh.Callback):
+                def on_model(self, training, model):
+                    if training.epoch == 3:
+                        model.backbone.requires_grad_(True)
+
+        All devices get what you change: values that you write into weights and buffers, ``requires_grad``, and numbers,
+        strings and flags among the attributes of modules. The next epoch goes on with it, and the checkpoint of this
+        epoch has it. Meanwhile the model is in evaluation mode; modes and random numbers are as before afterwards. It
+        has the weights, also where ``mh.EMA`` keeps an average.
+
+        With several devices the weights travel to this process and back, so override it only if you need the model.
+        """
+
     def on_checkpoint(self, training: Training, path: Path) -> None:
         """A checkpoint was written to this path."""
 
@@ -165,6 +185,7 @@ class CallbackPlan:
     every: tuple[int, ...] = ()  # figures are sent every N steps, for each N of these
     rates: bool = False  # whether the learning rate is reported
     average: Averaging | None = None  # of the weights, where one is kept
+    gets_model: bool = False  # whether a callback has an on_model
 
 
 NO_CALLBACKS = CallbackPlan()
@@ -190,6 +211,7 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
         every=tuple(sorted({callback.every for callback in callbacks if callback.every is not None})),
         rates=any(callback.wants_rates for callback in callbacks),
         average=averages[0] if averages else None,
+        gets_model=any(type(callback).on_model is not Callback.on_model for callback in callbacks),
     )
 
 

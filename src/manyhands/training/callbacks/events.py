@@ -116,6 +116,10 @@ class Reporter:
         else:
             self._tell({"kind": "row", "row": row, "sums": sums.as_json()})
 
+    def model(self, model: Any) -> None:
+        """The model between two epochs, which callbacks may change."""
+        self._ask({"kind": "model", "model": model})
+
     def checkpoint(self, path: Path) -> None:
         self._tell({"kind": "checkpoint", "path": str(path)})
 
@@ -258,6 +262,10 @@ class Dispatcher:
     def _on_epoch(self, event: Event) -> None:
         self._add_row(event)
         self._call_all("on_epoch_end", self.training, event["row"])
+
+    def _on_model(self, event: Event) -> None:
+        self._place(event)
+        self._call_all("on_model", self.training, event["model"])
 
     def _on_row(self, event: Event) -> None:
         self._add_row(event)

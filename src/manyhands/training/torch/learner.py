@@ -8,6 +8,7 @@ step makes the host wait: shards are on their way before they are needed and los
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ from manyhands.training.torch.ranks.division import RankFeed
 from manyhands.training.torch.ranks.replicas import Replicas
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.schedulers import Rates, schedulers_of
-from manyhands.training.torch.state import checkpoint, job_state, randomness
+from manyhands.training.torch.state import checkpoint, job_state, lent_model, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.number_format import NumberFormat
@@ -52,6 +53,7 @@ def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
         resume=job.resume,
         callbacks=job.callbacks,
         metrics=job.metrics,
+        lend_model=None if rank.sharded else functools.partial(lent_model.lend, rank),
     )
     if rank.world.first:
         rank.announce = loop.report.note
@@ -216,6 +218,11 @@ class Rank:
         self._evaluation = None
         job_state.settle(self.optimizer)
         self.steps.build_again()
+
+    def begin_anew(self) -> None:
+        """Between two epochs: other parameters are trained, or the model is another one to a captured step."""
+        self._evaluation = None
+        self.steps.begin_anew()
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.bytes_from_first(data)

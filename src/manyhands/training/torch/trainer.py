@@ -37,7 +37,7 @@ from manyhands.training.torch.job import Job, placement_preserved
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.ranks import world
-from manyhands.training.torch.state import job_state, module_state, randomness
+from manyhands.training.torch.state import job_state, lent_model, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
 from manyhands.training.torch.step.logged import attached, may_log
 from manyhands.training.trainer import BaseTrainer
@@ -201,7 +201,12 @@ class Trainer(BaseTrainer):
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
         from manyhands.training.torch.workers import pool
 
-        final_state = pool.pool_for(self.ranks).run(_on_host(job), dispatcher.event)
+        def say(event: dict[str, Any]) -> dict[str, Any] | None:
+            if event["kind"] == "model":
+                return lent_model.received(event, job.model, dispatcher.event)
+            return dispatcher.event(event)
+
+        final_state = pool.pool_for(self.ranks).run(_on_host(job), say)
         _restore_final_state(job, final_state)
         result: Result = final_state["result"]
         if result.signal is not None:

@@ -70,6 +70,9 @@ class Calls(mh.Callback):
     def on_evaluation(self, training, figures):
         if training.epoch == 2:
             training.stop("enough")
+    def on_model(self, training, model):
+        model[0].requires_grad_(False)
+        model[0].weight.data *= 0.5
 
 calls, model = Calls(), mlp()
 how = dict(batch_size=30, lr=0.1, precision="fp64", quiet=True, devices=["cpu"])

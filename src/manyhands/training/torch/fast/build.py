@@ -64,6 +64,7 @@ def step_of_rank(rank: Rank, recorder: Recorder) -> CapturedStep:
     for optimizer in step.optimizer.optimizers if isinstance(step.optimizer, Several) else [step.optimizer]:
         _make_capturable(optimizer, step.device, changing_rate=bool(rank.job.schedule or rank.scheduler))
     if rank.size == 1 and settings.step.accumulate > 1:  # its segments share the gradients
+        step.gradients.close()
         step.gradients = GradientSum(rank.model.parameters(), alone=True)
     inputs: Inputs = LoaderInputs()
     if isinstance(rank.data, Arrays) and rank.data.tensors[0].device == step.device:

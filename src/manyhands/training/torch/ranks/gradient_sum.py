@@ -74,6 +74,9 @@ class Gradients:
     every_rank = False  # whether a rank without samples has to make every pass
     _weight: torch.Tensor
 
+    def lay_out(self) -> None:
+        """Between two steps: other parameters may be trained now."""
+
     def begin(self) -> None:
         """No gradients yet."""
         raise NotImplementedError
@@ -169,8 +172,13 @@ class GradientSum(SummedGradients):
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *, alone: bool = False) -> None:
-        self.alone = alone
-        self._buckets = _buckets([p for p in parameters if p.requires_grad])
+        self.alone, self._parameters = alone, [*parameters]
+        self._handles: list[tuple[torch.nn.Parameter, Any]] = []
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        self.close()
+        self._buckets = _buckets([parameter for parameter in self._parameters if parameter.requires_grad])
         self._next = 0
         self._armed = False
         self._places = {

@@ -75,6 +75,7 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], fi
     job_state.restore_model(rank.model, blobs["model"])
     if "module_state" in saved:
         module_state.restore(rank.model, saved["module_state"], blobs["module_state"])
+        rank.begin_anew()  # maybe other parameters are trained
     if rank.scheduler is not None and saved.get("scheduler") is not None:
         rank.scheduler.restore(saved["scheduler"])
     if "optimizer" in blobs:  # weights from another framework come alone

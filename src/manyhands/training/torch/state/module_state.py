@@ -2,8 +2,9 @@
 
 The contract is PyTorch's: parameters, buffers and what ``get_extra_state`` returns are state. Numbers, strings and
 flags among a module's attributes (the counter of an annealed temperature, say) go with them, so that a resumed job is
-the same job: those that have changed since the job began are in checkpoints, and come back from worker processes. Other
-attributes are not state: lists, dicts, objects and plain tensors stay in the process that changed them.
+the same job: those that have changed since the job began are in checkpoints, and come back from worker processes. So
+are the ``requires_grad`` of parameters. Other attributes are not state: lists, dicts, objects and plain tensors stay in
+the process that changed them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set}
 
 
 class ModuleState:
-    """The plain attributes and the extra state of a model's modules."""
+    """The plain attributes and the extra state of a model's modules, and which parameters are trained."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before = self._attributes()
+        self._before, self._trained = self._attributes(), self._flags()
 
     def _attributes(self) -> dict[tuple[str, str], Any]:
         return {
@@ -41,8 +42,14 @@ class ModuleState:
             if type(value) in (*_PLAIN, np.float64) and name not in OF_EVERY_MODULE and not compat.is_mark(name)
         }
 
-    def save(self) -> tuple[dict[str, Any], bytes, list[str]]:
-        """As JSON, with tensors beside it; and notes about extra state that cannot be saved."""
+    def _flags(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+
+    def save(self, *, whole: bool = False) -> tuple[dict[str, Any], bytes, list[str]]:
+        """As JSON, with tensors beside it; and notes about extra state that cannot be saved.
+
+        ``whole``: also what has not changed since this object was made.
+        """
         tensors, extra, notes = dict[str, torch.Tensor](), dict[str, Any](), list[str]()
         for path, module in self._model.named_modules():
             if type(module).get_extra_state is nn.Module.get_extra_state:
@@ -54,9 +61,10 @@ class ModuleState:
         changed = [
             [*place, encode(value, tensors)]
             for place, value in self._attributes().items()
-            if place not in self._before or self._before[place] != value
+            if whole or place not in self._before or self._before[place] != value
         ]
-        return {"attributes": changed, "extra_state": extra}, job_state.pack(tensors), notes
+        flags = {name: flag for name, flag in self._flags().items() if whole or self._trained.get(name) != flag}
+        return {"attributes": changed, "extra_state": extra, "trained": flags}, job_state.pack(tensors), notes
 
 
 def restore(model: nn.Module, saved: Mapping[str, Any], blob: bytes) -> None:
@@ -68,6 +76,8 @@ def restore(model: nn.Module, saved: Mapping[str, Any], blob: bytes) -> None:
     for path, value in saved["extra_state"].items():
         if path in modules:
             modules[path].set_extra_state(decode(value, tensors, device))
+    for name, flag in saved.get("trained", {}).items():
+        model.get_parameter(name).requires_grad_(flag)
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -185,6 +185,10 @@ class Step:
         for after_update in self._after_update:
             after_update(turn)
 
+    def lay_out_gradients(self) -> None:
+        """Between two steps: other parameters may be trained now."""
+        self.gradients.lay_out()
+
     def versions(self) -> list[int]:
         """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
         raise NotImplementedError

@@ -39,7 +39,6 @@ class Updates:
 
     def __init__(self, key: Key, step: PlainStep) -> None:
         self._key, self._step = key, step
-        self._trained = [parameter for parameter in step.parameters if parameter.requires_grad]
         self.turn = Turn(0)
         self.size = 0  # of this rank's shard of the batch
 
@@ -69,7 +68,8 @@ class Updates:
         gradients.arm(True)
         gradients.note_loss(total if self.size else torch.zeros_like(total))
         start = total * (self.size / turn.whole) if count is None else total * bool(self.size)
-        torch.autograd.backward(start, inputs=self._trained, retain_graph=retain_graph)
+        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+        torch.autograd.backward(start, inputs=trained, retain_graph=retain_graph)
         gradients.sum_up(None if count is None else count * bool(self.size))
         count = None if count is None else gradients.divide()
         step.apply(turn)
@@ -151,6 +151,10 @@ class OwnUpdates(Step):
                 "optimizers) needs a sample on every device. Give larger batches, or fewer devices"
             )
         return self._sample
+
+    def lay_out_gradients(self) -> None:
+        for step in self._steps:
+            step.lay_out_gradients()
 
     def versions(self) -> list[int]:
         return [version for step in self._steps for version in step.versions()]

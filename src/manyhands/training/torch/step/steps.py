@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -84,20 +85,31 @@ class Steps:
             if (reason := build.why_not(rank)) is not None:
                 self._say(f"plain, because {reason}")
             else:
-                self.captured = build.step_of_rank(rank, self.recorder)
+                self._capture()
 
     def _prepare_parts(self) -> None:
         for part in self.plain.parts:
             part.prepare()
 
-    def _capture_anew(self, epoch: int) -> None:
+    def begin_anew(self) -> None:
+        """Between two epochs: other parameters are trained, or the model is another one to a captured step."""
+        for parameter in self._rank.model.parameters():
+            parameter.grad = None  # the optimizer would go on with that of a parameter that is trained no more
+        is_captured = self.captured is not None
+        if self.captured is not None:
+            self.captured.close()
+            self.captured = None
+            gc.collect()  # the memory of the old graphs
+        self.plain.lay_out_gradients()
+        if is_captured:
+            self._capture()
+
+    def _capture(self) -> CapturedStep:
         from manyhands.training.torch.fast import build
 
         assert self.recorder is not None
-        self._said = None
         self.captured = build.step_of_rank(self._rank, self.recorder)
-        if self._has_resident_data:
-            self.captured.inputs.begin_epoch(self._rank.feed.order(epoch))
+        return self.captured
 
     def make(self, window: Window, batch: Shard | None, factor: float | None) -> None:
         """Make the step of a batch; ``factor`` is that of the learning rates."""
@@ -105,7 +117,10 @@ class Steps:
 
         def begin_again() -> None:
             if is_captured:
-                self._capture_anew(window.epoch)
+                self._said = None
+                captured = self._capture()
+                if self._has_resident_data:
+                    captured.inputs.begin_epoch(self._rank.feed.order(window.epoch))
 
         self.precision.step(lambda: self._make(window, batch, factor), begin_again)
 

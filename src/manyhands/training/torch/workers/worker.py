@@ -28,7 +28,7 @@ from manyhands.training.torch import evaluation
 from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
-from manyhands.training.torch.state import job_state
+from manyhands.training.torch.state import job_state, lent_model
 from manyhands.training.torch.workers import job_bytes
 
 
@@ -85,6 +85,11 @@ class _Caller:
 
     def say(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """Send an event; returns the answer to one that asks."""
+        if event["kind"] == "model":
+            return lent_model.sent(event, self._send)
+        return self._send(event)
+
+    def _send(self, event: dict[str, Any]) -> dict[str, Any] | None:
         self._connection.send(event)
         return self._answers.get() if event.get("asks") else None
 
