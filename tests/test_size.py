@@ -22,7 +22,7 @@ FOLDERS = {
     "placement": (775, 900),
     "schedule": (1_400, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (26_275, 21_000),
+    "training": (26_215, 21_000),
     "words and modules": (1_425, 1_400),
 }
 FILES = (350, 320)  # of Python
@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (5_410, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (41_735, 37_000)  # without the auditor's corpus
+TEST_LINES = (41_605, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

@@ -48,11 +48,8 @@ COSINE = optax.cosine_decay_schedule(0.3, 6)
 @pytest.mark.parametrize(
     ("transformation", "given"),
     [
-        (sam(), {"optimizer": sam()}),
         (optax.chain(optax.clip(0.1), sam()), {"optimizer": optax.chain(optax.clip(0.1), sam())}),
-        (optax.sgd(COSINE), {"lr": COSINE}),
         (optax.adamw(COSINE), {"lr": COSINE, "optimizer": "adamw"}),
-        (optax.adam(COSINE), {"lr": COSINE, "optimizer": lambda rate: optax.adam(rate)}),
         (optax.lbfgs(0.1, linesearch=None), {"optimizer": optax.lbfgs(0.1, linesearch=None)}),
     ],
 )
@@ -97,10 +94,9 @@ class Words(nnx.Module):
         return self.last(self.embed(words).mean(1))
 
 
-@pytest.mark.parametrize(("precision", "close"), [("fp64", 1e-12), ("fp32", 1e-5)])
-def test_an_embedding_on_shards_of_unequal_size(precision: str, close: float) -> None:
+def test_an_embedding_on_shards_of_unequal_size() -> None:
     """XLA aborted the process in 64 bits."""
     words = np.random.default_rng(0).integers(7, size=(20, 5))
-    alone, _ = fit(Words(), (words, Y[:20]), 1, batch_size=10, precision=precision)
-    three, _ = fit(Words(), (words, Y[:20]), 3, batch_size=10, precision=precision)
-    assert difference(three, alone) <= close
+    alone, _ = fit(Words(), (words, Y[:20]), 1, batch_size=10, precision="fp64")
+    three, _ = fit(Words(), (words, Y[:20]), 3, batch_size=10, precision="fp64")
+    assert difference(three, alone) <= 1e-12

@@ -28,16 +28,14 @@ assert BOOK.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
 options = dict(precision="fp64", run=out + "/run")
 net = Net(norm=True)
 net.first.kernel[...] += jax.process_index()  # the first process's weights count
-fit(net, (vectors(50), vectors(41)), 2, max_epochs=1, **options)
+fit(net, (Shuffles(), vectors(41)), 2, max_epochs=1, **options)
 options = {{**options, "resume": "auto"}}
-found, result = fit(Net(norm=True), (vectors(50), vectors(41)), 2, max_epochs=3, **options)
+found, result = fit(Net(norm=True), (Shuffles(), vectors(41)), 2, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
 trainer = mh.Trainer(1, devices=["virtual:0", "virtual:1"], metrics={{"rows": lambda outputs, targets: len(outputs)}})
 figures, outputs = trainer.evaluate(net, vectors(41)), trainer.predict(net, vectors(41)[0])
 assert figures["rows"] == 41, figures
 assert len(outputs) == 41 if jax.process_index() == 0 else outputs is None
-found, _ = fit(Net(), (Shuffles(), Shuffles()), 2, precision="fp64")
-np.savez(f"{{out}}/shuffled{{jax.process_index()}}.npz", **found)
 try:
     fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), 2, precision="fp64")
 except BadBatch as error:
@@ -77,18 +75,13 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert process.returncode == 0, errors[-3000:]
     found = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert difference(found[0], found[1]) == 0
-    alone, result = fit(Net(norm=True), (vectors(50), vectors(41)), 1, precision="fp64", max_epochs=3)
+    alone, result = fit(Net(norm=True), (Shuffles(), vectors(41)), 1, precision="fp64")
     assert "virtual:1 of rank 1" in outputs[0][0]
     assert outputs[0][0].strip().splitlines()[-1] == outputs[1][0].strip().splitlines()[-1]
-    assert len(rows(result)) == 3
+    assert len(rows(result)) == 2
     assert difference(found[0], alone) <= 1e-12
-    shuffled, _ = fit(Net(), (Shuffles(), Shuffles()), 1, precision="fp64")
-    for rank in range(2):
-        assert difference(dict(np.load(tmp_path / f"shuffled{rank}.npz")), shuffled) <= 1e-12
-        assert (
-            "refused: the processes of this job are given different batches (noticed after sample 16"
-            in outputs[rank][0]
-        )
+    for output, _ in outputs:
+        assert "refused: the processes of this job are given different batches (noticed after sample 16" in output
 
 
 TOO_LATE = """

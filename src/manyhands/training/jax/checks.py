@@ -16,10 +16,16 @@ from flax import nnx
 from manyhands.errors import BadSettings
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Source
-from manyhands.training.jax import batches
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax.batches import Arguments
-from manyhands.training.jax.objective import Objective, Supervised, cross_entropy
+from manyhands.training.jax.objective import (
+    Arguments,
+    Objective,
+    Supervised,
+    arguments_of,
+    cross_entropy,
+    size_of,
+    target_of,
+)
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
@@ -42,7 +48,7 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
 
 def look(labels: ClassLabels, batch: Any) -> None:
     """Check the labels of a batch, or of a whole data set."""
-    target = batches.target_of(batch)
+    target = target_of(batch)
     if isinstance(target, np.ndarray):
         labels.look(target)
 
@@ -54,7 +60,7 @@ def first_inputs(module: Any, data: Source) -> Arguments:
             "a Linen module needs a sample to get its shapes, and the loader can be read only once: give "
             "module.bind(module.init(jax.random.key(0), X[:1]))"
         )
-    return batches.arguments_of(module, data.few(1, jax.numpy.asarray))
+    return arguments_of(module, data.few(1, jax.numpy.asarray))
 
 
 def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> str | None:
@@ -68,7 +74,7 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
         copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
         value = objective(copy, batch, training=True)
-        size = batches.rows(batch)
+        size = size_of(batch)
         return (value.loss * size, size) if value.count is None else (value.loss, value.count)
 
     gradients_of = jax.jit(jax.value_and_grad(total_of, has_aux=True))  # a program for each of a few sizes

@@ -22,13 +22,12 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.roles import Inputs
-from manyhands.training.data.sources import Arrays, Source, Stream, Structure, as_it_is
+from manyhands.training.data.sources import Source, Stream
 from manyhands.training.evaluation.metrics import PendingOutputs, batch_size_for, check_rows, whole_size
-from manyhands.training.jax import batches, feed, running_sums
-from manyhands.training.jax.objective import Objective
+from manyhands.training.jax.objective import Objective, is_dict
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import Resident, State, StepInput, Steps
-from manyhands.training.jax.world import World
+from manyhands.training.jax.step import Resident, State, StepInput, Steps, mean_of, sums_of
+from manyhands.training.jax.world import World, rows_of, sent
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
@@ -36,43 +35,40 @@ from manyhands.training.running_sums import Figures
 
 @dataclass
 class Evaluation:
-    """The programs of a job, without training."""
+    """A model and a data set, and the programs that compute with them without training."""
 
     steps: Steps
+    state: Callable[[], State]
+    data: Source
     is_mean: bool  # whether the loss is known to be a mean over samples, so that it is the same in any batches
+    arrays: tuple[jax.Array, ...] | None = None  # the data on the devices, if they live there
     _under_way: deque[Any] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.world, self.settings = self.steps.world, self.steps.settings
+        self.world, self.settings, self.rank = self.steps.world, self.steps.settings, self.steps.world.rank
+        self._prepare = prepared_by(self.data)
 
-    def figures(
-        self,
-        state: State,
-        data: Source,
-        arrays: tuple[jax.Array, ...] | None,
-        alive: Callable[[], None],
-        take: Take | None = None,
-    ) -> Figures:
-        """Loss and accuracy; ``arrays`` are the data on the devices, if they live there."""
-        total, outputs = self.world.put_copy(running_sums.from_figures(Figures())), _outputs(take)
-        prepare, with_outputs = prepared_by(data), take is not None
-        for window, rows in self._batches(data, arrays):
-            total, pair = self.steps.test(state, total, rows, window.size, prepare, with_outputs=with_outputs)
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+        """Loss and accuracy."""
+        total, outputs = self.world.put_copy(sums_of(Figures())), _outputs(take)
+        state, with_outputs = self.state(), take is not None
+        for window, rows in self._batches():
+            total, pair = self.steps.test(state, total, rows, window.size, self._prepare, with_outputs=with_outputs)
             self._limit_steps_in_flight(total)
             outputs.add((pair, window.size))
             alive()
         outputs.finish()
-        return running_sums.mean_of(total, counted=self.steps.tests_count_correct)
+        return mean_of(total, counted=self.steps.tests_count_correct)
 
-    def predict(self, state: State, data: Source, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
-        outputs, prepared = _outputs(take), prepared_by(data)
+        state, outputs = self.state(), _outputs(take)
 
         def prepare(batch: Any) -> Any:
-            whole = prepared(batch)
-            return whole if batches.is_dict(whole) else inputs.of(whole)
+            whole = self._prepare(batch)
+            return whole if is_dict(whole) else inputs.of(whole)
 
-        for window, rows in self._batches(data, None):
+        for window, rows in self._batches():
             assert not isinstance(rows, Resident)
             output = self.steps.predict(state, rows, window.size, prepare)
             self._limit_steps_in_flight(output)
@@ -80,21 +76,24 @@ class Evaluation:
             alive()
         outputs.finish()
 
-    def _batches(self, data: Source, arrays: tuple[jax.Array, ...] | None) -> Iterator[tuple[Window, StepInput]]:
-        """Every batch in the order of the data, divided over the devices; ``arrays``: the data, if they live there."""
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.from_first(data)
+
+    def _batches(self) -> Iterator[tuple[Window, StepInput]]:
+        """Every batch in the order of the data, divided over the devices."""
+        data, batch_size = self.data, self.settings.batch_size
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
             for window, parts in loader_batches.agreed(batches, self._all_have):
-                yield window, feed.sent(parts, window.size, self.world)
+                yield window, sent(parts, window.size, self.world)
             return
         order = np.arange(data.count)
-        batch_size = self.settings.batch_size
         size = _even(data.count, batch_size_for(batch_size)) if self.is_mean else whole_size(data, batch_size)
         for window in windows(Cursor(), data.count, size):
-            if arrays is not None:
-                yield window, Resident(arrays, start=self.world.number(window.start, np.int32))
+            if self.arrays is not None:
+                yield window, Resident(self.arrays, start=self.world.number(window.start, np.int32))
             else:
-                yield window, feed.rows_of(data, order, window, self.world)
+                yield window, rows_of(data, order, window, self.world)
 
     def _all_have(self, number: int) -> bool:
         if self.world.size == 1:
@@ -110,28 +109,16 @@ class Evaluation:
             jax.block_until_ready(self._under_way.popleft())
 
 
-class Evaluator:
-    """A model of the caller's and a data set, apart from any training."""
-
-    def __init__(
-        self, model: nnx.Module, objective: Objective, data: Source, world: World, settings: Settings, dtype: Any
-    ) -> None:
-        """``dtype``: what layers compute in; None: the dtype of their parameters."""
-        skeleton = Skeleton(model)
-        optimizer = optax.with_extra_args_support(optax.identity())
-        self.rank, self.world, self.data = world.rank, world, data
-        steps = Steps(skeleton, objective, optimizer, world, dtype, settings)
-        self.evaluation = Evaluation(steps, objective.is_mean(model))
-        self.state = first_numbers(skeleton, model, world, double=settings.precision == "fp64")
-
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
-        return self.evaluation.figures(self.state, self.data, None, alive, take)
-
-    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
-        self.evaluation.predict(self.state, self.data, inputs, alive, take)
-
-    def from_first(self, data: bytes) -> bytes:
-        return self.world.from_first(data)
+def apart(
+    model: nnx.Module, objective: Objective, data: Source, world: World, settings: Settings, dtype: Any
+) -> Evaluation:
+    """The evaluation of a caller's model, apart from any training; ``dtype``: what layers compute in, if not in that of
+    their parameters.
+    """
+    skeleton = Skeleton(model)
+    steps = Steps(skeleton, objective, optax.with_extra_args_support(optax.identity()), world, dtype, settings)
+    state = first_numbers(skeleton, model, world, double=settings.precision == "fp64")
+    return Evaluation(steps, lambda: state, data, objective.is_mean(model))
 
 
 def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double: bool) -> State:
@@ -167,21 +154,12 @@ def _outputs(take: Take | None) -> PendingOutputs:
     return PendingOutputs(None if take is None or jax.process_index() else deliver)
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Prepares the arrays of a batch, and puts them into the structure of the user's batches."""
+def prepared_by(source: Source) -> Callable[[Any], Any]:
+    """A function that prepares the arrays of a batch, and puts them into the structure of the user's batches.
 
-    prepare: Callable[[Any], Any]
-    structure: Structure | None
-
-    def __call__(self, batch: Any) -> Any:
-        prepared = self.prepare(batch)
-        return prepared if self.structure is None else self.structure.nested(prepared)
-
-
-def prepared_by(source: Source) -> Preparation:
-    """The function that prepares a batch: compiled programs are cached by it."""
-    return Preparation(source.prepare if isinstance(source, Arrays) else as_it_is, source.structure)
+    Compiled programs are cached by it: one for each source and job.
+    """
+    return lambda batch: source.nested(source.prepare(batch))
 
 
 def _even(count: int, size: int) -> int:

@@ -21,13 +21,12 @@ from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.jax import checks, feed, linen, running_sums
+from manyhands.training.jax import checks, linen
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
 from manyhands.training.jax.objective import Objective
-from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps
-from manyhands.training.jax.world import World
+from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps, Sums, figures_of, is_ready, sums_of
+from manyhands.training.jax.world import World, resident, rows_of, sent
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
@@ -66,13 +65,18 @@ class JaxLearner:
         self.state: State = self._first_state(job.optimizer)
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected(self.state["optimizer"])
-        self.sums: Sums = world.put_copy(running_sums.from_figures(Figures()))
+        self.sums: Sums = world.put_copy(sums_of(Figures()))
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Figures | None = None
         self._looked_at: Sums | None = None
         self._sent: collections.deque[tuple[int, Sums]] = collections.deque()
-        self.arrays = feed.resident(job.train, world) if job.settings.step.optimize != "off" else None
-        self.test_arrays = feed.resident(job.test, world) if job.settings.step.optimize != "off" else None
+        self._prepare = prepared_by(job.train)
+        gathers = job.settings.step.optimize != "off"  # on the devices
+        self.arrays = resident(job.train, world) if gathers else None
+        self.evaluation: Evaluation | None = None
+        if job.test is not None:
+            arrays, is_mean = resident(job.test, world) if gathers else None, job.objective.is_mean(job.model)
+            self.evaluation = Evaluation(self.steps, lambda: self.state, job.test, is_mean, arrays)
         self._rate: tuple[float, jax.Array] | None = None
         self._say_how()
 
@@ -115,19 +119,18 @@ class JaxLearner:
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
                     checks.look(self.job.labels, data.nested(parts))
-                yield window, feed.sent(parts, window.size, self.world)
+                yield window, sent(parts, window.size, self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
-        resident = None if self.arrays is None else Resident(self.arrays, self.world.put(order.astype(np.int32)))
+        place = None if self.arrays is None else Resident(self.arrays, self.world.put(order.astype(np.int32)))
         self.state["at"] = self.world.put_copy(np.array([cursor.sample, cursor.step], np.int32))
         for window in windows(cursor, data.count, self.settings.batch_size):
-            yield window, resident or feed.rows_of(data, order, window, self.world)
+            yield window, place or rows_of(data, order, window, self.world)
 
     def step(self, window: Window, batch: StepInput, factor: float | None) -> None:
         self._limit_steps_in_flight()
         rate = self._factor(1.0 if factor is None else factor)
-        prepare = prepared_by(self.job.train)
-        self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, window.size, prepare)
+        self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, window.size, self._prepare)
         self._under_way.append(self.sums)
 
     def _factor(self, factor: float) -> jax.Array:
@@ -144,7 +147,7 @@ class JaxLearner:
     # Figures: every process has those of all
 
     def peek(self) -> Figures | None:
-        if self._looked_at is not None and running_sums.is_ready(self._looked_at):
+        if self._looked_at is not None and is_ready(self._looked_at):
             self._shown = self._figures_of(self._looked_at)
             self._looked_at = None
         if self._looked_at is None:
@@ -177,7 +180,7 @@ class JaxLearner:
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
         arrived = []
-        while self._sent and (wait or running_sums.is_ready(self._sent[0][1])):
+        while self._sent and (wait or is_ready(self._sent[0][1])):
             step, sums = self._sent.popleft()
             arrived.append((step, self._figures_of(sums)))
         return arrived
@@ -188,21 +191,18 @@ class JaxLearner:
         return {} if self.job.rate is None else named_rates([self.job.rate * factor])
 
     def read(self) -> list[Figures]:
-        everything = running_sums.figures(self.sums, counted=self.steps.counts_correct)
+        everything = figures_of(self.sums, counted=self.steps.counts_correct)
         return [everything, *[Figures(counted=everything.counted)] * (self.size - 1)]
 
     def _figures_of(self, so_far: Sums) -> Figures:
-        return running_sums.figures(so_far, counted=self.steps.counts_correct)
+        return figures_of(so_far, counted=self.steps.counts_correct)
 
     def reset(self) -> None:
-        self.sums = self.world.put_copy(running_sums.from_figures(Figures()))
+        self.sums = self.world.put_copy(sums_of(Figures()))
         self._looked_at, self._shown = None, None
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
-        if self.job.test is None:
-            return None
-        evaluation = Evaluation(self.steps, self.job.objective.is_mean(self.job.model))
-        return evaluation.figures(self.state, self.job.test, self.test_arrays, alive, take)
+        return None if self.evaluation is None else self.evaluation.evaluate(alive, take)
 
     # Checkpoints
 
@@ -246,7 +246,7 @@ class JaxLearner:
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
         self.steps.counts_correct = first.counted
-        self.sums = self.world.put_copy(running_sums.from_figures(first))
+        self.sums = self.world.put_copy(sums_of(first))
 
     def _refill(self, part: str, numbers: Mapping[str, Any]) -> None:
         self.state[part] = self.world.put_copy(refilled(self.state[part], numbers))

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.jax.skeleton import is_key
+from manyhands.training.jax.skeleton import is_key, raw_key
 from manyhands.training.optimizers import Optimizers
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -92,7 +92,7 @@ def _adapted(transformation: optax.GradientTransformation, parameters: Any) -> O
     def init(parameters: Any) -> Any:
         leaves, structure = jax.tree.flatten(optimizer.init(parameters))
         kinds[:] = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
-        return jax.tree.unflatten(structure, map(_raw, leaves))
+        return jax.tree.unflatten(structure, map(raw_key, leaves))
 
     def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -102,13 +102,9 @@ def _adapted(transformation: optax.GradientTransformation, parameters: Any) -> O
         ]
         extra = {"value": value} if takes_value else {}
         updates, after = optimizer.update(updates, jax.tree.unflatten(structure, typed), params, **extra)
-        return updates, jax.tree.map(_raw, after)
+        return updates, jax.tree.map(raw_key, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _raw(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _takes_value(optimizer: Optimizer, parameters: Any) -> bool:

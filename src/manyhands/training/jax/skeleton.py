@@ -59,7 +59,7 @@ class Skeleton:
         _, *states = nnx.split(model, *self._filters)
         numbers = {part: nnx.to_pure_dict(state) for part, state in zip(PARTS, states, strict=True)}
         numbers = {part: _only(tree, self._pure(part)) for part, tree in numbers.items()}
-        numbers["random"] = _mapped(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, numbers["random"])
+        numbers["random"] = jax.tree.map(raw_key, numbers["random"])
         return numbers
 
     def model(self, numbers: Numbers) -> nnx.Module:
@@ -133,13 +133,13 @@ def _leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def _mapped(function: Any, tree: Tree) -> Tree:
-    mapped: Tree = jax.tree.map(function, tree)
-    return mapped
-
-
 def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def raw_key(leaf: Any) -> Any:
+    """The numbers of a key of random numbers; anything else as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _only(tree: Tree, like: Tree) -> Tree:

@@ -25,22 +25,26 @@ part of it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from manyhands.training.jax import batches, linen, running_sums
+from manyhands.training.jax import linen
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax.batches import Batch
-from manyhands.training.jax.objective import Objective, output_of, predicted
-from manyhands.training.jax.running_sums import Sums
+from manyhands.training.jax.objective import Batch, Objective, is_dict, output_of, predicted, size_of, target_of
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
 from manyhands.training.options import Settings
+from manyhands.training.running_sums import Figures
+
+Sums = dict[str, Any]
+_NEVER = 2**31 - 1  # the first bad step, as long as there is none
 
 # A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", AVERAGES of the parameters and of the
 # rest where they are kept, and "at": where in the epoch's order the job stands, and the number of the step.
@@ -131,17 +135,17 @@ class Steps:
         batch = _as_parameters(prepare(self._real(rows, size)), numbers["parameters"])
         value = self.objective(model, batch, training=False)
         self.tests_count_correct = value.correct is not None
-        so_far = running_sums.add(so_far, value.loss, value.correct, size, divisor=value.count)
+        so_far = add_batch(so_far, value.loss, value.correct, size, divisor=value.count)
         if not with_outputs:
             return so_far, None
         # The model's own step does not return its output.
         output = predicted(self._evaluating(numbers), batch) if value.output is None else value.output
-        return so_far, (output, batches.target_of(batch))
+        return so_far, (output, target_of(batch))
 
     def _predict(self, numbers: Any, rows: Batch, *, size: int, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, size)), numbers["parameters"])
         model = self._evaluating(numbers)
-        return predicted(model, batch) if batches.is_dict(batch) else output_of(model, batch)
+        return predicted(model, batch) if is_dict(batch) else output_of(model, batch)
 
     def _real(self, rows: StepInput, size: int) -> Batch:
         """The rows of a batch, without those at the end that only fill up the last device's part."""
@@ -178,7 +182,7 @@ class Steps:
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
         position, step = state["at"]
-        so_far = running_sums.add(so_far, loss, correct, size, step)
+        so_far = add_batch(so_far, loss, correct, size, step)
         return {**after, "at": jnp.stack([position + size, step + 1])}, so_far
 
     def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
@@ -192,7 +196,7 @@ class Steps:
 
         def total_of(parameters: Any, batch: Batch, numbers: Any) -> tuple[Any, Any]:
             _, (after, value) = self._loss(parameters, numbers["random"], numbers["rest"], batch)
-            size = batches.rows(batch)
+            size = size_of(batch)
             total = value.loss * size if value.count is None else value.loss
             count = jnp.asarray(size if value.count is None else value.count, total.dtype)
             return total, (count, after, jnp.zeros((), jnp.int32) if value.correct is None else value.correct)
@@ -267,7 +271,7 @@ def accumulated(work: Callable[[Any, Any], Sum], rows: Any, numbers: Any, parts:
 
     ``work``: from rows and the numbers of the model before them to their sum.
     """
-    whole = batches.rows(rows)
+    whole = size_of(rows)
     size = -(-whole // parts)
     loops, rest = divmod(whole, size)
 
@@ -290,3 +294,73 @@ def accumulated(work: Callable[[Any, Any], Sum], rows: Any, numbers: Any, parts:
 def _plus(so_far: Sum, now: Sum) -> Sum:
     gradients = jax.tree.map(jnp.add, so_far.gradients, now.gradients)
     return Sum(so_far.total + now.total, so_far.count + now.count, so_far.correct + now.correct, gradients, now.numbers)
+
+
+# Sums
+
+# Loss and accuracy of an epoch, summed on the devices and read late. Each step returns new arrays, so older sums can be
+# read without waiting. JAX computes in 32 bits, where a long sum of small numbers loses them: the loss is summed in two
+# numbers, the second of which holds what the first has rounded away.
+
+
+def sums_of(figures: Figures) -> Sums:
+    """Sums to begin with, as NumPy's arrays."""
+    first = np.float64(np.float32(figures.loss_sum))
+    loss = [first, figures.loss_sum - first] if math.isfinite(figures.loss_sum) else [figures.loss_sum, 0.0]
+    bad = _NEVER if figures.bad_step is None else figures.bad_step
+    kind = np.float64 if jax.config.jax_enable_x64 else np.float32
+    return {
+        "loss": np.array(loss, kind),
+        "counts": np.array([figures.correct, figures.count, bad], np.int32),
+        "divisor": np.zeros(2, kind),
+    }
+
+
+def add_batch(
+    sums: Sums,
+    loss: jax.Array,
+    correct: jax.Array | None,
+    count: int,
+    step: jax.Array | int = 0,
+    divisor: jax.Array | None = None,
+) -> Sums:
+    """The sums with one batch more: its mean loss and correct predictions.
+
+    With a divisor the loss is no mean but a sum; all sums are divided by all divisors at the end (:func:`mean_of`).
+    """
+    kind = sums["loss"].dtype
+    new = loss.astype(kind) * (count if divisor is None else 1)
+    before = sums["counts"]
+    bad = jnp.where(jnp.isfinite(loss), _NEVER, step)
+    counts = [before[0] + (0 if correct is None else correct), before[1] + count, jnp.minimum(before[2], bad)]
+    return {
+        "loss": _longer(sums["loss"], new),
+        "counts": jnp.stack([count.astype(jnp.int32) for count in counts]),
+        "divisor": _longer(sums["divisor"], jnp.asarray(count if divisor is None else divisor, kind)),
+    }
+
+
+def _longer(sum_of_two: jax.Array, new: jax.Array) -> jax.Array:
+    total, rounded = sum_of_two
+    larger = total + new
+    part = larger - total
+    return jnp.stack([larger, rounded + ((total - (larger - part)) + (new - part))])
+
+
+def is_ready(sums: Sums) -> bool:
+    return all(leaf.is_ready() for leaf in sums.values())
+
+
+def figures_of(sums: Sums, *, counted: bool) -> Figures:
+    """The sums as figures; waits for them."""
+    loss = np.asarray(sums["loss"], np.float64)  # manyhands: wait-ok they are ready, or an epoch ends
+    correct, count, bad = map(int, np.asarray(sums["counts"]))  # manyhands: wait-ok likewise
+    total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
+    return Figures(total, correct, count, None if bad == _NEVER else bad, counted)
+
+
+def mean_of(sums: Sums, *, counted: bool) -> Figures:
+    """The figures of an evaluation: its loss is divided once, by the sum of all divisors."""
+    summed = figures_of(sums, counted=counted)
+    divisor = float(np.asarray(sums["divisor"], np.float64).sum())
+    return summed if divisor == summed.count else summed.weighed(divisor)

@@ -25,9 +25,9 @@ from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source
 from manyhands.training.evaluation.metrics import collect_outputs, evaluate_to_dict
 from manyhands.training.jax import checks, linen, optimizers, world
-from manyhands.training.jax.evaluation import Evaluator
+from manyhands.training.jax.evaluation import Evaluation, apart
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import Objective, call_of, cross_entropy, explained, objective_for
+from manyhands.training.jax.objective import call_of, cross_entropy, explained, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats, Settings
@@ -111,8 +111,8 @@ class Trainer(BaseTrainer):
     def _train(
         self, model: nnx.Module, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
-        world.check()
         if linen.is_linen(model):
+            world.check()
             inputs = checks.first_inputs(model, self.train_source)
             with explained(model, *inputs):
                 variables = linen.variables_of(model, *inputs, settings.seed)
@@ -120,22 +120,16 @@ class Trainer(BaseTrainer):
             result = self._train(wrapped, settings, dispatcher, run=run, resume=resume)
             self.model = linen.as_linen(wrapped, variables)
             return result
-        double = settings.precision == "fp64"
-        with jax.enable_x64(True) if double else contextlib.nullcontext(), world.without_mesh():
-            here = world.World(self._natives())
+        with self._world(settings) as here:
             settings.check_devices(len(here.devices))
             job = self._job(model, settings, here)
             learner = JaxLearner(job, here)
             if settings.step.accumulate > 1:
                 note = checks.check_loss(model, job.skeleton, job.objective, job.train)
                 learner.notes += [] if note is None else [note]
-            options: dict[str, Any] = {
-                "schedule": self.options.schedule,
-                "run": run,
-                "resume": resume,
-                "metrics": self._metrics(),
-            }
-            loop = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options)
+            options: dict[str, Any] = {"schedule": self.options.schedule, "run": run, "resume": resume}
+            options |= {"callbacks": dispatcher.plan, "metrics": self._metrics()}
+            loop = Loop(learner, settings, dispatcher.event, **options)
             if settings.precision == "auto":
                 learner.chosen_precision = _chosen(learner.job.dtype)
             result = loop.fit()
@@ -143,32 +137,37 @@ class Trainer(BaseTrainer):
         result.devices = self.device_names if here.size == 1 else launcher.device_names(kind, per_rank)
         return result
 
+    @contextlib.contextmanager
+    def _world(self, settings: Settings) -> Iterator[world.World]:
+        """The devices; within it JAX computes in 64 bits, if asked."""
+        world.check()
+        with jax.enable_x64(True) if settings.precision == "fp64" else contextlib.nullcontext(), world.without_mesh():
+            yield world.World(self._natives())
+
     def _evaluate(self, model: nnx.Module, source: Source, settings: Settings) -> dict[str, Any]:
-        model = linen.with_weights(model)
-        objective, metrics = objective_for(model, self.options.loss), self._metrics()
-        checks.check_labels(model, objective, source, None)
-        with self._evaluating(model, objective, source, settings) as evaluator:
-            return evaluate_to_dict(evaluator, metrics)
+        with self._evaluating(model, source, settings) as evaluation:
+            return evaluate_to_dict(evaluation, self._metrics())
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         call: Any = call_of(model) if callable(model) else None
         return inputs_of(call, type(model).__name__, targets)
 
     def _predict(self, model: nnx.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
-        model = linen.with_weights(model)
-        objective = objective_for(model, self.options.loss)
-        with self._evaluating(model, objective, source, settings) as evaluator:
-            return collect_outputs(functools.partial(evaluator.predict, inputs), self._joined)
+        with self._evaluating(model, source, settings, tests=False) as evaluation:
+            return collect_outputs(functools.partial(evaluation.predict, inputs), self._joined)
 
     @contextlib.contextmanager
     def _evaluating(
-        self, model: nnx.Module, objective: Objective, source: Source, settings: Settings
-    ) -> Iterator[Evaluator]:
-        world.check()
-        double = settings.precision == "fp64"
-        with jax.enable_x64(True) if double else contextlib.nullcontext(), world.without_mesh():
+        self, model: nnx.Module, source: Source, settings: Settings, *, tests: bool = True
+    ) -> Iterator[Evaluation]:
+        """``tests``: the loss is computed, and not only the model's outputs."""
+        model = linen.with_weights(model)
+        objective = objective_for(model, self.options.loss)
+        if tests:
+            checks.check_labels(model, objective, source, None)
+        with self._world(settings) as here:
             dtype = jnp.bfloat16 if settings.precision == "bf16" else None
-            yield Evaluator(model, objective, source, world.World(self._natives()), settings, dtype)
+            yield apart(model, objective, source, here, settings, dtype)
 
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
         skeleton = Skeleton(model, settings.step.wrt)
