@@ -157,7 +157,7 @@ def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> N
     def refused(*_: Any, **__: Any) -> Any:
         raise CannotCompile("the library is not there")
 
-    monkeypatch.setattr(graph_copies, "compiled", refused)
+    monkeypatch.setattr(graph_copies, "compile_file", refused)
     fast = Forced(of_all_kinds, 4, "graph")
     inputs = [arguments(number) for number in range(20)]
     results = [fast(*value) for value in inputs]

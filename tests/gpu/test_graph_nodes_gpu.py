@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from manyhands.backends.torch.kernels.nvrtc import compiled  # noqa: E402
+from manyhands.backends.torch.kernels.nvrtc import compile_file  # noqa: E402
 from manyhands.backends.torch.run import graph_nodes  # noqa: E402
 from manyhands.backends.torch.run.streams import capturing  # noqa: E402
 
@@ -20,14 +20,14 @@ _BYTES = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
 @pytest.fixture(autouse=True)
 def _ready(gpu: None) -> None:
     """Kernels cannot be compiled during a capture."""
-    compiled("fill.cu", GPU)
+    compile_file("fill.cu", GPU)
 
 
 def memset(tensor: Any, value: int, element_bytes: int) -> None:
     """Fill a tensor of bytes as CUDA's driver does it, on the current stream."""
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     count = ctypes.c_size_t(tensor.numel() // element_bytes)
-    fill = getattr(compiled("fill.cu", GPU).driver, _BYTES[element_bytes])
+    fill = getattr(compile_file("fill.cu", GPU).driver, _BYTES[element_bytes])
     assert fill(ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint(value), count, stream) == 0
 
 
@@ -96,7 +96,7 @@ def test_convolutions_leave_no_memsets() -> None:
         with capturing(graph, GPU):
             found = layer(x)
     graph_nodes.instantiate(graph, GPU)
-    driver = compiled("fill.cu", GPU).driver
+    driver = compile_file("fill.cu", GPU).driver
     assert not list(graph_nodes.nodes_of(driver, graph.raw_cuda_graph(), graph_nodes.MEMSET))
     graph.replay()
     assert torch.equal(found, expected)

@@ -30,7 +30,7 @@ def test_a_measured_timeline_keeps_every_need() -> None:
     program = graph(found.tasks)
     made = schedule(program, lanes_for(program, 4))
     check(made)
-    moments = planning.timed(found, made, planning.device_of(found), 1)
+    moments = planning.task_moments(found, made, planning.device_of(found), 1)
     assert all(0 <= start <= stop for start, stop in moments)
     for task, needs in enumerate(program.needs):
         assert all(moments[need][1] <= moments[task][0] + 1e-6 for need in needs)

@@ -104,7 +104,7 @@ class Parallel(ParallelFunction[P, R]):
         name = getattr(self.function, "__qualname__", "")
         if getattr(sys.modules.get(getattr(self.function, "__module__", "")), name, None) is self:
             return name
-        return _made, (type(self), self.function, self._settings())
+        return _restore, (type(self), self.function, self._settings())
 
     def _settings(self) -> dict[str, object]:
         names = ("pure", "dynamic", "reuse_outputs", "memory", "compile", "synchronous")
@@ -184,7 +184,7 @@ def _of_each(plans: Sequence[tuple[str, Plan]]) -> list[str]:
     return [f"  {line}" for name, plan in plans for line in explain.explain(name, plan).splitlines()]
 
 
-def _made(kind: type[Parallel[..., object]], function: Callable[..., object], settings: dict[str, object]) -> object:
+def _restore(kind: type[Parallel[..., object]], function: Callable[..., object], settings: dict[str, object]) -> object:
     return kind(function, **settings)  # type: ignore[arg-type]
 
 

@@ -56,7 +56,7 @@ def plan(
     trials = Trials(trace, tensors, devices, options.memory, options.reuse_outputs, measure=not later)
     try:
         with planning.untouched(trace, tensors):
-            return _planned(trials, options, progress, instead_of, later=later)
+            return _try_candidates(trials, options, progress, instead_of, later=later)
     except Exception as error:  # whatever fails while plans are tried: the graph itself remains
         without_memory = planning.is_out_of_memory(error)
         why = "out of memory while planning" if without_memory else "it could not be planned"
@@ -66,11 +66,13 @@ def plan(
         return Plan(planning.as_written(trace), notes=(note,), writes=bool(planning.written_memories(trace)))
 
 
-def _planned(trials: Trials, options: Options, progress: Progress, instead_of: Plan | None, *, later: bool) -> Plan:
+def _try_candidates(
+    trials: Trials, options: Options, progress: Progress, instead_of: Plan | None, *, later: bool
+) -> Plan:
     progress.enters("costs")
     if options.synchronous:
-        return _built(trials, trials.untested(candidates.synchronous(trials)), progress)
-    best = trials.untested(candidates.plain(trials))
+        return _build(trials, trials.without_trial(candidates.synchronous(trials)), progress)
+    best = trials.without_trial(candidates.plain(trials))
     if instead_of is not None:
         assert instead_of.schedule is not None
         assert instead_of.peaks is not None
@@ -79,18 +81,18 @@ def _planned(trials: Trials, options: Options, progress: Progress, instead_of: P
         best = Tried(so_far, instead_of.run, instead_of.exactness, instead_of.peaks)
     elif options.compile:
         start = time.perf_counter()
-        best = trials.choose(_compiled(trials, progress), best)
+        best = trials.choose(_compile(trials, progress), best)
         if later and best.method.compiled:
-            return _built(trials, best, progress, _left_after(trials, time.perf_counter() - start, best))
+            return _build(trials, best, progress, _left_after(trials, time.perf_counter() - start, best))
         trials = replace(trials, measure=True) if later else trials  # costs were only estimated so far
     progress.enters("trials")
     fastest = trials.choose(candidates.candidates(trials), best)
     if instead_of is not None and fastest is best:  # its schedule may be that of compiled code
         return replace(instead_of, seconds=trials.seconds, notes=tuple(trials.notes), left_after=None)
-    return _built(trials, fastest, progress)
+    return _build(trials, fastest, progress)
 
 
-def _compiled(trials: Trials, progress: Progress) -> list[Candidate]:
+def _compile(trials: Trials, progress: Progress) -> list[Candidate]:
     """The graph compiled as a whole, if that is possible."""
     progress.enters("compiling")
     try:
@@ -120,7 +122,7 @@ def _left_after(trials: Trials, trying: float, best: Tried) -> int:
     return left
 
 
-def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | None = None) -> Plan:
+def _build(trials: Trials, best: Tried, progress: Progress, left_after: int | None = None) -> Plan:
     candidate, trace = best.candidate, best.candidate.trace
     hint = functools.partial(planning.batch_hint, trials.trace)
     progress.enters("")
@@ -139,5 +141,5 @@ def _built(trials: Trials, best: Tried, progress: Progress, left_after: int | No
         planning=progress.summary(),
         writes=bool(planning.written_memories(trials.trace)),
         left_after=left_after,
-        timed=functools.partial(planning.timed, trace, candidate.schedule, trials.devices, candidate.threads),
+        timed=functools.partial(planning.task_moments, trace, candidate.schedule, trials.devices, candidate.threads),
     )

@@ -114,12 +114,12 @@ class Trials:
         for candidate in candidates:
             candidate, needed = self._within_limit(candidate)
             check(candidate.schedule)
-            right = self._tried(candidate, needed)
+            right = self._try(candidate, needed)
             if right is not None and self._is_faster(right, best):
                 best = right
         return best
 
-    def untested(self, candidate: Candidate) -> Tried:
+    def without_trial(self, candidate: Candidate) -> Tried:
         """A candidate that needs no trial: the graph as it is, or what the caller demands."""
         check(candidate.schedule)
         return Tried(candidate, self._run_of(candidate), None, Peaks(self.plain_peak, self.plain_peak))
@@ -146,7 +146,7 @@ class Trials:
             candidate, bytes_needed = replace(candidate, schedule=held_back), needed(held_back)
         return candidate, bytes_needed
 
-    def _tried(self, candidate: Candidate, needed: int) -> Tried | None:
+    def _try(self, candidate: Candidate, needed: int) -> Tried | None:
         """The candidate if it takes little enough memory, can be run, and is right; a note says why not."""
         method = candidate.method
         if (reason := why_too_large(method, needed, self.plain_peak, self.limit)) is not None:
@@ -159,7 +159,7 @@ class Trials:
         except Exception as error:  # out of memory, an operation that cannot be captured
             self.notes.append(f"{method} is not used: {first_line(error)}")
             return None
-        refused, exactness = self._judged(results, candidate.trace.close)
+        refused, exactness = self._judge(results, candidate.trace.close)
         if refused is not None:
             self.notes.append(f"{method} is not used: {refused}")
             return None
@@ -180,7 +180,7 @@ class Trials:
         run = GraphRun(trace, scheduled, self.tensors, self.devices, reuse_outputs=self.reuse_outputs)
         return _one_at_a_time(run.replay)
 
-    def _judged(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
+    def _judge(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
         if planning.overlapping(results) - planning.overlapping(self.expected):
             return "two of its results share memory", Exactness(False, "not comparable")
@@ -197,7 +197,7 @@ class Trials:
 
         With a ``tolerance``, that of compiled code, its arguments are rounded to that precision, too.
         """
-        tensors = planning.rounded(self.tensors, tolerance / 16) if tolerance else self.tensors
+        tensors = planning.round_tensors(self.tensors, tolerance / 16) if tolerance else self.tensors
         again = planning.results_of(self.trace, tensors, planning.as_written(self.trace))
         return planning.equal(again, self.expected, is_compiled=tolerance > 0)[1]
 

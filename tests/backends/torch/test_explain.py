@@ -149,7 +149,7 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
     made = schedule(graph(costs(found, None).tasks), lanes_for(graph(threads.tasks(found)), 2))
     check(made)
     state = torch.get_rng_state()
-    moments = planning.timed(found, made, None, 2)
+    moments = planning.task_moments(found, made, None, 2)
     assert total.tolist() == [0, 0, 0]
     assert torch.equal(torch.get_rng_state(), state)
     for task, needs in enumerate(made.graph.needs):

@@ -16,7 +16,7 @@ from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture.trace import Trace, meaningless_outputs
 from manyhands.backends.torch.run import costs
-from manyhands.backends.torch.run.copies import copied
+from manyhands.backends.torch.run.copies import copy_all
 from manyhands.backends.torch.run.streams import Gpus, timed_streams
 from manyhands.backends.torch.run.threads import ThreadRun, VirtualRun, operation_threads, timed_threads
 from manyhands.schedule.graph import graph
@@ -146,10 +146,10 @@ def results_of(trace: Trace, tensors: Sequence[torch.Tensor], run: Run) -> list[
     with untouched(trace, tensors):
         nothing = meaningless_outputs(trace)
         values = [*run(tensors), *written_values(trace, tensors)]
-        return copied([None if number in nothing else virtual.inside(value) for number, value in enumerate(values)])
+        return copy_all([None if number in nothing else virtual.inside(value) for number, value in enumerate(values)])
 
 
-def rounded(tensors: Sequence[Any], by: float) -> list[Any]:
+def round_tensors(tensors: Sequence[Any], by: float) -> list[Any]:
     """The tensors with each number a little closer to zero, by up to this share of it."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def as_written(trace: Trace, threads: int | None = None) -> Run:
     return run
 
 
-def timed(trace: Trace, schedule: Schedule, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
+def task_moments(trace: Trace, schedule: Schedule, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
     """Run a schedule with substitute arguments, so the caller's stay unchanged; when each task began and ended."""
     with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
         inputs = costs.substitute_inputs(trace)

@@ -19,7 +19,7 @@ CHUNK = copies._CHUNK
 def test_copies_of_results_share_memory_where_results_do() -> None:
     y, other, turned = torch.rand(4, 4), torch.rand(3), torch.view_as_complex(torch.rand(3, 2))
     values = [y, y[1:3], 7, other, y.t(), y, turned, turned.conj()]
-    made = copies.copied(values)
+    made = copies.copy_all(values)
     for one, copy in zip(values, made, strict=True):
         assert torch.equal(copy, one) if isinstance(one, torch.Tensor) else copy == one
     assert made[0] is made[5]

@@ -123,7 +123,7 @@ class Trace:
 
     def rewritten(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""
-        other = described(compat.graph_module(self.module, graph))
+        other = describe_graph(compat.graph_module(self.module, graph))
         other.close = self.close
         return other
 
@@ -134,7 +134,7 @@ def trace_of_graph(module: GraphModule) -> Trace:
     _join_constants(module)
     _must_be_static(module)  # also unused nodes: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
-    return described(module)
+    return describe_graph(module)
 
 
 def _drop_profiling(module: GraphModule) -> None:
@@ -208,7 +208,7 @@ def _operation(node: Node) -> str:
     return str(node.target) if schema is None else schema.name.partition("::")[2]
 
 
-def described(module: GraphModule) -> Trace:
+def describe_graph(module: GraphModule) -> Trace:
     """The tasks of a traced graph, with the memories that they touch."""
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]

@@ -53,7 +53,7 @@ from manyhands.backends.torch.compat.dynamo import (
     ForwardGraph,
     aot_autograd,
     checks_custom_operations,
-    compiled,
+    compile_quietly,
     facts_of_step,
     forward_graph,
     is_dynamo_loaded,
@@ -61,7 +61,7 @@ from manyhands.backends.torch.compat.dynamo import (
     make_boxed_function,
     register_dynamo_backend,
     skip_code,
-    spent,
+    spent_loss,
     stack_of,
     tracing,
 )

@@ -100,7 +100,7 @@ def forward_graph() -> ForwardGraph | None:
 
 
 @contextmanager
-def replaced(*others: tuple[Any, str, Any]) -> Iterator[None]:
+def replacing(*others: tuple[Any, str, Any]) -> Iterator[None]:
     """Replace attributes of Dynamo for a while; a name that this PyTorch does not have is skipped.
 
     The caller holds Dynamo's ``compile_lock``.
@@ -152,7 +152,7 @@ def without_known_faults() -> AbstractContextManager[None]:
     def get_static_address_type(tensor: torch.Tensor) -> str | None:
         return "unguarded" if kind_of_address(tensor) is not None else None
 
-    return replaced(
+    return replacing(
         (kind, "var_getattr", var_getattr),
         (random_object, "is_supported_random_obj", unknown),
         (builder, "get_static_address_type", get_static_address_type),
@@ -204,7 +204,7 @@ def with_whole_steps() -> AbstractContextManager[None]:
             return ZeroGrad(_zero_grad, variable)
         return getting(variable, translator, name)
 
-    return replaced(
+    return replacing(
         (owner, "_validate_outputs_safe_for_autograd_nodes", mark),
         (optimizers, "var_getattr", var_getattr),
         (optimizers, "_set_capturable", lambda *_: None),
@@ -248,7 +248,7 @@ def facts_of_step(graph: torch.fx.Graph) -> tuple[list[int], list[int]]:
     return spent, [number for number, node in enumerate(arguments) if node.meta.get(_CLEARED)]
 
 
-def spent(tensor: torch.Tensor) -> torch.Tensor:
+def spent_loss(tensor: torch.Tensor) -> torch.Tensor:
     """A loss after its backward pass: it still has a gradient function, whose second use is an error."""
     left: Any = tensor.detach()
     left.requires_grad = True
@@ -335,7 +335,7 @@ class _Frames:
                 self._report(exc)
             before(translator, code_options, reason, exc)
 
-        return replaced((owner, "log_graph_break", log_graph_break))
+        return replacing((owner, "log_graph_break", log_graph_break))
 
 
 @contextmanager
@@ -355,7 +355,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def compiled(
+def compile_quietly(
     function: Callable[..., Any],
     backend: Callable[..., Any],
     dynamic: bool | None,
@@ -374,7 +374,7 @@ def compiled(
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
         context.callback = _Frames(context.callback, report, left)
     # PyTorch marks in the process that something is traced, and refuses to call compiled functions in all its threads.
-    with compile_lock, replaced((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
+    with compile_lock, replacing((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
         return cast(Callable[..., Any], context(function))
 
 

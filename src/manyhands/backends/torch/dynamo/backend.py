@@ -112,7 +112,7 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     def call(*arguments: Any) -> Sequence[Any]:
         for number in cleared:  # before the new gradients need memory
             arguments[number].grad = None
-        return [compat.spent(value) if n in spent else value for n, value in enumerate(run(*arguments))]
+        return [compat.spent_loss(value) if n in spent else value for n, value in enumerate(run(*arguments))]
 
     return call
 

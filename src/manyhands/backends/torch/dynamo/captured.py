@@ -56,7 +56,7 @@ class Captured:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._local = threading.local()
         call = generated("call", _CALL, {})  # a new one: Dynamo stores what it captures with the code
-        self._compiled = compat.compiled(call, self._capture, dynamic, self._broken, self._limit_reached)
+        self._compiled = compat.compile_quietly(call, self._capture, dynamic, self._broken, self._limit_reached)
 
     def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Sequence[Piece]]:
         """The function's result, and the pieces that the call consisted of."""

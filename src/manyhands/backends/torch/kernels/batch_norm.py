@@ -35,7 +35,7 @@ from manyhands.backends.torch.kernels.nvrtc import (
     Kernels,
     Launch,
     check_capability,
-    compiled,
+    compile_file,
     float_bits,
     multiprocessors,
 )
@@ -86,7 +86,7 @@ def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat1
         return
     check_capability(device)
     with ThreadPoolExecutor(len(dtypes)) as pool:  # the compiler releases Python's lock
-        for compilation in [pool.submit(compiled, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
+        for compilation in [pool.submit(compile_file, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
             compilation.result()
     _tickets(device)
 
@@ -132,7 +132,7 @@ def is_by_channel(x: torch.Tensor) -> bool:
 
 
 def _of(x: torch.Tensor) -> Kernels:
-    return compiled(_FILE, x.device, NUMBER=_NUMBERS[x.dtype])
+    return compile_file(_FILE, x.device, NUMBER=_NUMBERS[x.dtype])
 
 
 def _shape(x: torch.Tensor, kind: str) -> tuple[int, int, tuple[int, int], tuple[int, int]]:

@@ -23,7 +23,7 @@ import math
 import torch
 
 from manyhands.backends.torch.kernels.batch_norm import is_by_channel, is_plain
-from manyhands.backends.torch.kernels.nvrtc import Kernels, check_capability, compiled, float_bits, multiprocessors
+from manyhands.backends.torch.kernels.nvrtc import Kernels, check_capability, compile_file, float_bits, multiprocessors
 
 _FILE = "group_norm.cu"
 _NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half"}
@@ -56,7 +56,7 @@ def ready(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
     if device.type != "cuda":
         return
     check_capability(device)
-    compiled(_FILE, device, NUMBER=_NUMBERS[dtype])
+    compile_file(_FILE, device, NUMBER=_NUMBERS[dtype])
 
 
 def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
@@ -75,7 +75,7 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
 
 
 def _of(x: torch.Tensor) -> Kernels:
-    return compiled(_FILE, x.device, NUMBER=_NUMBERS[x.dtype])
+    return compile_file(_FILE, x.device, NUMBER=_NUMBERS[x.dtype])
 
 
 def _shape(x: torch.Tensor) -> tuple[int, int, tuple[int, int], tuple[int, int]]:

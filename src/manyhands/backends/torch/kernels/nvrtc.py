@@ -3,7 +3,7 @@
 NVRTC comes with every build of PyTorch for NVIDIA GPUs, and compiles a file of kernels when a job starts. It needs no
 toolkit, no C++ compiler and no headers; so the sources include none but ours (``*.cuh``, beside them).
 
-    kernels = compiled("batch_norm.cu", device, NUMBER="BFloat")
+    kernels = compile_file("batch_norm.cu", device, NUMBER="BFloat")
     kernels.launch("apply_relu", (blocks, 1), (32, 16), y, x, None, rows)
 
 A launch can be captured in a CUDA graph like any other. Compiling and loading cannot: they must happen before.
@@ -141,7 +141,7 @@ def check_capability(device: torch.device) -> None:
         raise CannotCompile("the GPU is older than these kernels are written for")
 
 
-def compiled(file: str, device: torch.device, **definitions: str) -> Kernels:
+def compile_file(file: str, device: torch.device, **definitions: str) -> Kernels:
     """The kernels of a source file beside this one; :class:`CannotCompile` says why there are none.
 
     ``definitions``: preprocessor macros for the source. Compilation is tried once.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.backends.torch.kernels.nvrtc import Kernels, compile_file
 from manyhands.backends.torch.run.graph_nodes import KERNEL, KernelNode, nodes_of
 from manyhands.errors import CannotCompile
 
@@ -45,7 +45,7 @@ _NEEDED = (  # of CUDA's driver
 # Copies of results
 
 
-def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
+def copy_all(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
     """Copies of the values. A tensor that occurs twice stays one tensor; tensors that share memory share it again.
 
     ``sharing``: whether tensors may occur twice or share memory.
@@ -124,7 +124,7 @@ def prepare(count: int, device: torch.device) -> tuple[Kernels, int]:
     The first call compiles them.
     """
     room = next(room for room in _ROOMS if room >= count)
-    kernels = compiled("copy_parts.cu", device, PARTS=str(room), CHUNK=str(_CHUNK))
+    kernels = compile_file("copy_parts.cu", device, PARTS=str(room), CHUNK=str(_CHUNK))
     if missing := [name for name in _NEEDED if not hasattr(kernels.driver, name)]:
         raise CannotCompile(f"CUDA's driver has no {missing[0]}")
     with torch.cuda.device(device):

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace, results_share
 from manyhands.backends.torch.run.codegen import generate, gpu_lanes
-from manyhands.backends.torch.run.copies import Copies, allocator, can_be_copied, copied, has_no_gaps, prepare
+from manyhands.backends.torch.run.copies import Copies, allocator, can_be_copied, copy_all, has_no_gaps, prepare
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import own_streams, reserve_workspaces
 from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
@@ -76,18 +76,18 @@ class GraphRun:
         self._forms: list[Any] = []  # of that memory
         self._repeats: list[int] | None = None  # which of these each result is, if a tensor is returned twice
         self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: copies them after the graph
-        self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
+        self._prepare_copies(inputs, self._warm_up(), reuse_outputs, results_share(trace))
         try:
-            self._graph = self._captured(self._static, self._moving)
+            self._graph = self._capture(self._static, self._moving)
         except CannotCompile:  # the copies cannot be identified in the graph
             self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
-            self._graph = self._captured(self._static, self._moving)
+            self._graph = self._capture(self._static, self._moving)
         # A parameter is at the address that the graph has: otherwise the call would have another plan.
         fixed = {number for number, tensor in enumerate(inputs) if type(tensor) is torch.nn.Parameter}
         self._before = [number for number in self._before if number not in fixed]
         self._back = [number for number in self._written if number not in fixed]
 
-    def _warmed_up(self) -> list[Any]:
+    def _warm_up(self) -> list[Any]:
         """Results of a first run, which initialises libraries and allocates their workspaces on every stream."""
         self._first.wait_stream(self._stream)
         with as_traced(self._devices, self._first):
@@ -105,7 +105,7 @@ class GraphRun:
         self._before = sorted({*range(len(inputs))} - {*self._moving})
         if reuse_outputs:
             return
-        self._keep = functools.partial(copied, sharing=sharing)
+        self._keep = functools.partial(copy_all, sharing=sharing)
         if sharing or not all(type(result) is torch.Tensor for result in results):
             return
         distinct = _distinct(results)
@@ -126,7 +126,7 @@ class GraphRun:
             return False
         return True
 
-    def _captured(self, inputs: Sequence[torch.Tensor], moving: Sequence[int]) -> _Captured:
+    def _capture(self, inputs: Sequence[torch.Tensor], moving: Sequence[int]) -> _Captured:
         """The run as a graph; ``moving`` are the numbers of the inputs that it copies in."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         copies_in = Copies("copy_in", [inputs[number] for number in moving], self._device) if moving else None

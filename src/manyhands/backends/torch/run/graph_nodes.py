@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.backends.torch.kernels.nvrtc import Kernels, compile_file
 from manyhands.errors import CannotCompile
 
 KERNEL, MEMSET = 0, 2  # types of nodes
@@ -81,7 +81,7 @@ def instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> int:
     """
     with torch.cuda.device(device):
         try:
-            replaced = _replace_memsets(graph.raw_cuda_graph(), compiled("fill.cu", device))
+            replaced = _replace_memsets(graph.raw_cuda_graph(), compile_file("fill.cu", device))
         except CannotCompile:  # no NVRTC, an old driver
             replaced = 0
         graph.instantiate()

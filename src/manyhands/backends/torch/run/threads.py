@@ -82,7 +82,7 @@ def in_order(schedule: Schedule) -> Schedule:
 # Code
 
 
-def _generated(trace: Trace, schedule: Schedule, stamps: Stamps | None) -> tuple[Callable[..., list[Any]], int]:
+def _generate(trace: Trace, schedule: Schedule, stamps: Stamps | None) -> tuple[Callable[..., list[Any]], int]:
     """The code of a run, and how many gates it has."""
     code = Code(stamps=stamps)
     lanes: dict[int, list[str]] = {lane: [] for lane in sorted({*schedule.lane_of})}
@@ -147,7 +147,7 @@ class ThreadRun:
         self._trace, self._schedule = trace, schedule
         self.lanes = max(1, len({*schedule.lane_of}))
         self.threads = max(1, threads // self.lanes)
-        self._run, self._gates = _generated(trace, schedule, stamps)
+        self._run, self._gates = _generate(trace, schedule, stamps)
         self._spare: list[list[threading.Lock]] = []  # closed gates, for concurrent runs of several callers
         self._waits_at_end = any(step.task.device.startswith("gpu") for step in trace.steps)
 
