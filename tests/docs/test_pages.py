@@ -51,6 +51,13 @@ def test_what_is_not_run_is_at_least_python(block: Block) -> None:
     ast.parse(block.code)
 
 
+def test_the_code_of_recipes_fits_the_page() -> None:
+    """On a page of the site 80 columns are not clipped."""
+    for block in BLOCKS:
+        if block.page.parent in (ROOT / "docs" / "howto", ROOT / "docs" / "tutorials"):
+            assert max(map(len, block.code.splitlines())) <= 80, block.place
+
+
 def test_json_is_json() -> None:
     for block in BLOCKS:
         if block.language == "json":
