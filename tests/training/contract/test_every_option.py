@@ -50,7 +50,7 @@ def cases(bench: Bench) -> dict[str, Case]:
         "loggers": Case(([bench.mh.loggers.CSVLogger(every=1)],)),
         "shares": Case(((3, 1), "measured"), two),
         "accumulate": Case((2,)),
-        "micro_batch_size": Case((3,)),
+        "micro_batch_size": Case((2,)),
         "batch_stats": Case(("global", "per_device"), two),
         "on_nan": Case(("continue",), {"with_nan": True}),
         "activation_checkpointing": Case((True,)),

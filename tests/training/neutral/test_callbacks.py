@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import BadSettings, CallbackFailed, NotJson
+from manyhands.errors import BadSettings, CallbackFailed
 from manyhands.training.callbacks import builtin
 from manyhands.training.callbacks.builtin import EMA, BestCheckpoint, EarlyStopping
 from manyhands.training.callbacks.callback import Averaging, Callback, Training, check_callbacks, plan_of
@@ -185,12 +185,6 @@ def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_training() -> 
     with pytest.raises(KeyError) as caught, begun([Breaks()])[0]:
         raise KeyError
     assert "Breaks failed in on_fit_end" in caught.value.__notes__[0]
-
-
-def test_a_state_is_json() -> None:
-    dispatcher, _ = begun([Breaks(Path("x"))])
-    with pytest.raises(NotJson, match=r"Breaks.state_dict\(\)\['state'\] is a PosixPath"):
-        dispatcher.event({"kind": "states", "asks": True})
 
 
 def test_what_does_not_go_together_is_refused() -> None:

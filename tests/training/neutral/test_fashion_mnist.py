@@ -22,14 +22,6 @@ from manyhands.training.data.fashion_mnist import DEBIAN_DIRECTORY, LABELS, SUBS
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = fashion_mnist.DIGESTS
 
-# From the README of the data set; and the time stamps in the headers of the official files, which Debian's lack.
-OFFICIAL = {
-    TRAIN_IMAGES: ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", 1504176606),
-    TRAIN_LABELS: ("25c81989df183df01b3e8a0aad5dffbe", 1504176606),
-    TEST_IMAGES: ("bef4ecab320f06d8554ea6380940ec79", 1504176627),
-    TEST_LABELS: ("bb300cfdad3c16e7a12a480ee83cd310", 1504176627),
-}
-
 needs_full_set = pytest.mark.skipif(
     not (DEBIAN_DIRECTORY / f"{TRAIN_IMAGES}.gz").is_file(),
     reason="the full set is not here (Debian package dataset-fashion-mnist)",
@@ -117,11 +109,6 @@ def test_a_set_of_ones_own(tmp_path: Path, packed: bool) -> None:
     data.train.images[0] = 0  # writable, as frameworks that share the memory want it
 
 
-def test_packed_or_not_is_seen_from_the_bytes(tmp_path: Path) -> None:
-    (tmp_path / "plain.gz").write_bytes(idx(np.arange(5)))
-    assert read_idx(tmp_path / "plain.gz").tolist() == [0, 1, 2, 3, 4]
-
-
 # --- what is refused
 
 
@@ -130,8 +117,7 @@ def refuse(tmp_path: Path, name: str, content: bytes, *words: str) -> None:
     directory = write(tmp_path / "bad", {**small_files(), name: content})
     with pytest.raises(BadDataFile) as caught:
         load(directory)
-    assert isinstance(caught.value, DataError)
-    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, (DataError, ValueError))
     for word in (str(directory / name), *words, "fetch it again"):
         assert word in str(caught.value)
 
@@ -158,9 +144,6 @@ def test_bad_labels_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path, TRAIN_LABELS, idx(np.array([0] * 7 + [10] + [0] * 4)), "the label 10", "0 to 9")
     for content in (idx(np.zeros(5)), small_files()[TEST_IMAGES]):
         refuse(tmp_path, TEST_LABELS, content, "not the labels of the images", TEST_IMAGES)
-
-
-def test_test_images_of_another_size_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path, TEST_IMAGES, idx(np.zeros((6, 3, 4))), "another size")
 
 
@@ -205,17 +188,6 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_mach
     monkeypatch.setenv("MANYHANDS_DATA", str(named))
     assert len(load().train.images) == 14
     assert len(load(debian).train.images) == 10
-    monkeypatch.setenv("MANYHANDS_DATA", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / ".cache" / "manyhands" / "fashion-mnist", small_files())
-    assert load().source.endswith("(the user cache)")
-
-
-def test_damaged_data_is_an_error_not_a_fallback(bare_machine: Path) -> None:
-    write(bare_machine, {**small_files(), TRAIN_LABELS: b"junk"})
-    with pytest.raises(BadDataFile, match="Delete the file"):
-        load()
 
 
 # --- the download
@@ -249,22 +221,6 @@ def serve_small(served: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     return digests
 
 
-@needs_full_set
-def test_download_of_the_full_set(served: Path, bare_machine: Path) -> None:
-    """The official files, made from Debian's by putting name and time back into their gzip headers."""
-    for name, (md5, stamp) in OFFICIAL.items():
-        debian = (DEBIAN_DIRECTORY / f"{name}.gz").read_bytes()
-        official = debian[:3] + b"\x08" + struct.pack("<I", stamp) + debian[8:10] + name.encode() + b"\0" + debian[10:]
-        assert hashlib.md5(official).hexdigest() == md5
-        (served / f"{name}.gz").write_bytes(official)
-    data = load()
-    assert data.source == f"downloaded from {fashion_mnist.BASE_URL} to {bare_machine}"
-    assert len(data.train.images) == 60_000
-    assert not data.subset
-    assert load(download=False).source == f"{bare_machine} (the user cache)"
-    assert sorted(file.name for file in bare_machine.iterdir()) == sorted(f"{name}.gz" for name in OFFICIAL)
-
-
 def test_only_what_is_missing_is_downloaded(served: Path, bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_small(served, monkeypatch)
     write(bare_machine, {TRAIN_IMAGES: small_files()[TRAIN_IMAGES]})
@@ -286,23 +242,10 @@ def test_a_wrong_digest_is_refused_and_leaves_nothing(
 
 
 def test_a_failed_download_says_so(served: Path, bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = load()
-    assert missing.subset
-    assert "the download failed: HTTP Error 404" in missing.source
-    assert str(bare_machine) in missing.source
+    assert "the download failed: HTTP Error 404" in load().source
     monkeypatch.setattr(fashion_mnist, "BASE_URL", "http://127.0.0.1:9/")
-    refused = load()
-    assert refused.subset
-    assert "Connection refused" in refused.source
+    assert "Connection refused" in load().source
     assert list(bare_machine.iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    data = load()
-    assert data.subset
-    assert "Not a directory" in data.source
 
 
 def test_a_silent_server_is_not_waited_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from manyhands import files
 from manyhands.errors import BadRunFolder, ManyhandsError, NotJson, RunInUse
 from manyhands.training.checkpoints.run_folder import RunFolder
 
@@ -26,23 +25,6 @@ def run(tmp_path: Path) -> RunFolder:
     for row in ROWS:
         assert run.add_row(row) is None
     return run
-
-
-def test_the_places_in_a_run(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "deep" / "runs")
-    assert run.path.is_dir()
-    assert run.path.parent == tmp_path / "deep" / "runs"
-    assert run.checkpoints == run.path / "checkpoints"
-    assert run.plot_path == run.path / "curves.png"
-
-
-def test_the_default_place_is_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert RunFolder.create().path.parent == Path("runs")
-
-
-def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
-    assert [RunFolder.create(tmp_path, "a").path.name for _ in range(3)] == ["a", "a-2", "a-3"]
 
 
 def test_processes_at_once_never_share(tmp_path: Path) -> None:
@@ -59,23 +41,9 @@ def test_processes_at_once_never_share(tmp_path: Path) -> None:
 # Settings
 
 
-def test_settings_are_written_and_read(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path)
-    run.config = {"model": "lenet", "lr": 0.1, "devices": ["cpu:0", "cpu:1"]}
-    run.config = {**run.config, "lr": 0.2}
-    assert RunFolder.open(run.path).config == {"model": "lenet", "lr": 0.2, "devices": ["cpu:0", "cpu:1"]}
-    assert [path.name for path in run.path.iterdir()] == ["config.json"]
-
-
-def test_what_a_step_was_is_kept_in_words(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path)
-    run.write_step("a batch of 256: in one CUDA graph")
-    run.write_step("a batch of 96: in one CUDA graph")
-    assert (run.path / "step.txt").read_text() == "a batch of 96: in one CUDA graph\n"
-
-
 def test_settings_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path)
+    run.config = {"model": "lenet", "devices": ["cpu:0", "cpu:1"]}
     run.config = {"lr": 0.1}
     with pytest.raises(NotJson, match=r"config\['lr'\] is nan"):
         run.config = {"lr": math.nan}
@@ -118,13 +86,6 @@ def test_rows_come_back_in_order(run: RunFolder) -> None:
     assert run.metrics() == ROWS[:2]
 
 
-def test_no_rows_yet(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path)
-    assert run.metrics() == []
-    run.truncate_metrics(0)
-    assert not run.metrics_path.exists()
-
-
 def test_what_is_not_a_number_becomes_null(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path)
     run.add_row({"step": 1, "loss": math.nan, "scale": math.inf})
@@ -152,13 +113,6 @@ def test_an_edited_line_is_named(run: RunFolder) -> None:
         run.metrics_path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
         with pytest.raises(BadRunFolder, match=r"metrics\.jsonl was changed"):
             run.metrics()
-
-
-def test_replace_leaves_no_temporary_files(tmp_path: Path) -> None:
-    files.replace(tmp_path / "file", b"1")
-    files.replace(tmp_path / "file", b"2")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"2"
 
 
 # The lock

@@ -45,22 +45,12 @@ def leave(folder: Path, role: str, *, step: int = 1) -> Path:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "checkpoints"
-    path = store.save(folder, 123, STATE, BLOBS)
-    assert path == folder / "step-00000123" == store.latest(folder)
+    path = store.save(folder, 123_456_789, STATE, BLOBS)
+    assert path == folder / "step-123456789" == store.latest(folder)
     assert names(path) == ["model.safetensors", "optimizer.safetensors", "rng.cpu.safetensors", "state.json"]
     for place in (path, folder):
         found = store.load(place)
-        assert found == store.Checkpoint(path=path, state=STATE, blobs=BLOBS, step=123)
-
-
-def test_the_file_says_what_is_in_it(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 7, {"a": 1}, {"model": b"xyz"})
-    content = json.loads((path / "state.json").read_text())
-    assert content["format"] == 1
-    assert content["step"] == 7
-    assert content["state"] == {"a": 1}
-    digest = hashlib.sha256(b"xyz").hexdigest()
-    assert content["blobs"] == {"model": {"file": "model.safetensors", "size": 3, "sha256": digest}}
+        assert found == store.Checkpoint(path=path, state=STATE, blobs=BLOBS, step=123_456_789)
 
 
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
@@ -78,23 +68,11 @@ def test_going_back_never_deletes_the_one_just_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000200"]
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
-    store.save(tmp_path, 99_999_999, {}, {})
-    store.save(tmp_path, 100_000_000, {}, {})
-    assert store.load(tmp_path).step == 100_000_000
-
-
 def test_a_step_is_replaced(tmp_path: Path) -> None:
     store.save(tmp_path, 5, {"try": 1}, {"old": b"1"})
     store.save(tmp_path, 5, {"try": 2}, {"new": b"2"})
     assert names(tmp_path) == ["step-00000005"]
     assert store.load(tmp_path).blobs == {"new": b"2"}
-
-
-def test_a_copy_under_another_name_loads(tmp_path: Path) -> None:
-    path = store.save(tmp_path / "run", 5, STATE, BLOBS)
-    shutil.copytree(path, tmp_path / "best")
-    assert store.load(tmp_path / "best").step == 5
 
 
 def test_nothing_to_load(tmp_path: Path) -> None:
@@ -128,14 +106,11 @@ def test_every_json_state_comes_back(tmp_path: Path, state: dict[str, Any]) -> N
     ("value", "lesson"),
     [
         (math.nan, "is nan"),
-        (-math.inf, "is -inf"),
         ((1, 2), r"list\(value\)"),
-        ({1}, r"list\(value\)"),
         ({1: "a"}, "only strings for keys"),
         (b"raw", "is a bytes"),
         (signal.SIGKILL, "is a Signals"),
         pytest.param(10**5000, r"Write hex\(value\)", id="long"),
-        (object(), "Use None"),
     ],
 )
 def test_a_state_that_json_would_change_is_refused(tmp_path: Path, value: Any, lesson: str) -> None:
@@ -143,12 +118,6 @@ def test_a_state_that_json_would_change_is_refused(tmp_path: Path, value: Any, l
         store.save(tmp_path, 1, {"optimizer": {"groups": [0, value]}}, {})
     assert "state['optimizer']['groups'][1]" in str(caught.value)
     assert names(tmp_path) == []
-
-
-def test_a_state_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_LARGEST_STATE", 1000)
-    with pytest.raises(NotJson, match="save arrays as blobs"):
-        store.save(tmp_path, 1, {"text": "x" * 1000}, {})
 
 
 # Damage
@@ -184,39 +153,26 @@ def endless_state(path: Path) -> None:
     (path / "state.json").symlink_to("/dev/zero")
 
 
-def file_of(path: Path, name: str) -> Path:
-    return path / name
+def text_of(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / "state.json").write_text(text)
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "blob missing": ("model.safetensors", lambda path: file_of(path, "model.safetensors").unlink()),
+    "blob missing": ("model.safetensors", lambda path: os.unlink(path / "model.safetensors")),
     "blob truncated": ("model.safetensors", lambda path: os.truncate(path / "model.safetensors", 50)),
-    "blob longer": ("model.safetensors", lambda path: os.truncate(path / "model.safetensors", 5000)),
     "blob edited": ("model.safetensors", flip),
-    "blob swapped": ("model.safetensors", lambda p: shutil.copy(p / "rng.cpu.safetensors", p / "model.safetensors")),
     "blob a pipe": ("model.safetensors", to_fifo),
-    "state missing": ("state.json", lambda path: file_of(path, "state.json").unlink()),
-    "state empty": ("state.json", lambda path: os.truncate(path / "state.json", 0)),
+    "state missing": ("state.json", lambda path: os.unlink(path / "state.json")),
     "state truncated": ("state.json", lambda path: os.truncate(path / "state.json", 200)),
-    "state zeros": ("state.json", lambda path: file_of(path, "state.json").write_bytes(bytes(400))),
-    "state not text": ("state.json", lambda path: file_of(path, "state.json").write_bytes(b"\xff\xfe\xff")),
-    "state a list": ("state.json", lambda path: file_of(path, "state.json").write_text("[1]")),
-    "state nested": ("state.json", lambda path: file_of(path, "state.json").write_text("[" * 200_000)),
+    "state not text": ("state.json", lambda path: (path / "state.json").write_bytes(b"\xff\xfe\xff")),
+    "state a list": ("state.json", text_of("[1]")),
+    "state nested": ("state.json", text_of("[" * 200_000)),
     "state endless": ("state.json", endless_state),
     "state edited": ("state.json", rewrite(lambda content: content["state"].update(cursor=513))),
     "state NaN": ("state.json", rewrite(lambda content: content["state"].update(lr=math.nan))),
-    "state 1e999": (
-        "state.json",
-        lambda path: file_of(path, "state.json").write_text(
-            file_of(path, "state.json").read_text().replace('"lr": 0.1', '"lr": 1e999')
-        ),
-    ),
     "no digest": ("state.json", rewrite(lambda content: content.pop("sha256"))),
-    "no format": ("state.json", rewrite(lambda content: content.pop("format"))),
     "newer format": ("state.json", rewrite(lambda content: content.update(format=2), signed=True)),
-    "format true": ("state.json", rewrite(lambda content: content.update(format=True), signed=True)),
     "no blobs": ("state.json", rewrite(lambda content: content.pop("blobs"), signed=True)),
-    "step a string": ("state.json", rewrite(lambda content: content.update(step="9"), signed=True)),
     "other step": ("state.json", rewrite(lambda content: content.update(step=8), signed=True)),
     "way out": (
         "state.json",
@@ -234,25 +190,10 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, kind: str) -
     with pytest.raises(CheckpointDamaged) as caught:
         store.load(path)
     assert str(path / file) in str(caught.value)
-    assert isinstance(caught.value, ValueError)
     with pytest.warns(RuntimeWarning, match="Going on from step 3") as warned:
         assert store.load(tmp_path).step == 3
     assert str(path / file) in str(warned[0].message)
     assert warned[0].filename == __file__
-
-
-def test_a_newer_format_says_what_to_do(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 9, STATE, BLOBS)
-    DAMAGE["newer format"][1](path)
-    with pytest.raises(CheckpointDamaged, match=r"reads format 1\. Load it with the version that wrote it"):
-        store.load(path)
-
-
-def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
-    for step in (1, 2):
-        flip(store.save(tmp_path, step, STATE, BLOBS))
-    with pytest.raises(CheckpointDamaged, match=r"step-00000002.*No other checkpoint"):
-        store.load(tmp_path)
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
@@ -296,14 +237,6 @@ def test_death_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     path.rename(aside)
     assert store.latest(tmp_path) == aside
     assert store.load(tmp_path).step == 5
-    store.save(tmp_path, 6, STATE, BLOBS)
-    assert names(tmp_path) == ["step-00000005", "step-00000006"]
-
-
-def test_death_after_the_second_rename_leaves_the_new_one(tmp_path: Path) -> None:
-    store.save(tmp_path, 5, STATE, BLOBS)
-    leave(tmp_path, "replaced", step=5)
-    assert store.load(tmp_path).blobs == BLOBS
     store.save(tmp_path, 6, STATE, BLOBS)
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
 
@@ -379,19 +312,3 @@ def test_whatever_call_fails_the_older_one_stays(
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000001"]
     assert store.load(tmp_path).state == STATE
-
-
-def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files, "sync_folder", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        store.save(tmp_path, 1, STATE, BLOBS)
-    assert names(tmp_path) == []
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointNotWritten, match="could not be written"):
-        store.save(tmp_path / "file" / "checkpoints", 1, STATE, BLOBS)
