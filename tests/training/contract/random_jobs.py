@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,24 +62,11 @@ class LossKind:
     takes: str = "scores"
 
 
-class Words(Protocol):
-    """What a framework calls things: the names in ``random_jobs_<framework>.py``."""
-
-    models: Mapping[str, ModelKind]
-    losses: Mapping[str, LossKind]
-    # Of a rate: what is given to a trainer as ``optimizer``.
-    optimizers: Mapping[str, Callable[[float], Any]]
-    # Of NumPy's arrays and a batch size: what is given to ``fit``, and whether it has the batch size in it.
-    data: Mapping[str, tuple[Callable[..., Any], bool]]
-    # Options that this framework does not have; without "batch_stats" statistics are always over the whole batch.
-    without: frozenset[str]
-    channels_first: bool
-
-    def float64(self) -> AbstractContextManager[Any]:
-        """Within it models are made and trained."""
-
-
 def words_of(framework: str) -> Any:
+    """A framework's models, losses, optimizers (of a rate), data (of arrays and a batch size), and float64.
+
+    ``data`` says whether a form has the batch size in it; ``without`` are options that the framework does not have.
+    """
     return importlib.import_module(f"random_jobs_{framework}")
 
 
@@ -119,7 +105,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def draw(seed: int, words: Words) -> Case:
+def draw(seed: int, words: Any) -> Case:
     """The case of a seed: the same on every machine."""
     random = np.random.default_rng(seed)
 
@@ -188,7 +174,7 @@ def _stopped(case: Case, random: np.random.Generator) -> Case:
 # The arrays
 
 
-def arrays(case: Case, words: Words, count: int, part: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def arrays(case: Case, words: Any, count: int, part: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Random samples with targets that have something to do with them."""
     random = np.random.default_rng([case.seed, part])
     kind = words.models[case.model]

@@ -84,27 +84,12 @@ def convolutions(rngs: nnx.Rngs) -> list[Any]:
     return [first, nnx.relu, lambda X: nnx.max_pool(X, (2, 2), (2, 2)), flat, dense(16, CLASSES, rngs)]
 
 
-def normalised_convolutions(rngs: nnx.Rngs) -> list[Any]:
-    first = nnx.Conv(1, 4, (3, 3), padding="VALID", use_bias=False, param_dtype=jnp.float64, rngs=rngs)
-    return [first, batch_norm(4, rngs), jnp.tanh, flat, dense(64, CLASSES, rngs)]
-
-
 def flat(X: Any) -> Any:
     return X.reshape(len(X), -1)
 
 
 models = {
-    "linear": ModelKind(sequential(lambda rngs: [dense(FEATURES, CLASSES, rngs)])),
     "mlp": ModelKind(sequential(lambda rngs: [dense(FEATURES, WIDE, rngs), jnp.tanh, dense(WIDE, CLASSES, rngs)])),
-    "layer norm": ModelKind(
-        sequential(
-            lambda rngs: [
-                dense(FEATURES, WIDE, rngs),
-                nnx.LayerNorm(WIDE, param_dtype=jnp.float64, rngs=rngs),
-                dense(WIDE, CLASSES, rngs),
-            ]
-        )
-    ),
     "batch norm": ModelKind(
         sequential(
             lambda rngs: [
@@ -121,7 +106,6 @@ models = {
         draws=True,
     ),
     "convolutions": ModelKind(sequential(convolutions), inputs="images"),
-    "convolutions, batch norm": ModelKind(sequential(normalised_convolutions), inputs="images", mixes=True),
     "tied, unused": ModelKind(Tied),
     "recurrent": ModelKind(Reader, inputs="words"),
     "tagger": ModelKind(Tagger, inputs="words", gives="scores of words"),
@@ -146,29 +130,17 @@ def of_words(output: Any, target: Any) -> LossSum:
 
 losses = {
     "default": LossKind(None),
-    "cross-entropy, mean": LossKind(lambda output, target: cross_entropy(output, target).mean()),
     "weighed classes": LossKind(weighed),
-    "hinge": LossKind(lambda output, target: jnp.maximum(0, 1 - output).mean(1) + output[:, 0] ** 2),
-    "squares": LossKind(lambda output, target: optax.squared_error(output, target).mean(1), targets="numbers"),
     "squares, mean": LossKind(lambda output, target: ((output - target) ** 2).mean(), targets="numbers"),
-    "Huber": LossKind(lambda output, target: optax.huber_loss(output, target, delta=0.5), targets="numbers"),
     "words": LossKind(of_words, targets="words", takes="scores of words"),
-    "every word": LossKind(
-        lambda output, target: -jax.nn.log_softmax(output).mean((1, 2)), targets="words", takes="scores of words"
-    ),
 }
 
 optimizers: dict[str, Callable[[float], Any]] = {
-    "sgd": lambda rate: optax.sgd(rate),
     "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
     "nesterov, decay": lambda rate: optax.chain(
         optax.add_decayed_weights(0.01), optax.sgd(rate, momentum=0.9, nesterov=True)
     ),
     "adam": lambda rate: optax.adam(rate),
-    "adamw": lambda rate: optax.adamw(rate),
-    "rmsprop": lambda rate: optax.rmsprop(rate, momentum=0.5),
-    "adagrad": lambda rate: optax.adagrad(rate),
-    "lion": lambda rate: optax.lion(rate / 10),
     OWN_SCHEDULE: lambda rate: optax.sgd(optax.exponential_decay(rate, 3, 0.5)),
     "clipped": lambda rate: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(rate)),
 }

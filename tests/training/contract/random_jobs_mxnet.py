@@ -101,11 +101,7 @@ class Reader(gluon.Block):  # type: ignore[misc]
 
 
 models = {
-    "linear": ModelKind(sequential(dense(CLASSES, FEATURES))),
     "mlp": ModelKind(sequential(dense(WIDE, FEATURES), tanh, dense(CLASSES, WIDE))),
-    "layer norm": ModelKind(
-        sequential(dense(WIDE, FEATURES), lambda: nn.LayerNorm(in_channels=WIDE), dense(CLASSES, WIDE))
-    ),
     "batch norm": ModelKind(
         sequential(dense(WIDE, FEATURES, use_bias=False), norm(WIDE), tanh, dense(CLASSES, WIDE)), mixes=True
     ),
@@ -118,11 +114,6 @@ models = {
             dense(CLASSES, 16),
         ),
         inputs="images",
-    ),
-    "convolutions, batch norm": ModelKind(
-        sequential(lambda: nn.Conv2D(4, 3, in_channels=1, use_bias=False), norm(4), tanh, dense(CLASSES, 64)),
-        inputs="images",
-        mixes=True,
     ),
     "tied, frozen, unused": ModelKind(lambda: in_float64(Tied())),
     "recurrent": ModelKind(lambda: in_float64(Reader()), inputs="words"),
@@ -147,23 +138,15 @@ def of_words(output: Any, target: Any) -> LossSum:
 
 losses = {
     "default": LossKind(None),
-    "cross-entropy, mean": LossKind(lambda output, target: softmax(output, target).mean()),
     "weighed classes": LossKind(weighed),
-    "hinge": LossKind(lambda output, target: mx.nd.relu(1 - output).mean(axis=1) + output[:, 0] ** 2),
     "L2": LossKind(gluon.loss.L2Loss(), targets="numbers"),
-    "L1": LossKind(gluon.loss.L1Loss(), targets="numbers"),
-    "Huber": LossKind(gluon.loss.HuberLoss(rho=0.5), targets="numbers"),
     "squares, mean": LossKind(lambda output, target: ((output - target) ** 2).mean(), targets="numbers"),
     "words": LossKind(of_words, targets="words", takes="scores of words"),
-    "every word": LossKind(
-        lambda output, target: mx.nd.log_softmax(output).mean(axis=(1, 2)), targets="words", takes="scores of words"
-    ),
 }
 
 optimizers: dict[str, Callable[[float], Any]] = {
     "sgd": lambda rate: mx.optimizer.SGD(learning_rate=rate),
     "momentum, decay": lambda rate: mx.optimizer.SGD(learning_rate=rate, momentum=0.9, wd=0.01),
-    "nag": lambda rate: mx.optimizer.NAG(learning_rate=rate, momentum=0.9),
     "adam": lambda rate: mx.optimizer.Adam(learning_rate=rate),
     OWN_SCHEDULE: lambda rate: mx.optimizer.SGD(lr_scheduler=mx.lr_scheduler.FactorScheduler(3, 0.5, base_lr=rate)),
 }

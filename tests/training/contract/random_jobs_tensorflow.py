@@ -75,10 +75,8 @@ class Stepping(keras.Model):  # type: ignore[misc]
 VECTORS, IMAGES, TEXTS = (FEATURES,), (FEATURES, FEATURES, 1), (LENGTH,)
 
 models = {
-    "linear": ModelKind(sequential(VECTORS, dense(CLASSES))),
     "mlp": ModelKind(sequential(VECTORS, dense(WIDE, activation="tanh"), dense(CLASSES))),
     "regularised": ModelKind(sequential(VECTORS, dense(WIDE, kernel_regularizer="l2"), tanh, dense(CLASSES))),
-    "layer norm": ModelKind(sequential(VECTORS, dense(WIDE), layers.LayerNormalization, dense(CLASSES))),
     "batch norm": ModelKind(
         sequential(VECTORS, dense(WIDE, use_bias=False), layers.BatchNormalization, tanh, dense(CLASSES)), mixes=True
     ),
@@ -88,18 +86,6 @@ models = {
             IMAGES, lambda: layers.Conv2D(4, 3), layers.ReLU, layers.MaxPooling2D, layers.Flatten, dense(CLASSES)
         ),
         inputs="images",
-    ),
-    "convolutions, batch norm": ModelKind(
-        sequential(
-            IMAGES,
-            lambda: layers.Conv2D(4, 3, use_bias=False),
-            layers.BatchNormalization,
-            tanh,
-            layers.Flatten,
-            dense(CLASSES),
-        ),
-        inputs="images",
-        mixes=True,
     ),
     "tied, frozen": ModelKind(tied),
     "recurrent": ModelKind(
@@ -134,32 +120,16 @@ def of_words(target: Any, output: Any) -> LossSum:
 # As Keras calls them: the target first.
 losses = {
     "default": LossKind(None),
-    "cross-entropy, an object": LossKind(keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")),
-    "cross-entropy, mean": LossKind(lambda target, output: tf.reduce_mean(cross_entropy(target, output))),
     "weighed classes": LossKind(weighed),
     "MSE, an object": LossKind(keras.losses.MeanSquaredError(dtype="float64"), targets="numbers"),
-    "MSE, a name": LossKind("mse", targets="numbers"),
-    "MAE, a function": LossKind(keras.losses.mean_absolute_error, targets="numbers"),
-    "Huber": LossKind(keras.losses.Huber(0.5, dtype="float64"), targets="numbers"),
     "lopsided": LossKind(lambda target, output: tf.reduce_mean((target - 2 * output) ** 2, axis=1), targets="numbers"),
     "words": LossKind(of_words, targets="words", takes="scores of words"),
-    "padding left out by Keras": LossKind(
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=PADDING, dtype="float64"),
-        targets="words",
-        takes="scores of words",
-    ),
 }
 
 optimizers: dict[str, Callable[[float], Any]] = {
-    "sgd": lambda rate: keras.optimizers.SGD(rate),
     "momentum, decay": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda rate: keras.optimizers.SGD(rate, momentum=0.9, nesterov=True),
-    "adam": lambda rate: keras.optimizers.Adam(rate),
     "adamw, amsgrad": lambda rate: keras.optimizers.AdamW(rate, amsgrad=True),
-    "rmsprop": lambda rate: keras.optimizers.RMSprop(rate, momentum=0.5),
-    "adagrad": lambda rate: keras.optimizers.Adagrad(rate),
-    "adadelta": lambda rate: keras.optimizers.Adadelta(1.0),
-    "nadam": lambda rate: keras.optimizers.Nadam(rate),
     "clipped by value": lambda rate: keras.optimizers.Adam(rate, clipvalue=0.05),
 }
 

@@ -67,14 +67,8 @@ class Tagger(nn.Module):
 class Stepping(Tagger):
     """Says itself what a step is; its mean is PyTorch's own, over the words that are not padding."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
     def training_step(self, batch: Any) -> Any:
-        if self.kind == "sum":
-            return of_words(self(batch[0]), batch[1])
-        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PADDING)
+        return of_words(self(batch[0]), batch[1])
 
 
 class Reader(nn.Module):
@@ -89,21 +83,8 @@ class Reader(nn.Module):
         return self.scores(self.cells(self.words(X))[0][:, -1])
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 4)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.scores = nn.Linear(4, CLASSES)
-
-    def forward(self, X: Any) -> Any:
-        return self.scores(self.layer(self.words(X)).mean(1))
-
-
 models = {
-    "linear": ModelKind(sequential(dense(CLASSES, FEATURES))),
     "mlp": ModelKind(sequential(dense(WIDE, FEATURES), nn.Tanh, dense(CLASSES, WIDE))),
-    "layer norm": ModelKind(sequential(dense(WIDE, FEATURES), lambda: nn.LayerNorm(WIDE), dense(CLASSES, WIDE))),
     "batch norm": ModelKind(
         sequential(dense(WIDE, FEATURES, bias=False), lambda: nn.BatchNorm1d(WIDE), nn.Tanh, dense(CLASSES, WIDE)),
         mixes=True,
@@ -113,35 +94,17 @@ models = {
         sequential(lambda: nn.Conv2d(1, 4, 3), nn.ReLU, lambda: nn.MaxPool2d(2), nn.Flatten, dense(CLASSES, 16)),
         inputs="images",
     ),
-    "convolutions, batch norm": ModelKind(
-        sequential(
-            lambda: nn.Conv2d(1, 4, 3, bias=False), lambda: nn.BatchNorm2d(4), nn.Tanh, nn.Flatten, dense(CLASSES, 64)
-        ),
-        inputs="images",
-        mixes=True,
-    ),
     "tied, frozen, unused": ModelKind(seeded(Tied)),
     "recurrent": ModelKind(seeded(Reader), inputs="words"),
-    "attention": ModelKind(seeded(Attention), inputs="words"),
     "tagger": ModelKind(seeded(Tagger), inputs="words", gives="scores of words"),
-    "training_step, LossSum": ModelKind(seeded(Stepping, "sum"), inputs="words", step="words"),
-    "training_step, mean": ModelKind(seeded(Stepping, "mean"), inputs="words", step="words"),
+    "training_step, mean": ModelKind(seeded(Stepping), inputs="words", step="words"),
 }
 
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64)
 
 
-def of_words(output: Any, target: Any) -> LossSum:
-    total = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=PADDING)
-    return LossSum(total, (target != PADDING).sum())
-
-
-def of_words_by_pytorch(output: Any, target: Any) -> Any:
+def of_words(output: Any, target: Any) -> Any:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=PADDING)
-
-
-def weighed(output: Any, target: Any) -> Any:
-    return F.cross_entropy(output, target, weight=CLASS_WEIGHTS)
 
 
 def weighed_sum(output: Any, target: Any) -> LossSum:
@@ -149,27 +112,13 @@ def weighed_sum(output: Any, target: Any) -> LossSum:
     return LossSum((F.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum())
 
 
-def margins(output: Any, target: Any) -> Any:
-    return F.multi_margin_loss(output, target)
-
-
-def squares(output: Any, target: Any) -> Any:
-    return ((output - target) ** 2).mean()
-
-
 losses = {
     "default": LossKind(None),
-    "smoothed": LossKind(nn.CrossEntropyLoss(label_smoothing=0.1)),
     "weighed classes, an object": LossKind(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2)),
-    "weighed classes, a function": LossKind(weighed),
     "weighed classes, LossSum": LossKind(weighed_sum),
-    "margins": LossKind(margins),
     "MSE": LossKind(nn.MSELoss(), targets="numbers"),
-    "squares": LossKind(squares, targets="numbers"),
-    "smooth L1": LossKind(nn.SmoothL1Loss(), targets="numbers"),
     "Huber, every number": LossKind(nn.HuberLoss(reduction="none"), targets="numbers"),
-    "words, LossSum": LossKind(of_words, targets="words", takes="scores of words"),
-    "words, PyTorch's mean": LossKind(of_words_by_pytorch, targets="words", takes="scores of words"),
+    "words, PyTorch's mean": LossKind(of_words, targets="words", takes="scores of words"),
 }
 
 
@@ -184,15 +133,9 @@ class Made:
 
 
 optimizers: dict[str, Callable[[float], Any]] = {
-    "sgd": lambda rate: Made(torch.optim.SGD, lr=rate),
     "momentum, decay": lambda rate: Made(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda rate: Made(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True),
-    "adam": lambda rate: Made(torch.optim.Adam, lr=rate),
     "adamw, amsgrad": lambda rate: Made(torch.optim.AdamW, lr=rate, amsgrad=True),
-    "rmsprop": lambda rate: Made(torch.optim.RMSprop, lr=rate, momentum=0.5),
-    "adagrad": lambda rate: Made(torch.optim.Adagrad, lr=rate),
-    "adadelta": lambda rate: Made(torch.optim.Adadelta, lr=1.0),
-    "asgd": lambda rate: Made(torch.optim.ASGD, lr=rate),
 }
 
 
@@ -221,15 +164,10 @@ def tensors(X: Any, y: Any) -> Any:
 
 data: dict[str, tuple[Callable[..., Any], bool]] = {
     "arrays": (lambda X, y, size, train: (np.array(X), np.array(y)), False),
-    "tensors": (lambda X, y, size, train: tensors(X, y), False),
     "TensorDataset": (lambda X, y, size, train: TensorDataset(*tensors(X, y)), False),
     "Dataset": (lambda X, y, size, train: Rows(*tensors(X, y)), False),
-    "DataLoader of tensors": (lambda X, y, size, train: DataLoader(TensorDataset(*tensors(X, y)), size, train), True),
     "DataLoader": (lambda X, y, size, train: DataLoader(Rows(*tensors(X, y)), size, shuffle=train), True),
     "DataLoader, in order": (lambda X, y, size, train: DataLoader(Rows(*tensors(X, y)), size), True),
-    "DataLoader, drop_last": (
-        lambda X, y, size, train: DataLoader(Rows(*tensors(X, y)), size, shuffle=train, drop_last=train), True
-    ),
     "DataLoader, iterable": (lambda X, y, size, train: DataLoader(InOrder(*tensors(X, y)), size), True),
     "batches": (lambda X, y, size, train: Batches(*tensors(X, y), size), False),
 }  # fmt: skip

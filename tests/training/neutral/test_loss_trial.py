@@ -47,6 +47,13 @@ def test_another_mean_is_refused_with_advice_for_where_it_is_written() -> None:
     with pytest.raises(BadSettings, match=r"from training_step: `return mh\.LossSum"):
         tried(mean, own_step=True)
 
+    def compared(rows: Sequence[int]) -> Pass:
+        total, gradient = sums(rows, np.ones(6))
+        return Pass([Term(total**2, len(rows), [2 * total * gradient])])
+
+    with pytest.raises(BadSettings, match="depends on the other samples"):
+        tried(compared)
+
 
 def test_sums_and_counts_pass_also_beside_a_mean() -> None:
     def both(rows: Sequence[int]) -> Pass:
@@ -102,25 +109,6 @@ def test_why_it_is_not_known() -> None:
         raise ValueError("too few\nand more")
 
     assert "fails" in str(tried(fails)) or "(ValueError: too few)" in str(tried(fails))
-
-
-def test_a_loss_that_compares_samples_is_refused() -> None:
-    def compared(rows: Sequence[int]) -> Pass:
-        total, gradient = sums(rows, np.ones(6))
-        return Pass([Term(total**2, len(rows), [2 * total * gradient])])
-
-    with pytest.raises(BadSettings, match="depends on the other samples"):
-        tried(compared)
-
-
-def test_a_part_that_fails_leaves_the_others() -> None:
-    def pairs(rows: Sequence[int]) -> Pass:
-        if len(rows) < 2:
-            raise ValueError("too few")
-        return mean(rows)
-
-    with pytest.raises(BadSettings, match="2 parts"):
-        tried(pairs)
 
 
 def test_samples_that_are_unlike() -> None:

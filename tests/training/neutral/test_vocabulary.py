@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class
-from manyhands.errors import PackageMissing
+from manyhands.book.vocabulary import Animator, HyperParameters, Timer, add_to_class
 
 
 class Parent(HyperParameters):
@@ -41,14 +40,6 @@ def test_a_child_adds_to_what_its_parent_saved() -> None:
     assert Parent(0.5).hparams["lr"] == 0.5  # nothing is shared between objects
 
 
-def test_keyword_extras_can_be_ignored_together() -> None:
-    class Some(HyperParameters):
-        def __init__(self, a: int, **rest: int) -> None:
-            self.save_hyperparameters(ignore="rest")
-
-    assert Some(1, b=2).hparams == {"a": 1}
-
-
 def test_members_are_added_to_a_class() -> None:
     class Plain:
         b = 1
@@ -69,17 +60,6 @@ def test_members_are_added_to_a_class() -> None:
     assert double(made) == 2  # the decorated name still is the function
     with pytest.raises(TypeError, match="wants a class"):
         add_to_class(made)  # type: ignore[arg-type]
-
-
-def test_accumulator() -> None:
-    sums = Accumulator(2)
-    sums.add(1, 2.5)
-    sums.add(True, 1)
-    assert (sums[0], sums[1], sums[-1]) == (2.0, 3.5, 3.5)
-    with pytest.raises(ValueError):
-        sums.add(1)
-    sums.reset()
-    assert sums.data == [0.0, 0.0]
 
 
 def test_timer() -> None:
@@ -144,10 +124,3 @@ def test_animator_replaces_one_picture_in_a_notebook(monkeypatch: pytest.MonkeyP
         animator.add(len(animator.Y), 1)
     animator.add(4, 1)
     assert shown == ["display", "update"]
-
-
-def test_a_picture_without_matplotlib_is_a_lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # type: ignore[arg-type]
-    with pytest.raises(PackageMissing, match=r"pip install matplotlib"):
-        Animator().save(tmp_path / "none.png")
-    assert not list(tmp_path.iterdir())

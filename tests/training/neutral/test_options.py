@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from manyhands.errors import BadSettings, BadShares, UnknownOption
-from manyhands.training.options import Checkpoints, Settings, Step, Workers
+from manyhands.training.data.loader_batches import as_number
+from manyhands.training.options import Checkpoints, Limits, Settings, Step, Workers
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
         (Step, {"accumulate": 0}, r"Step\(accumulate=0\): give a whole number of at least 1"),
-        (Step, {"accumulate": True}, r"Step\(accumulate=True\): give a whole number"),
         (Step, {"batch_stats": "none"}, r"Step\(batch_stats='none'\): choose one of per_device, global"),
         (Step, {"on_nan": "ignore"}, r"Step\(on_nan='ignore'\): choose one of stop, continue"),
         (Step, {"optimize": False}, r"Step\(optimize=False\): choose one of auto, off, max"),
@@ -26,10 +28,20 @@ from manyhands.training.options import Checkpoints, Settings, Step, Workers
         (Step, {"shares": "evenly"}, "shares='evenly': give one number per device, 'measured', or None"),
         (Checkpoints, {"every": 0}, r"Checkpoints\(every=0\): give a whole number of at least 1"),
         (Checkpoints, {"every": 1.5}, r"Checkpoints\(every=1\.5\): give a whole number"),
-        (Checkpoints, {"keep": 0}, r"Checkpoints\(keep=0\): give a whole number of at least 1"),
-        (Workers, {"per_device": 0}, r"Workers\(per_device=0\): give a whole number of at least 1"),
         (Workers, {"hang_seconds": 0}, r"Workers\(hang_seconds=0\.0\): give a number of seconds above zero"),
         (Workers, {"hang_seconds": "x"}, r"Workers\(hang_seconds='x'\): give a number of seconds"),
+        (Limits, {"max_steps": 0}, r"Limits\(max_steps=0\): give a whole number of at least 1"),
+        (Limits, {"max_time": "2 fortnights"}, r"Limits\(max_time='2 fortnights'\): give '2h'"),
+        (Limits, {"max_time": -1}, r"Limits\(max_time=-1\): give '2h'"),
+        (Limits, {"evaluate_every": 500}, r"Limits\(evaluate_every=500\): say of what, '500 steps' or '2 epochs'"),
+        (Limits, {"evaluate_every": "0 steps"}, "say of what"),
+        (
+            Limits,
+            {"limit_batches": 1.5},
+            r"Limits\(limit_batches=1.5\): give a number of batches .*, as 0.1 \(1.0 is all\)",
+        ),
+        (Limits, {"limit_val_batches": True}, "give a number of batches"),
+        (Limits, {"limit_batches": 2, "overfit_batches": 2}, "limit_batches=2 takes other samples .* choose one"),
     ],
 )
 def test_values_that_no_job_can_have(kind: Any, options: dict[str, Any], said: str) -> None:
@@ -79,3 +91,21 @@ def test_the_run_folder_keeps_options_by_topic() -> None:
     assert kept["step"]["shares"] == [0.75, 0.25]
     assert kept["checkpoints"] == {"every": 7, "keep": 3}
     assert kept["workers"] == {"per_device": 1, "hang_seconds": 60.0}
+
+
+def test_durations_and_intervals() -> None:
+    assert Limits(max_time="1h30m") == Limits(max_time=5400) == Limits(max_time=datetime.timedelta(hours=1.5))
+    assert Limits(evaluate_every="2 epochs").evaluation == (2, "epochs")
+    assert Limits(evaluate_every="10 steps").evaluation == (10, "steps")
+    assert Limits().evaluation == (1, "epochs")
+
+
+def test_parts_of_the_batches() -> None:
+    hundred = SimpleNamespace(count=100, batch_size=None)
+    found = [as_number(limit, hundred, 1, "limit") for limit in (None, 1.0, 1, 0.29, 0.999, 7)]
+    assert found == [None, None, 1, 29, 99, 7]
+    assert as_number(0.5, SimpleNamespace(count=None, loader=[0] * 5), 1, "limit") == 2
+    with pytest.raises(BadSettings, match=r"limit=0.005 of 100 batches is none: .* at least 0.01"):
+        as_number(0.005, hundred, 1, "limit")
+    with pytest.raises(BadSettings, match="the loader does not say how many"):
+        as_number(0.5, SimpleNamespace(count=None, loader=iter([])), 1, "limit")
