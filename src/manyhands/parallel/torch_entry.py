@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, Unpack, overload
 
-from manyhands.backends.torch import tasks
+from manyhands.backends.torch import compat, tasks
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
@@ -98,9 +98,27 @@ def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **sett
     why it is not faster, is logged: ``logging.basicConfig()``, then
     ``logging.getLogger("manyhands").setLevel(logging.DEBUG)``, before the model is called.
     """
-    fuse = bool(dynamo.options_from(settings).get("fuse", True))
+    fuse = _fuse(settings)
     graphs = Graphs(GraphOptions(compile=fuse, later=True), "a graph")
     return dynamo.compile_with(module, inputs, functools.partial(graphs.make, None), to_compile=fuse)
 
 
-dynamo.register(compile_backend, only_if_loaded=True)
+def _fuse(settings: Mapping[str, object]) -> bool:
+    """``torch.compile(..., backend="manyhands", options={"fuse": False})``, checked."""
+    if settings.get("mode") not in (None, "default"):
+        raise EngineError(f"mode={settings['mode']!r} is Inductor's: the backend 'manyhands' measures what is fastest")
+    options = settings.get("options") or {}
+    assert isinstance(options, dict)
+    if unknown := options.keys() - {"fuse"}:
+        raise EngineError(
+            f"the backend 'manyhands' has no option {', '.join(sorted(unknown))}: there is 'fuse' (also compile each "
+            "graph as a whole), as in options={'fuse': False}"
+        )
+    fuse = options.get("fuse", True)
+    if not isinstance(fuse, bool):
+        raise EngineError(f"options={{'fuse': {fuse!r}}}: give True or False")
+    return fuse
+
+
+if compat.is_dynamo_loaded():  # PyTorch finds the entry point of an installed package when it loads Dynamo
+    compat.register_dynamo_backend("manyhands", compile_backend)

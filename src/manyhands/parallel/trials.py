@@ -93,7 +93,7 @@ class Trials:
 
     @functools.cached_property
     def footprint(self) -> Footprint:
-        return Footprint(*planning.footprint(self.trace))
+        return planning.footprint(self.trace)
 
     @functools.cached_property
     def limit(self) -> Limit:
@@ -125,7 +125,7 @@ class Trials:
         return Tried(candidate, self._run_of(candidate), None, Peaks(self.plain_peak, self.plain_peak))
 
     def footprint_of(self, trace: Trace) -> Footprint:
-        return self.footprint if trace is self.trace else Footprint(*planning.footprint(trace))
+        return self.footprint if trace is self.trace else planning.footprint(trace)
 
     def _within_limit(self, candidate: Candidate) -> tuple[Candidate, int]:
         """The candidate, on a GPU held back by more waits if it would take too much memory; and what it takes."""

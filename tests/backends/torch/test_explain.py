@@ -26,7 +26,7 @@ from manyhands.parallel.trials import Candidate, peak_on_threads
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
-from manyhands.schedule.memory import Footprint, one_after_the_other, peak
+from manyhands.schedule.memory import one_after_the_other, peak
 from manyhands.schedule.simulate import timeline_of
 
 FOUR = Method(Executor.THREADS, "4 lanes")
@@ -176,7 +176,7 @@ def chains(*xs: torch.Tensor) -> list[torch.Tensor]:
 def peaks(function: Callable[..., Any], lanes: int, *arguments: Any) -> int:
     found = traced(function, *arguments)
     measured = graph(threads.tasks(found))
-    footprint = Footprint(*planning.footprint(found))
+    footprint = planning.footprint(found)
     if lanes == 1:
         return peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
     return peak_on_threads(schedule(measured, lanes_for(measured, lanes)), footprint)

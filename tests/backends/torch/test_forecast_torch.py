@@ -15,14 +15,13 @@ from manyhands.backends.torch import planning
 from manyhands.parallel.costs import costs
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
-from manyhands.schedule.memory import Footprint
 
 
 class Devices:
     """Storages by memory and device; a value is a window on the storage of the device that asks for it."""
 
     def __init__(self, found: Any, inputs: list[torch.Tensor], count: int) -> None:
-        self.found, self.sizes = found, planning.footprint(found)[0]
+        self.found, self.sizes = found, planning.footprint(found).sizes
         self.storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self.windows: dict[Any, tuple[Any, ...]] = {}
         written = frozenset().union(*(step.task.writes for step in found.steps))
@@ -92,7 +91,7 @@ def test_a_training_step_of_an_ensemble_on_devices(count: int) -> None:
     x, total = torch.randn(6, 4), torch.zeros(1)
     found = traced(step, x, total)
     program = graph(costs(found, None).tasks)
-    footprint = Footprint(*planning.footprint(found))
+    footprint = planning.footprint(found)
     made = forecast(program, footprint, Machine(count, bandwidth=1e12, latency=1e-8))
     assert len(set(made.placed.device_of.values())) > 1
     expected = step(x, total.clone())

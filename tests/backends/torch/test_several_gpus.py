@@ -25,7 +25,7 @@ from manyhands.parallel.trials import Trials  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, limit_memory, schedule  # noqa: E402
-from manyhands.schedule.memory import Footprint, one_after_the_other, peak  # noqa: E402
+from manyhands.schedule.memory import one_after_the_other, peak  # noqa: E402
 
 LOG: list[str] = []
 
@@ -168,7 +168,7 @@ def test_a_lane_that_runs_ahead_of_copies_to_the_host_is_held_back() -> None:
 
     captured = trace_of(function, torch.ones(1000, 1000, device="cuda:0"))
     measured = graph([replace(task, seconds=1e-4 if task.kind == "compute" else 1e-3) for task in captured.tasks])
-    footprint = Footprint(*planning.footprint(captured))
+    footprint = planning.footprint(captured)
 
     def peak_of(made: Any) -> int:
         released_after = codegen.release_points(captured, made)

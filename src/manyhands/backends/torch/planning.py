@@ -21,6 +21,7 @@ from manyhands.backends.torch.run.streams import Gpus, timed_streams
 from manyhands.backends.torch.run.threads import ThreadRun, VirtualRun, operation_threads, timed_threads
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, one_lane
+from manyhands.schedule.memory import Footprint
 
 threads = torch.get_num_threads  # PyTorch's threads, which CPU lanes divide among themselves
 Tensor = Any  # for the planner, which imports no framework
@@ -54,7 +55,7 @@ def device_of(trace: Trace) -> Gpus | None:
 # Facts about a trace, without running it
 
 
-def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+def footprint(trace: Trace) -> Footprint:
     """The bytes of each memory, the memories of the inputs, and those of the results."""
     sizes: dict[int, int] = {}
     for node in trace.module.graph.nodes:
@@ -65,7 +66,7 @@ def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
                 sizes[outside[0] if outside else compat.storage_id(storage)] = storage.nbytes()
-    return sizes, trace.callers_memories() & sizes.keys(), trace.memories_of(trace.outputs) & sizes.keys()
+    return Footprint(sizes, trace.callers_memories() & sizes.keys(), trace.memories_of(trace.outputs) & sizes.keys())
 
 
 def written_memories(trace: Trace) -> frozenset[int]:

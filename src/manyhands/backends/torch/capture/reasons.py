@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import linecache
 import re
-import sys
 import sysconfig
 import traceback
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ class Break:
         return f"{self.file}:{self.line}, in {self.function}: {self.code}  ({self.reason})"
 
 
-_NOT_THE_USERS = frozenset(sys.stdlib_module_names) | {"torch", "manyhands"}
 _LONGEST = 60  # characters of a line that is shown
 FROM_SHAPE = "what comes after it cannot be planned; for a mask, torch.where(mask, x, 0) keeps the shape"
 
@@ -65,9 +63,9 @@ def why(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """The user's innermost line in the traceback, or an empty text."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
-            continue
         code = frame.f_code
+        if not is_users(code.co_filename):
+            continue
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
         shown = f": {_shortened(text)}" if text else ""
         return f" (in {code.co_name}, line {line} of {Path(code.co_filename).name}{shown})"

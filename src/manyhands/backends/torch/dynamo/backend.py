@@ -35,9 +35,7 @@ from manyhands.backends.torch.capture.captured_graph import CapturedGraph
 from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.dynamo import rewrites
 from manyhands.backends.torch.planning import is_out_of_memory
-from manyhands.errors import EngineError
 
-NAME = "manyhands"
 Function = Callable[..., Any]
 _RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
 _MOST = 8  # plans of one graph that are made
@@ -115,28 +113,6 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
         return [compat.spent_loss(value) if n in spent else value for n, value in enumerate(run(*arguments))]
 
     return call
-
-
-def options_from(settings: dict[str, Any]) -> dict[str, Any]:
-    """``torch.compile(..., backend="manyhands", options={"fuse": False})``, checked."""
-    options = dict(settings.get("options") or {})
-    if settings.get("mode") not in (None, "default"):
-        raise EngineError(f"mode={settings['mode']!r} is Inductor's: the backend 'manyhands' measures what is fastest")
-    if unknown := options.keys() - {"fuse"}:
-        raise EngineError(
-            f"the backend 'manyhands' has no option {', '.join(sorted(unknown))}: there is 'fuse' (also compile each "
-            "graph as a whole), as in options={'fuse': False}"
-        )
-    if not isinstance(options.get("fuse", True), bool):
-        raise EngineError(f"options={{'fuse': {options['fuse']!r}}}: give True or False")
-    return options
-
-
-def register(backend: Function, *, only_if_loaded: bool = False) -> None:
-    """Register the name with ``torch.compile``; an installed package is found by its entry point, without this."""
-    if only_if_loaded and not compat.is_dynamo_loaded():
-        return  # its import takes seconds
-    compat.register_dynamo_backend(NAME, backend)
 
 
 class _Places:
