@@ -52,6 +52,13 @@ class Batches:
         return iter(self._batches)
 
 
+class Unfreeze(mh.Callback):
+    """Trains the first layer in the first epoch, and from the third on."""
+
+    def on_model(self, training: Any, model: Any) -> None:
+        model[0].requires_grad_(training.epoch > 1)
+
+
 SPOILT = vectors()[0].index_fill(0, torch.tensor([20]), torch.nan), vectors()[1]
 JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "arrays": (mlp, vectors, {}),
@@ -64,6 +71,7 @@ JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "a rank without samples": (mlp, lambda: Batches([8, 8, 1] * 6), {"batch_size": None}),
     "unused parameters": (WithUnused, lambda: Batches([16] * 12, dicts=True), {"optimizer": SGD}),
     "an average": (mlp, vectors, {"callbacks": [mh.EMA(0.9)]}),
+    "unfreezing": (mlp, vectors, {"callbacks": [Unfreeze()], "optimizer": SGD, "batch_size": 8}),
     "dicts": (Named, dicts, {}),
     "lengths": (Lengths, lambda: sequences([5, 7] * 9), {"batch_size": 8}),
     "one rank plain": (mlp, vectors, {"optimizer": SGD}),

@@ -98,9 +98,11 @@ class Steps:
         is_captured = self.captured is not None
         if self.captured is not None:
             self.captured.close()
-            self.captured = None
-            gc.collect()  # the memory of the old graphs
+        self.captured = None
         self.plain.lay_out_gradients()
+        if self.recorder is not None:
+            gc.collect()  # the old graphs; PyTorch refuses to record new ones into the memory that they leave
+            self.recorder = recorder_for(self._rank.world.device)
         if is_captured:
             self._capture()
 
