@@ -249,14 +249,10 @@ class Loop:
         if over:
             if self.report.plan.gets_model and self._lend_model is not None:
                 self._lend_model(self.report.model)
-            self._next_epoch()
+            self.position.next_epoch()
+            self.schedule.after_epoch()
         is_regular = self.is_over or self.ending.stop is not None or not self.settings.checkpoints.every
         self.saver.save_once([*self.report.take_wanted_folders(), *(["checkpoints"] if is_regular else [])])
-
-    def _next_epoch(self) -> None:
-        note = self.position.next_epoch()
-        self.learner.notes += [] if note is None else [note]
-        self.schedule.after_epoch()
 
     def _read_sums(self) -> Figures:
         """The sums since the row before, over all processes; waits."""

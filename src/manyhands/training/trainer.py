@@ -29,7 +29,7 @@ from manyhands.training.callbacks.loggers import Logger
 from manyhands.training.checkpoints.run_folder import RunPlan, checkpoint_to_resume, plan_run
 from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import as_number, first_batches
-from manyhands.training.data.sources import is_array, not_finite
+from manyhands.training.data.sources import not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.evaluation.metrics import MetricCalls, Metrics, metrics_of
 from manyhands.training.loss import own_step
@@ -405,37 +405,8 @@ class BaseTrainer(Evaluating):
         option = "Limits(limit_val_batches)"
         self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size, option)
 
-    def _check_step(self, model: Any) -> None:
-        """Refuse ``loss=`` for a model with its own training_step, which computes its loss itself."""
-        step = getattr(type(model), "training_step", None)
-        if self.options.loss is None or step is None or step.__module__.startswith("manyhands."):
-            return
-        raise BadSettings(
-            f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
-        )
-
     # Further entries of the run's config.json, besides the settings.
     run_config: Mapping[str, Any] = MappingProxyType({})
-
-    def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
-        """The training data and the validation data (or None), as the framework's sources."""
-        data = self._source(data, shuffle=True) if self._is_one_data_set(data) else data
-        validation = self._source(validation, shuffle=False) if self._is_one_data_set(validation) else validation
-        train, test = roles.two_parts(data, validation, self._is_array)
-        return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
-
-    def _is_one_data_set(self, data: Any) -> bool:
-        """Whether nested data, ``({"a": A, "b": B}, y)`` or ``((A, B), y)``, are one data set and no pair of two."""
-        return False
-
-    @abc.abstractmethod
-    def _source(self, data: Any, *, shuffle: bool) -> Any:
-        """The framework's source for the user's data."""
-
-    @staticmethod
-    def _is_array(part: Any) -> bool:
-        """Whether it is an array that the framework takes."""
-        return is_array(part)
 
     @abc.abstractmethod
     def _train(

@@ -58,17 +58,3 @@ def test_a_step_with_other_arguments_is_refused_by_name(bench: Bench) -> None:
     how: dict[str, Any] = {"quiet": True, **bench.on(1)}
     with pytest.raises(BadSettings, match=r"takes \(params, batch, state\).*def training_step\(self, batch\)"):
         bench.mh.Trainer(1, **how).fit(with_net(bench, OfTheBook()), bench.data())
-
-
-def test_a_validation_step_that_plots_no_loss_has_that_of_training(bench: Bench) -> None:
-    class Plotting(bench.mh.Module):  # type: ignore[misc, name-defined]
-        def training_step(self, batch: Any) -> Any:
-            return super().training_step(batch)
-
-        def validation_step(self, batch: Any) -> None:
-            self.plot("twice", self.loss(self(*batch[:-1]), batch[-1]) * 2, train=False)
-
-    how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(1)}
-    row = bench.mh.Trainer(1, **how).fit(with_net(bench, Plotting()), bench.data()).rows[-1]
-    plain = bench.mh.Trainer(1, **how).fit(with_net(bench, bench.mh.Module()), bench.data()).rows[-1]
-    assert row["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)

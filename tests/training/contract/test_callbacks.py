@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from training_bench import Bench, StopAt, Stopped, same, small_set
+from training_bench import Bench, StopAt, Stopped, same
 
 from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
@@ -295,17 +295,6 @@ def test_an_average_of_running_statistics(averaging: Bench) -> None:
         for name in moving:
             expected = (averages[step - 1][name] + weights[step][name]) / 2
             np.testing.assert_allclose(averages[step][name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
-
-
-def test_an_average_is_in_the_model_after_fit(averaging: Bench) -> None:
-    bench = averaging
-    images = small_set().test.images[:8]
-    model, loaded = bench.recipes.model("mlp", 0), bench.recipes.model("mlp", 1)
-    run = bench.new_run()
-    trainer = bench.mh.Trainer(1, quiet=True, run=run, callbacks=[bench.mh.EMA(0.5)], **bench.on(1))
-    trainer.fit(model, bench.data(samples=32))
-    bench.mh.load_weights(loaded, run)
-    assert (bench.scores(model, images) == bench.scores(loaded, images)).all()
 
 
 @pytest.mark.long

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,14 +61,6 @@ def test_metrics_see_every_sample_once_on_any_number_of_devices(bench: Bench) ->
         assert row["val_difference"] == 1
         assert row.get("val_own", row["val_acc"]) == pytest.approx(row["val_acc"])
     assert rows[0]["val_acc"] < rows[0]["val_top_three"] < 1
-
-
-@pytest.mark.neutral
-def test_metrics_are_logged(bench: Bench) -> None:
-    result = bench.fit(epochs=2, metrics=[top_three])
-    logged = [json.loads(line) for line in (Path(result.run) / "metrics.jsonl").read_text().splitlines()]
-    assert [row["val_top_three"] for row in logged] == [row["val_top_three"] for row in result.rows]
-    assert all(0 < row["val_top_three"] <= 1 for row in logged)
 
 
 @pytest.mark.neutral
@@ -203,14 +193,6 @@ def test_one_data_set_at_a_time(bench: Bench) -> None:
 
 
 @pytest.mark.neutral
-@pytest.mark.pictures
-def test_a_run_has_its_picture_after_one_epoch(bench: Bench) -> None:
-    pytest.importorskip("matplotlib")
-    result = bench.fit(epochs=1, run=bench.new_run())
-    assert (Path(result.run) / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.neutral
 def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     X, _ = labelled(bench, 64)
     data = X, X.reshape(64, -1)[:, :10].copy()
@@ -219,13 +201,3 @@ def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.Cap
     assert result.rows[-1]["val_acc"] is None
     assert str(result).startswith(f"val_loss {result.rows[-1]['val_loss']:.3f}, ")
     assert f"val_loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err
-
-
-@pytest.mark.neutral
-def test_a_resumed_job_has_the_metrics_of_one_that_was_not_stopped(bench: Bench) -> None:
-    how: dict[str, Any] = {"metrics": [top_three, order]}
-    whole = bench.fit(epochs=2, **how)
-    first = bench.fit(epochs=1, **how)
-    resumed = bench.fit(epochs=2, run=first.run, resume="auto", **how)
-    for row, expected in zip(resumed.rows, whole.rows, strict=True):
-        assert {**row, "seconds": 0} == {**expected, "seconds": 0}

@@ -196,28 +196,6 @@ def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
     assert figures[0] == figures[1]
 
 
-@pytest.mark.long
-def test_a_signal_within_an_evaluation(bench: Bench) -> None:
-    """It is given up, and made again when the job goes on."""
-    train, validation = bench.data()
-    signals = iter([signal.SIGTERM])
-
-    def batches() -> Iterator[Any]:
-        if (number := next(signals, None)) is not None:
-            os.kill(os.getpid(), number)
-        yield from validation
-
-    run = bench.new_run()
-    with pytest.raises(Stopped) as caught:
-        bench.fit(data=(train, batches), run=run)
-    assert (caught.value.result.steps, caught.value.result.rows) == (STEPS, [])
-    resumed = bench.fit(data=(train, batches), run=run, resume="auto")
-    whole = bench.fit(data=(train, batches))
-    assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
-    figures = [[(row["train_loss"], row["val_loss"]) for row in result.rows] for result in (resumed, whole)]
-    assert figures[0] == figures[1]
-
-
 @pytest.mark.neutral
 def test_a_signal_within_the_last_evaluation(bench: Bench) -> None:
     """Validation data may have no end: a job at its limit is stopped, too, and evaluates when it goes on."""

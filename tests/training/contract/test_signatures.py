@@ -28,15 +28,6 @@ def test_devices_as_a_text_or_a_number(bench: Bench) -> None:
         names(bench, "gpu:99")
 
 
-def test_without_devices_all_gpus_else_the_cpu(bench: Bench) -> None:
-    assert bench.mh.Trainer(1).device_names == names(bench, "auto")
-    assert bench.mh.Trainer(1, num_gpus=0).device_names == ["cpu"]
-
-
-def test_one_device_needs_no_list(bench: Bench) -> None:
-    assert names(bench, bench.mh.cpu()) == names(bench, [bench.mh.cpu()])
-
-
 @pytest.mark.neutral
 def test_the_same_text_is_the_same_job(bench: Bench) -> None:
     """``devices="cpu:2"`` trains, and its run is the one of ``--devices cpu:2``."""

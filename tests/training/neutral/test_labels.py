@@ -49,11 +49,6 @@ def test_data_that_are_no_numbers() -> None:
         list(Stream([(X, np.array([None] * 4))]).windows(Cursor(), 0))
 
 
-def test_samples_that_are_not_put_together_to_batches() -> None:
-    with pytest.raises(BadBatch, match="single numbers where a batch has one row per sample"):
-        list(Stream(zip(X, Y, strict=True)).windows(Cursor(), 0))
-
-
 def test_labels_wait_until_the_number_of_outputs_is_known() -> None:
     look = ClassLabels()
     look((X, Y))

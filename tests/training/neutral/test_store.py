@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from manyhands import files
-from manyhands.errors import CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
+from manyhands.errors import CheckpointDamaged, CheckpointNotWritten, NotJson
 from manyhands.training.checkpoints import store
 
 STATE = {"epoch": 2, "cursor": 512, "lr": 0.1, "names": ["a", "ä"], "rng": {"key": 2**127, "on": True, "none": None}}
@@ -73,14 +73,6 @@ def test_a_step_is_replaced(tmp_path: Path) -> None:
     store.save(tmp_path, 5, {"try": 2}, {"new": b"2"})
     assert names(tmp_path) == ["step-00000005"]
     assert store.load(tmp_path).blobs == {"new": b"2"}
-
-
-def test_nothing_to_load(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "step-00000001"):
-        assert store.latest(place) is None
-        with pytest.raises(NoCheckpoint, match="no checkpoint") as caught:
-            store.load(place)
-        assert isinstance(caught.value, FileNotFoundError)
 
 
 # State

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import shares as _shares
-from manyhands.amounts import counted
 from manyhands.training.options import ENDLESS, Settings
 
 if TYPE_CHECKING:
@@ -185,19 +184,9 @@ class Position:
         """The number of a step's batch in this epoch."""
         return self.cursor.batch - (self.cursor.step - step)
 
-    def next_epoch(self) -> str | None:
-        """Go to the next epoch; a note where a loader gave another number of batches than it had said."""
-        note, batch = None, self.cursor.batch
-        if self.data.count is None:
-            said = length(self.data)
-            if self.batches_before is None and said not in (None, batch):
-                note = (
-                    f"the loader's len is {said}, and it gave {counted(batch, 'batch', 'batches')}: progress and "
-                    "schedule go by the batches of the epoch before"
-                )
-            self.batches_before = batch
+    def next_epoch(self) -> None:
+        self.batches_before = self.cursor.batch if self.data.count is None else None
         self.cursor = self.cursor.next_epoch()
-        return note
 
     # The time of a row of metrics: since the row before, or since the epoch began.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from manyhands.amounts import counted
@@ -13,6 +12,7 @@ from manyhands.training import options, refusals
 from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import first_batches
 from manyhands.training.data.roles import Inputs
+from manyhands.training.data.sources import is_array
 from manyhands.training.options import Settings
 
 
@@ -107,12 +107,9 @@ class Evaluating(abc.ABC):
         loader_batches.check(source, 1, may_be_endless=isinstance(limit, int))
         alone = {"targets": False} if method == "predict" and hasattr(source, "targets") else {}
         source = dataclasses.replace(source, shuffle=False, **alone)
-        settings = self._settings_for(source)
-        return first_batches(source, limit, settings.batch_size, option), settings
-
-    def _settings_for(self, source: Any) -> Settings:
         size = self.options.batch_size
-        return self._settings_with(source.batch_size if size is None else size)
+        settings = self._settings_with(source.batch_size if size is None else size)
+        return first_batches(source, limit, settings.batch_size, option), settings
 
     @abc.abstractmethod
     def _evaluate(self, model: Any, source: Any, settings: Settings) -> dict[str, Any]: ...
@@ -120,19 +117,42 @@ class Evaluating(abc.ABC):
     @abc.abstractmethod
     def _predict(self, model: Any, source: Any, settings: Settings, inputs: Inputs) -> Any: ...
 
-    # Of the trainer
+    # The user's model and data
+
+    def _check_step(self, model: Any) -> None:
+        """Refuse ``loss=`` for a model with its own training_step, which computes its loss itself."""
+        step = getattr(type(model), "training_step", None)
+        if self.options.loss is None or step is None or step.__module__.startswith("manyhands."):
+            return
+        raise BadSettings(
+            f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
+        )
+
+    def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
+        """The training data and the validation data (or None), as the framework's sources."""
+        data = self._source(data, shuffle=True) if self._is_one_data_set(data) else data
+        validation = self._source(validation, shuffle=False) if self._is_one_data_set(validation) else validation
+        train, test = roles.two_parts(data, validation, self._is_array)
+        return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
+
+    def _is_one_data_set(self, data: Any) -> bool:
+        """Whether nested data, ``({"a": A, "b": B}, y)`` or ``((A, B), y)``, are one data set and no pair of two."""
+        return False
 
     @abc.abstractmethod
-    def _check_step(self, model: Any) -> None: ...
+    def _source(self, data: Any, *, shuffle: bool) -> Any:
+        """The framework's source for the user's data."""
+
+    @staticmethod
+    def _is_array(part: Any) -> bool:
+        """Whether it is an array that the framework takes."""
+        return is_array(part)
+
+    # Of the trainer
 
     @property
     @abc.abstractmethod
     def options(self) -> Any: ...
-
-    _is_array: Callable[[Any], bool]
-
-    @abc.abstractmethod
-    def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]: ...
 
     @abc.abstractmethod
     def _settings_with(self, size: int | None) -> Settings: ...
