@@ -22,15 +22,15 @@ FOLDERS = {
     "placement": (775, 900),
     "schedule": (1_400, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (26_215, 21_000),
+    "training": (26_085, 21_000),
     "words and modules": (1_425, 1_400),
 }
-FILES = (347, 320)  # of Python
+FILES = (345, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (5_385, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (41_155, 37_000)  # without the auditor's corpus
+TEST_LINES = (40_905, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

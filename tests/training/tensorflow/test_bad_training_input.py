@@ -70,18 +70,6 @@ def test_targets_of_another_width_than_the_answers(columns: int) -> None:
         fit(mlp(), (X, X[:, :columns]), loss="mse")
 
 
-def test_several_short_jobs_in_one_program_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    X, y = vectors()
-    log = tf.get_logger()
-    log.addHandler(caplog.handler)  # TensorFlow's does not hand its messages on
-    try:
-        for _ in range(6):
-            fit(Own(), (X, y), batch_size=len(X), epochs=1)
-    finally:
-        log.removeHandler(caplog.handler)
-    assert "retracing" not in caplog.text
-
-
 def test_models_that_are_none() -> None:
     with pytest.raises(BadSettings, match="no parameters"):
         fit(keras.Sequential([layers.Flatten()]), vectors())

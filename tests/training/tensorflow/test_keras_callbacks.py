@@ -49,7 +49,7 @@ def test_they_see_keras_names_and_the_weights_of_the_moment(tmp_path: Path) -> N
     [
         (lambda: keras.callbacks.ReduceLROnPlateau(), "schedule="),
         (lambda: keras.callbacks.LambdaCallback(on_train_batch_end=print), "LambdaCallback has on_train_batch_end"),
-        (lambda: keras.callbacks.TensorBoard(), r"mh\.TensorBoardLogger"),
+        (lambda: keras.callbacks.TensorBoard(), r"mh\.loggers\.TensorBoardLogger"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_to_write(callback: Any, words: str) -> None:

@@ -83,16 +83,6 @@ def test_accuracy_of_one_hot_targets_and_of_a_single_score() -> None:
     assert rows[0]["train_acc"] == pytest.approx(np.mean((single(X).numpy()[:, 0] > 0.5) == (y > 0)))
 
 
-def test_a_compiled_loss_is_not_lost_in_another_precision() -> None:
-    X, _ = vectors(FEW)
-    rows = []
-    for precision in ("bf16", "auto"):
-        model = mlp(dtype="float32")
-        model.compile("sgd", "mse")
-        rows.append(fit(model, (X, X[:, :CLASSES]), 1, precision=precision).rows[0]["train_loss"])
-    assert rows[0] == pytest.approx(rows[1], rel=1e-2)
-
-
 class OwnStep(keras.Model):
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)

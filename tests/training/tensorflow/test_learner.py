@@ -14,12 +14,12 @@ from keras import layers
 from keras_cases import CLASSES, fit, images, mlp, tensors, vectors
 
 from manyhands import tensorflow as mh
-from manyhands.book import tensorflow as datasets
-from manyhands.book.tensorflow import Residual
+from manyhands.book.models import WEIGHT_NAMES
+from manyhands.book.tensorflow import MODELS, Residual
 from manyhands.cli import parity
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.data.order import Cursor
 from manyhands.training.tensorflow import learner
+from manyhands.training.tensorflow.model import names
 
 
 def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,29 +48,6 @@ def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch
     fit(mlp(lambda: layers.BatchNormalization()), vectors(), 3, schedule=lambda done: 1 - done)
     assert reads["numpy"] > 0  # the end of an epoch reads: the count works
     assert traced == [1] * 8  # the short last batch too
-
-
-def test_what_is_shown_comes_by_itself() -> None:
-    from manyhands.training.data.sources import source
-    from manyhands.training.options import Settings
-    from manyhands.training.tensorflow import world
-    from manyhands.training.tensorflow.objective import objective_for
-
-    model = mlp()
-    settings = Settings(batch_size=16)
-    optimizer = keras.optimizers.SGD(0.1)
-    job = learner.Job(model, objective_for(model, None), optimizer, source(vectors(16)), None, settings)
-    here = learner.KerasLearner(job, world.of_devices([mh.gpu(0), mh.gpu(1)]))
-    (given,) = here.batches(Cursor())
-    here.step(*given, None)
-    assert here.peek() is None  # it is on its way
-    assert here._coming is not None
-    here._coming.result()
-    shown = here.peek()
-    assert shown is not None
-    assert shown.count == 16
-    assert shown.accuracy == here.read()[0].accuracy
-    here.close()
 
 
 def test_a_precision_is_asked_for_and_the_callers_model_stays_in_its_own() -> None:
@@ -165,11 +142,19 @@ def test_accuracy_on_one_device_and_on_all() -> None:
         mh.evaluate_accuracy_gpu(net, [])
 
 
-def test_images_of_bytes_become_numbers_on_the_device() -> None:
-    train, test = datasets.load_data_fashion_mnist(64)
-    X, y = next(iter(test))
-    assert X.shape == (64, 28, 28, 1)
-    assert y.dtype == tf.int64
-    assert 0 <= float(tf.reduce_min(X)) < float(tf.reduce_max(X)) <= 1
-    assert train.shuffle
-    assert not test.shuffle
+# Names of weights
+
+
+def test_layers_have_pytorchs_names() -> None:
+    own = dict.fromkeys(names(MODELS["small-resnet"]()), np.zeros(1))
+    common = set(WEIGHT_NAMES["tensorflow"].to_common(own, "small-resnet"))
+    assert common >= {"0.weight", "1.running_var", "resnet_block2.0.conv3.bias", "resnet_block3.0.bn2.weight"}
+
+
+def test_names_do_not_depend_on_what_was_made_before() -> None:
+    def make() -> keras.Model:
+        inner = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(3)])
+        return keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(4), inner, keras.layers.Dense(2)])
+
+    assert names(make()) == names(make())
+    assert len(set(names(make()))) == 8

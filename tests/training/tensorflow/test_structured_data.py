@@ -95,19 +95,6 @@ def test_arrays_in_dicts_are_shuffled_resumed_and_validated_as_others(tmp_path: 
     assert parity.largest_difference(tensors(resumed), tensors(alone)) < 1e-9
 
 
-def test_a_class_of_ones_own_takes_a_dict() -> None:
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = layers.Dense(3)
-
-        def call(self, inputs: Any) -> Any:
-            return self.dense(tf.concat([inputs["age"], inputs["words"]], 1))
-
-    result = mh.Trainer(1, batch_size=8, quiet=True, loss=SPARSE).fit(Own(), (FEATURES, KIND))
-    assert result.rows[0]["train_acc"] is not None
-
-
 @pytest.mark.parametrize(("outputs", "noted"), [("list", True), ("one", False)])
 def test_accuracy_of_several_outputs_is_not_left_out_in_silence(outputs: str, noted: bool) -> None:
     targets, losses = ((PRICE, KIND), ["mse", SPARSE]) if noted else (KIND, SPARSE)

@@ -21,10 +21,8 @@ from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
-from manyhands.training.tensorflow.batches import output_of, parts_of
-from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.model import Function, changed, without_noise
-from manyhands.training.tensorflow.objective import Objective, OwnStep, Supervised
+from manyhands.training.tensorflow.objective import Objective, OwnStep, Supervised, output_of, parts_of
 
 _FEW = 2
 _OWN_LOOP = {
@@ -152,7 +150,8 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
             nonlocal graph
             graph = graph or _graph(function, data)
             terms = graph(tf.constant(next(seeds)), *map(tf.convert_to_tensor, data.rows(rows)))
-            return Pass([_term(*term) for term in terms])
+            wide = [[gradient.numpy().astype(np.float64) for gradient in gradients] for _, _, gradients in terms]
+            return Pass([Term(float(term[0]), float(term[1]), part) for term, part in zip(terms, wide, strict=True)])
 
         precisions = {str(layer.compute_dtype) for layer in model._flatten_layers()}
         own = isinstance(objective, OwnStep)
@@ -168,19 +167,12 @@ def _graph(function: Function, data: Arrays) -> Any:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(weights)
             losses, _ = function(weights, statistics, (seed,), data.nested(data.prepare(arrays)), training=True)
-            terms = _terms(losses, tf.shape(arrays[0])[0])
+            size = tf.shape(arrays[0])[0]
+            mean = [] if losses.mean is None else [(losses.mean * tf.cast(size, losses.mean.dtype), size)]
+            terms = mean + [(part.total, part.count) for part in losses.sums]
         gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
         dense = [[tf.convert_to_tensor(gradient) for gradient in part] for part in gradients]
         return [(total, count, part) for (total, count), part in zip(terms, dense, strict=True)]
 
     parts = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data.arrays]
     return tf.function(work, autograph=False, input_signature=[tf.TensorSpec([], tf.int32), *parts])
-
-
-def _terms(losses: Losses, size: Any) -> list[tuple[Any, Any]]:
-    mean = [] if losses.mean is None else [(losses.mean * tf.cast(size, losses.mean.dtype), size)]
-    return mean + [(part.total, part.count) for part in losses.sums]
-
-
-def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:
-    return Term(float(total), float(count), [gradient.numpy().astype(np.float64) for gradient in gradients])

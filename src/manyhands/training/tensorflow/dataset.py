@@ -17,6 +17,7 @@ the one before ended.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -116,21 +117,17 @@ def repeatable(data: Any, seed: int, batches: int | None = None) -> Any:
     """
     if not isinstance(data, tf.data.Dataset):
         return data
-    seeded = _seeded(data, seed)
+    seeded = data
+    if _shuffles(data):
+        # Not a graph of more than 2 GB, or with something that has no form in a graph: its batches are compared where
+        # a job is resumed.
+        with contextlib.suppress(Exception):
+            rebuilt = RepeatableDataset(data, seed)
+            rebuilt.rebuild(0)
+            seeded = rebuilt
     if batches is None or int(data.cardinality()) != tf.data.INFINITE_CARDINALITY:
         return seeded
     return EndlessDataset(seeded, batches)
-
-
-def _seeded(data: Any, seed: int) -> Any:
-    if not _shuffles(data):
-        return data
-    try:
-        dataset = RepeatableDataset(data, seed)
-        dataset.rebuild(0)
-    except Exception:  # a graph of more than 2 GB, or with something that has no form in a graph
-        return data  # its batches are compared where a job is resumed
-    return dataset
 
 
 def _shuffles(dataset: Any) -> bool:

@@ -25,11 +25,9 @@ from manyhands.training.evaluation.metrics import (
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
-from manyhands.training.tensorflow.batches import inputs_for
-from manyhands.training.tensorflow.feed import Feed
 from manyhands.training.tensorflow.model import Function
-from manyhands.training.tensorflow.objective import ACCURACY, Objective, compiled_metrics
-from manyhands.training.tensorflow.step import CORRECT, COUNT, LOSS, PLAIN, WIDTH, Step
+from manyhands.training.tensorflow.objective import ACCURACY, Objective, compiled_metrics, inputs_for
+from manyhands.training.tensorflow.step import CORRECT, COUNT, LOSS, PLAIN, WIDTH, Feed, Step
 from manyhands.training.tensorflow.world import World
 
 

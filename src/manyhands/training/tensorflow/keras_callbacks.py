@@ -48,7 +48,7 @@ class KerasCallback(Callback):
         self.callback = callback
         self.state_key = type(callback).__name__
         self.update_caller_model: Callable[[], None] | None = None  # puts the weights of this moment into the model
-        self._saved: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
 
     def of_model(self, model: Any, update_caller_model: Callable[[], None]) -> None:
         model.stop_training = False
@@ -58,7 +58,7 @@ class KerasCallback(Callback):
     def on_fit_start(self, training: Training) -> None:
         self.callback.set_params({"verbose": 0, "epochs": training.max_epochs, "steps": training.batches})
         self.callback.on_train_begin({})
-        for name, value in self._saved.items():  # Keras's own begin anew in on_train_begin
+        for name, value in self.saved.items():  # Keras's own begin anew in on_train_begin
             setattr(self.callback, name, value)
 
     def on_epoch_start(self, training: Training) -> None:
@@ -84,15 +84,7 @@ class KerasCallback(Callback):
         return {name: value for name, value in vars(self.callback).items() if _is_plain(value) and name != "min_delta"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved |= state
-
-    def arrays(self) -> dict[str, list[Any]]:
-        """Lists of arrays: ``best_weights``."""
-        lists = {name: value for name, value in vars(self.callback).items() if isinstance(value, list) and value}
-        return {name: arrays for name, arrays in lists.items() if all(isinstance(part, np.ndarray) for part in arrays)}
-
-    def load_array(self, name: str, array: Any) -> None:
-        self._saved.setdefault(name, []).append(array)
+        self.saved |= state
 
 
 def adapted(values: Any) -> Any:
@@ -128,11 +120,12 @@ def _logs(row: Row) -> dict[str, Any]:
 
 
 def pack(callbacks: Sequence[KerasCallback]) -> dict[str, bytes]:
-    """The arrays of all callbacks, as a part of a checkpoint."""
+    """The lists of arrays of all callbacks (``best_weights``), as a part of a checkpoint."""
     arrays = {
         f"{number}.{name}.{place:06}": array
         for number, callback in enumerate(callbacks)
-        for name, several in callback.arrays().items()
+        for name, several in vars(callback.callback).items()
+        if isinstance(several, list) and all(isinstance(part, np.ndarray) for part in several)
         for place, array in enumerate(several)
     }
     return {_PART: tensors.pack(arrays)} if arrays else {}
@@ -143,7 +136,7 @@ def unpack(callbacks: Sequence[KerasCallback], parts: Mapping[str, bytes]) -> No
     for key, array in sorted(tensors.unpack(parts[_PART]).items()) if _PART in parts else ():
         number, name, _ = key.split(".")
         if int(number) < len(callbacks):
-            callbacks[int(number)].load_array(name, array)
+            callbacks[int(number)].saved.setdefault(name, []).append(array)
 
 
 def _is_plain(value: Any) -> bool:

@@ -23,19 +23,20 @@ from manyhands.placement.moves import Placement
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.data.sources import Array, Source
+from manyhands.training.data.sources import Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import keras_callbacks, optimizers
 from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names, prepared_by
-from manyhands.training.tensorflow.feed import Feed, StepInput
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback
 from manyhands.training.tensorflow.model import Function, batch_norms, names
 from manyhands.training.tensorflow.objective import Objective
-from manyhands.training.tensorflow.step import BAD_STEP, Step
+from manyhands.training.tensorflow.step import BAD_STEP, Feed, Step, StepInput
 from manyhands.training.tensorflow.world import World
+
+_NONE_BAD = 2.0**62  # the first bad step, where there is none: processes exchange numbers
 
 
 @dataclasses.dataclass
@@ -68,7 +69,8 @@ class KerasLearner:
         self.optimizer = optimizers.stateless(job.optimizer, function.trained)
         memory = optimizers.memory(job.optimizer, self.optimizer, job.model)
         self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
-        self.names = names(job.model)
+        self.variables = self._variables()
+        self.memory = {str(number): variable for number, variable in enumerate(self.step_of.memory)}
         self.callbacks: list[KerasCallback] = []  # of Keras
         self.notes = self._first_notes()
         # Of a single sample there are no statistics.
@@ -85,6 +87,14 @@ class KerasLearner:
         self.step_of.copy_from_first(world)
         rate = self.step_of.rate
         self._base_rate = None if rate is None else float(self.step_of.value(self.step_of.memory[rate]))
+
+    def _variables(self) -> dict[str, Any]:
+        """This process's replicas' variables, by the names of the model's weights."""
+        function, step = self.step_of.function, self.step_of
+        of_model, of_step = [*function.trained, *function.statistics], [*step.weights, *step.statistics]
+        by_id = {id(variable): replicated for variable, replicated in zip(of_model, of_step, strict=True)}
+        weights = self.job.model.weights
+        return {name: by_id[id(weight)] for name, weight in zip(names(self.job.model), weights, strict=True)}
 
     def _normalises(self) -> bool:
         """Whether a layer takes statistics over the samples of a batch, and there are several devices."""
@@ -164,17 +174,16 @@ class KerasLearner:
         return {} if self._base_rate is None else named_rates([self._base_rate * self._last[1]])
 
     def read(self) -> list[Figures]:
-        return self._of_all(self.step_of.sums)
+        figures = self._figures(self.step_of.on_each(self.step_of.sums))
+        bad = _NONE_BAD if figures.bad_step is None else figures.bad_step
+        rows = self.world.gather([figures.loss_sum, figures.correct, figures.count, bad, figures.counted])
+        return [
+            Figures(a, b, c, None if bad == _NONE_BAD else int(bad), bool(counted)) for a, b, c, bad, counted in rows
+        ]
 
     def reset(self) -> None:
         self.step_of.set_sums(Figures())
         self._coming, self._shown = None, None
-
-    def _of_all(self, sums: Any) -> list[Figures]:
-        figures = self._figures(self.step_of.on_each(sums))
-        bad = math.inf if figures.bad_step is None else figures.bad_step
-        rows = self.world.gather([figures.loss_sum, figures.correct, figures.count, figures.counted, min(bad, 2.0**62)])
-        return [Figures(a, b, c, None if bad == 2.0**62 else int(bad), bool(counted)) for a, b, c, counted, bad in rows]
 
     def _figures(self, parts: Sequence[Any]) -> Figures:
         """The sums of this process's replicas together."""
@@ -185,7 +194,6 @@ class KerasLearner:
         return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), counted)
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
-        """Loss and accuracy on the validation data, each sample counted once, whatever the number of devices."""
         self._share_statistics()
         return None if self.evaluation is None else self.evaluation.evaluate(alive, take, counted=self._counted)
 
@@ -195,30 +203,35 @@ class KerasLearner:
         self._share_statistics()
         if not self.world.first:
             return None
-        blobs = {"model": self._packed_weights(), "optimizer": self._packed_memory()}
+        blobs = {"model": self._packed(self.variables), "optimizer": self._packed(self.memory)}
         blobs |= keras_callbacks.pack(self.callbacks)
         if self.step_of.average:
             with self.averaged():
-                blobs["average"] = self._packed_weights()
+                blobs["average"] = self._packed(self.variables)
         return Saved({"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)}, blobs)
 
-    def _restore_average(self, parts: Mapping[str, bytes]) -> None:
-        """Where the checkpoint has none, it begins with the checkpoint's weights."""
-        if "average" not in parts:
-            self.notes.append(NO_AVERAGE)
-        self._set_weights(parts.get("average", parts["model"]))
-        for average, weight in zip(self.step_of.average, self.step_of.averaged, strict=True):
-            self.step_of.assign(average, self.step_of.value(weight))
+    def _packed(self, variables: Mapping[str, Any]) -> bytes:
+        return tensors.pack({name: self.step_of.value(variable) for name, variable in variables.items()})
 
     def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], figures: Figures) -> None:
-        if self.step_of.average:
-            self._restore_average(parts)
-        self._set_weights(parts["model"])
+        if self.step_of.average:  # a checkpoint without one begins with its weights
+            self.notes += [] if "average" in parts else [NO_AVERAGE]
+            self._fill(self.variables, parts.get("average", parts["model"]), "weights of another model")
+            for average, weight in zip(self.step_of.average, self.step_of.averaged, strict=True):
+                self.step_of.assign(average, self.step_of.value(weight))
+        self._fill(self.variables, parts["model"], "weights of another model")
         if "optimizer" in parts:  # weights from another framework come alone
-            self._set_memory(parts["optimizer"])
+            rate = None if self.step_of.rate is None else str(self.step_of.rate)  # the job's own
+            self._fill(self.memory, parts["optimizer"], "the memory of another optimizer", kept=rate)
         keras_callbacks.unpack(self.callbacks, parts)
         self.step_of.set_sums(figures)
         self._counted = figures.counted
+
+    def _fill(self, variables: Mapping[str, Any], blob: bytes, contents: str, *, kept: str | None = None) -> None:
+        expected = {name: self.step_of.value(variable) for name, variable in variables.items()}
+        for name, value in tensors.fitting(blob, expected, contents).items():
+            if name != kept:
+                self.step_of.assign(variables[name], value)
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
@@ -232,55 +245,18 @@ class KerasLearner:
             largest = self.shares.index(max(self.shares)) if self.shares else 0
             self.step_of.share_statistics(np.int32(largest))
 
-    def _variables(self) -> list[Any]:
-        """This process's replicas' variables for each of the model's weights, in the model's order."""
-        function, step = self.step_of.function, self.step_of
-        by_id = {
-            id(variable): replicated
-            for variable, replicated in zip(
-                [*function.trained, *function.statistics], [*step.weights, *step.statistics], strict=True
-            )
-        }
-        return [by_id[id(variable)] for variable in self.job.model.weights]
-
-    def _weights(self) -> list[Array]:
-        return list(map(self.step_of.value, self._variables()))
-
-    def _memory(self) -> list[Array]:
-        return list(map(self.step_of.value, self.step_of.memory))
-
-    def _packed_weights(self) -> bytes:
-        return tensors.pack(dict(zip(self.names, self._weights(), strict=True)))
-
-    def _packed_memory(self) -> bytes:
-        return tensors.pack({str(number): value for number, value in enumerate(self._memory())})
-
-    def _set_weights(self, blob: bytes) -> None:
-        expected = dict(zip(self.names, self._weights(), strict=True))
-        values = tensors.fitting(blob, expected, "weights of another model")
-        for variable, value in zip(self._variables(), values.values(), strict=True):
-            self.step_of.assign(variable, value)
-
-    def _set_memory(self, blob: bytes) -> None:
-        """The learning rate is the job's own, not the checkpoint's."""
-        expected = {str(number): value for number, value in enumerate(self._memory())}
-        values = tensors.fitting(blob, expected, "the memory of another optimizer")
-        for number, (variable, value) in enumerate(zip(self.step_of.memory, values.values(), strict=True)):
-            if number != self.step_of.rate:
-                self.step_of.assign(variable, value)
-
     # The end
 
     def update_caller_model(self) -> None:
         """Write the current weights (or their average, if one is kept) into the caller's model."""
         with self.averaged():
-            for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
-                variable.assign(value)
+            for weight, variable in zip(self.job.model.weights, self.variables.values(), strict=True):
+                weight.assign(self.step_of.value(variable))
 
     def close(self) -> None:
         """Write the weights and the optimizer's state into the caller's objects."""
         self._reader.shutdown()
         self._share_statistics()
         self.update_caller_model()
-        for variable, value in zip(self.job.optimizer.variables, self._memory(), strict=True):
-            variable.assign(value)
+        for kept, variable in zip(self.job.optimizer.variables, self.memory.values(), strict=True):
+            kept.assign(self.step_of.value(variable))

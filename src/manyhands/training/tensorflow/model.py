@@ -28,9 +28,8 @@ from tensorflow.python.distribute import distribute_lib
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Batch
-from manyhands.training.tensorflow.batches import inputs_of, output_of
 from manyhands.training.tensorflow.losses import Losses
-from manyhands.training.tensorflow.objective import Objective, widened
+from manyhands.training.tensorflow.objective import Objective, inputs_of, output_of, widened
 
 _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 _NUMBER = re.compile(r"_\d+\Z")

@@ -1,8 +1,15 @@
-"""What a step minimises: the loss of a model and a batch, and the number of correct predictions of classes."""
+"""What a step minimises: the loss of a model and a batch, and the number of correct predictions of classes.
+
+A batch is what Keras's ``fit`` takes: ``(x, y)`` or ``(x, y, sample_weight)``, where each may be a dict or a list of
+arrays. Or it is arrays alone, ``(inputs..., target, [sample_weight])``; the model says how many inputs there are: a
+graph of layers knows, and a user's class names them in ``call``. For a model that takes any number of inputs the last
+part is the target.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,15 +18,104 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
-from manyhands.errors import BadBatch, BadSettings, type_in_words
+from manyhands.amounts import counted
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
+from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
-from manyhands.training.data.sources import Batch
+from manyhands.training.data.roles import Inputs, argument_range
+from manyhands.training.data.sources import Batch, is_nested
 from manyhands.training.loss.own_step import call_step, is_default, step_name
-from manyhands.training.tensorflow.batches import Parts, output_of, parts_of
 from manyhands.training.tensorflow.losses import KerasLoss, Losses, are_of_keras, reduced
 
 ACCURACY = ("accuracy", "acc")
 Accuracy = Callable[[Any, Any], Any]
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Parts:
+    inputs: tuple[Any, ...]  # the arguments of the model
+    target: Any  # as Keras's losses take it: one tensor, or a list or a dict of them
+    sample_weight: Any = None
+
+    @property
+    def has_one_target(self) -> bool:
+        return not is_nested(self.target)
+
+
+def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
+    if len(batch) < 2:
+        raise refusals.no_target(batch)
+    fewest, most = (1, 1) if any(map(is_nested, batch)) else _inputs(model)
+    inputs = int(min(most, len(batch) - 1))
+    if inputs < fewest or len(batch) > inputs + 2:
+        takes = ("" if fewest == most else f"{fewest} to ") + counted(most, "input")
+        raise BadBatch(
+            f"a batch has {counted(len(batch), 'part')}, but {type(model).__name__} takes {takes}: give (inputs..., "
+            "target) or (inputs..., target, sample_weight), with several targets in a list or a dict"
+        )
+    return Parts(tuple(batch[:inputs]), *batch[inputs:])
+
+
+def inputs_of(model: Any, batch: Sequence[Any], inputs: Inputs) -> tuple[Any, ...]:
+    """The model's inputs in a batch that may have no targets."""
+    if len(batch) == 1 or inputs.targets is False:
+        return tuple(batch)
+    if inputs.targets is None and not any(map(is_nested, batch)) and len(batch) <= inputs.arrays:
+        return tuple(batch[: inputs.count(len(batch))])
+    return parts_of(model, batch).inputs
+
+
+def inputs_for(model: Any, targets: bool | None) -> Inputs:
+    """The inputs of a model, for prediction; ``targets``: whether the last part of the data is a target."""
+    fewest, most = _inputs(model)
+    return Inputs(type(model).__name__, fewest, most, most, targets)
+
+
+def _inputs(model: Any) -> tuple[int, float]:
+    """The fewest and the most inputs that a model takes."""
+    if isinstance(model, Functional):
+        return len(model.inputs), len(model.inputs)
+    if isinstance(model, keras.Sequential):
+        return 1, 1
+    call = model.call
+    if is_default(model, "call"):  # the book's Module calls forward
+        if is_default(model, "forward"):
+            net = getattr(model, "net", None)
+            return _inputs(net) if isinstance(net, keras.Layer) else (1, math.inf)
+        call = model.forward
+    return argument_range(call, ("training", "mask"))
+
+
+def output_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
+    """The model's output. If it does not take such inputs, the error describes the user's data."""
+    try:
+        if isinstance(model, Functional) and len(inputs) > 1:
+            return model(list(inputs), training=training)
+        return model(*inputs, training=training)
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        if isinstance(error, ManyhandsError):
+            raise
+        wanted = ", ".join(map(_shape_of, getattr(model, "inputs", None) or ()))
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
+        images = any(isinstance(layer, keras.layers.Conv2D) for layer in model._flatten_layers())
+        grey = images and any(len(tensor.shape) == 3 for tensor in keras.tree.flatten(inputs))
+        cure = ": images need an axis of channels, X[..., np.newaxis] gives grey ones theirs" if grey else ""
+        shapes = ", ".join(map(_shape_of, inputs))
+        raise BadBatch(f"a sample of the data has shape {shapes}, and {type(model).__name__} {takes}{cure}") from error
+
+
+def _shape_of(part: Any) -> str:
+    """The shape of one sample; of a dict, shapes by name."""
+    if isinstance(part, dict):
+        return ", ".join(f"{name!r}: {_shape_of(value)}" for name, value in part.items())
+    return ", ".join(str(tuple(leaf.shape[1:])) for leaf in keras.tree.flatten(part))
+
+
+# Objectives
 
 
 class Objective(Protocol):
@@ -36,7 +132,7 @@ class Supervised:
     """A loss of Keras's kind, ``loss(y_true, y_pred)``, of the batch's targets and the model's output."""
 
     loss: Any  # the user's; None: the cross-entropy of class scores
-    keras_loss: KerasLoss
+    keras_loss: KerasLoss | OwnLoss
     accuracy: Accuracy | None = None
     labels: ClassLabels | None = None  # learns from the first output how many classes there are
 
@@ -46,7 +142,9 @@ class Supervised:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        output = _output(model, parts, self.labels, training=training)
+        output = widened(output_of(model, parts.inputs, training=training))
+        if self.labels is not None and tf.is_tensor(output):
+            self.labels.learn(output.shape)
         if self.loss is None and not tf.is_tensor(output):
             raise BadSettings(
                 f"the model gives {type_in_words(output)} of {len(output)}, and the default loss is the cross-entropy "
@@ -54,25 +152,23 @@ class Supervised:
                 "each output), or a model with its own training_step(batch)"
             )
         losses = self.keras_loss.losses(parts.target, output, parts.sample_weight)
-        return _with_correct(losses, output, parts, self.accuracy)
+        correct = None
+        if tf.is_tensor(output) and parts.has_one_target:
+            correct = (self.accuracy or _of_classes)(parts.target, output)
+        return replace(losses, correct=correct, output=output, targets=parts.target)
 
 
 @dataclass
-class BookLoss:
-    """The loss of a Module of the book, ``loss(y_hat, y)``."""
+class OwnLoss:
+    """The loss of a model with a ``loss(output, target)`` of its own."""
 
-    is_mean: bool = False
+    model: Any
 
-    def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
-        parts = parts_of(model, batch)
-        if parts.sample_weight is not None:
-            raise BadBatch(
-                f"a batch has {len(batch)} parts, and the loss of {type(model).__name__} takes no weights of samples: "
-                "write a training_step(batch)"
-            )
-        output = _output(model, parts, training=training)
-        losses = reduced(model.loss(output, parts.target), name=f"loss of {type(model).__name__}")
-        return _with_correct(losses, output, parts, None)
+    def losses(self, target: Any, output: Any, sample_weight: Any = None) -> Losses:
+        name = f"loss of {type(self.model).__name__}"
+        if sample_weight is not None:
+            raise BadBatch(f"the {name} takes no weights of samples: write a training_step(batch)")
+        return reduced(self.model.loss(output, target), name=name)
 
 
 @dataclass
@@ -98,20 +194,13 @@ def objective_for(model: Any, loss: Any) -> Objective:
         return Supervised(loss, KerasLoss(loss, output_names=names))
     if is_default(model, "training_step"):
         if not is_default(model, "loss"):
-            return BookLoss()  # the same step, with the outputs at hand
+            return Supervised(model.loss, OwnLoss(model))  # the same step, with the outputs at hand
     elif hasattr(model, "training_step"):
         return OwnStep()
     elif getattr(model, "compiled", False) and model.loss is not None:
         weights = model._compile_loss._user_loss_weights
         return Supervised(model.loss, KerasLoss(model.loss, weights, names), _compiled_accuracy(model))
     return Supervised(None, KerasLoss(lambda y_true, y_pred: cross_entropy(y_pred, y_true), output_names=names))
-
-
-def _output(model: Any, parts: Parts, labels: ClassLabels | None = None, *, training: bool) -> Any:
-    output = widened(output_of(model, parts.inputs, training=training))
-    if labels is not None and tf.is_tensor(output):
-        labels.learn(output.shape)
-    return output
 
 
 def widened(output: Any) -> Any:
@@ -150,13 +239,6 @@ def before_softmax(output: Any) -> Any:
 
 
 # Correct predictions
-
-
-def _with_correct(losses: Losses, output: Any, parts: Parts, accuracy: Accuracy | None) -> Losses:
-    correct = None
-    if tf.is_tensor(output) and parts.has_one_target:
-        correct = (accuracy or _of_classes)(parts.target, output)
-    return replace(losses, correct=correct, output=output, targets=parts.target)
 
 
 def _of_classes(target: Any, output: Any) -> Any:

@@ -99,14 +99,10 @@ def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
 
 def options(optimizer: Any) -> dict[str, Any]:
     """The options of an optimizer that JSON can hold. Checkpoints hold variables only, so the job's options count."""
-    plain = (bool, int, str, type(None))
     made_with = {name: value for name, value in optimizer.get_config().items() if name != "name"}
-    made_with |= {name: float(value) for name, value in made_with.items() if isinstance(value, float)}
-    return {name: value for name, value in made_with.items() if type(value) in plain or _is_finite(value)}
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    numbers = {name: float(value) for name, value in made_with.items() if isinstance(value, float)}
+    plain = {name: value for name, value in made_with.items() if type(value) in (bool, int, str, type(None))}
+    return plain | {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def rate_of(optimizer: Any) -> int | None:

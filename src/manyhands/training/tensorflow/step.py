@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
+from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
 from manyhands.training.data.roles import Inputs
-from manyhands.training.data.sources import Array, Batch
+from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.learner import check_average
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Figures
@@ -44,6 +47,52 @@ MOST_SUMS = 8  # losses with a divisor of their own: one for each masked output,
 WIDTH = PLAIN + 2 * MOST_SUMS
 _NONE_BAD = np.inf
 _HOST = "/device:CPU:0"
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One batch as a step takes it: the data, an order of them, and where in it each shard begins and ends."""
+
+    data: tuple[Any, ...]
+    order: Any
+    bounds: Array
+
+
+class Feed:
+    """Batches of one source, cut into the shards of all replicas of a job.
+
+    The data stay in the host's memory; the step gathers the rows of a shard and copies them to its device.
+    """
+
+    def __init__(self, source: Source, replicas: int, check: Any = None) -> None:
+        """``check`` looks at the arrays of every batch of a loader."""
+        self.source, self.replicas, self.check = source, replicas, check
+        self._data = tuple(map(_on_host, source.arrays)) if isinstance(source, Arrays) else ()
+
+    def batches(
+        self, cursor: Cursor, size: int, seed: int, shares: Sequence[float] | None, least: int, *, whole: bool = False
+    ) -> Iterator[tuple[Window, StepInput]]:
+        """Every batch from the cursor to the end of its epoch; ``whole`` ones are not divided over the replicas."""
+
+        def bounds(window: Window) -> Array:
+            return np.cumsum([0, *window.sizes(self.replicas, shares, least=least)], dtype=np.int64)
+
+        source = self.source
+        if isinstance(source, Stream):
+            for window, arrays in undivided(source.windows(cursor, seed), whole):
+                if self.check is not None:
+                    self.check(source.nested(arrays))
+                data = tuple(map(_on_host, (*arrays, np.arange(window.size))))
+                yield window, StepInput(data[:-1], data[-1], bounds(window))
+            return
+        order = _on_host(epoch_order(seed, cursor.epoch, source.count, shuffle=source.shuffle))
+        for window in windows(cursor, source.count, size, whole=whole):
+            yield window, StepInput(self._data, order, window.start + bounds(window))
+
+
+def _on_host(array: Array) -> Any:
+    with tf.device(backend.cpu()):
+        return tf.convert_to_tensor(array)
 
 
 class Step:
@@ -115,10 +164,8 @@ class Step:
     def trainer(self, prepare: Prepare) -> Any:
         """The step for one source: ``(data, order, bounds, number, factor)``."""
 
-        replica = functools.partial(self._train_replica, prepare)
-
         def work(*arguments: Any) -> None:
-            self.strategy.run(replica, args=arguments)
+            self.strategy.run(functools.partial(self._train_replica, prepare), args=arguments)
 
         return _compiled(work)
 
@@ -129,7 +176,29 @@ class Step:
         all replicas, also of other processes.
         """
 
-        replica = functools.partial(self._test_replica, prepare, loss, inputs, gathered)
+        def replica(data: Batch, order: Any, bounds: Any) -> Any:
+            number, begin, end = _place(bounds)
+            pairs: list[Any] = []
+
+            def work() -> Any:
+                values = _read(self.weights), _read(self.statistics), (0, number)
+                batch = prepare(_gathered(data, order[begin:end]))
+                losses = self.function(*values, batch, training=False)[0] if loss else Losses()
+                pair = losses.output, losses.targets
+                if inputs is not None and losses.output is None:  # the model's own step does not return it
+                    targets = batch[-1] if loss and len(batch) > 1 else ()
+                    pair = self.function.output(*values, batch, inputs), targets
+                pairs.append(pair if inputs is not None else ())
+                return self._figures(losses, end - begin), pairs[0]
+
+            def nothing() -> Any:
+                return tf.zeros(WIDTH, tf.float64), tf.nest.map_structure(_no_rows, pairs[0])
+
+            figures, pair = tf.cond(end > begin, work, nothing)
+            self.test_sums.assign_add(figures)
+            context = tf.distribute.get_replica_context()
+            return tf.nest.map_structure(lambda rows: context.all_gather(rows, 0), pair) if gathered else pair
+
         return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     # What one replica does
@@ -147,7 +216,8 @@ class Step:
 
             numbers = (number, replica, part)
             more, statistics, now = self._part(rows, stop - start, whole, weights, statistics, numbers)
-            gradients = [_added(*both) for both in zip(gradients, more, strict=True)] if gradients else more
+            both = zip(gradients, more, strict=True)
+            gradients = [list(map(tf.add, *parts)) for parts in both] if gradients else more
             sums += now
         figures, summed = self._divided(gradients, sums, whole)
         share = tf.cast(figures[LOSS] / tf.cast(whole, tf.float64), summed[0].dtype)
@@ -221,37 +291,6 @@ class Step:
         moved = [mean + (value - mean) * (1 - self._decay) for mean, value in zip(average, values, strict=True)]
         return [tf.where(a == b, b, c) for a, b, c in zip(average, values, moved, strict=True)]
 
-    def _test_replica(
-        self,
-        prepare: Prepare,
-        loss: bool,
-        inputs: Inputs | None,
-        gathered: bool,
-        data: Batch,
-        order: Any,
-        bounds: Any,
-    ) -> Any:
-        replica, begin, end = _place(bounds)
-        pairs: list[Any] = []
-
-        def work() -> Any:
-            values = _read(self.weights), _read(self.statistics), (0, replica)
-            batch = prepare(_gathered(data, order[begin:end]))
-            losses = self.function(*values, batch, training=False)[0] if loss else Losses()
-            pair = losses.output, losses.targets
-            if inputs is not None and losses.output is None:  # the model's own step does not return it
-                targets = batch[-1] if loss and len(batch) > 1 else ()
-                pair = self.function.output(*values, batch, inputs), targets
-            pairs.append(pair if inputs is not None else ())
-            return self._figures(losses, end - begin), pairs[0]
-
-        def nothing() -> Any:
-            return tf.zeros(WIDTH, tf.float64), tf.nest.map_structure(_no_rows, pairs[0])
-
-        figures, pair = tf.cond(end > begin, work, nothing)
-        self.test_sums.assign_add(figures)
-        return tf.nest.map_structure(_from_all, pair) if gathered else pair
-
     def _figures(self, losses: Losses, size: Any) -> Any:
         """Loss, correct predictions and samples, then the totals of the sums and their counts; zero without samples."""
         self.sums_of_loss = len(losses.sums)
@@ -309,11 +348,6 @@ def _no_rows(tensor: Any) -> Any:
     return tf.zeros([0, *(size or 0 for size in tensor.shape[1:])], tensor.dtype)
 
 
-def _from_all(rows: Any) -> Any:
-    """The rows of all replicas, one after the other."""
-    return tf.distribute.get_replica_context().all_gather(rows, 0)
-
-
 def _compiled(work: Callable[..., Any]) -> Any:
     """A graph of TensorFlow's for one job.
 
@@ -347,7 +381,3 @@ def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
     first = tf.zeros((), sums[0].dtype) if losses.mean is None else losses.mean
     first *= tf.cast(size, first.dtype) / tf.cast(whole, first.dtype)
     return [tf.where(size > 0, term, tf.zeros_like(term)) for term in (first, *sums)]
-
-
-def _added(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    return [a + b for a, b in zip(first, second, strict=True)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,12 +23,11 @@ from manyhands.training.loop import Loop
 from manyhands.training.options import Settings
 from manyhands.training.result import Result
 from manyhands.training.tensorflow import checks, evaluation, losses, optimizers, world
-from manyhands.training.tensorflow.batches import inputs_for
 from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
 from manyhands.training.tensorflow.learner import Job, KerasLearner
 from manyhands.training.tensorflow.model import changed, of_batch_stats, of_precision
-from manyhands.training.tensorflow.objective import objective_for
+from manyhands.training.tensorflow.objective import inputs_for, objective_for
 from manyhands.training.trainer import BaseTrainer
 
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.CancelledError)
@@ -83,17 +83,22 @@ class Trainer(BaseTrainer):
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
         job = self._job(model, settings)
-        options = {"schedule": self.options.schedule, "run": run, "resume": resume, "metrics": self._metrics(model)}
         changes = of_precision(model, settings.precision) + of_batch_stats(model, settings.step.batch_stats)
-        with changed(changes):
+        with changed(changes), _explained(here):
             if here.replicas > 1 or settings.step.accumulate > 1:
                 note = checks.check_loss(model, job.objective, job.train)
                 job.notes += [] if note is None else [note]
-            result = _fit(job, here, dispatcher, **options)
-        if here.size > 1:
-            result.devices = launcher.device_names(backend.neutral(here.devices[0]).kind)
-        else:
-            result.devices = self.device_names
+            learner = KerasLearner(job, here)
+            learner.callbacks = [callback for callback in dispatcher.callbacks if isinstance(callback, KerasCallback)]
+            for callback in learner.callbacks:
+                callback.of_model(model, learner.update_caller_model)
+            options: dict[str, Any] = {"schedule": self.options.schedule, "run": run, "resume": resume}
+            options |= {"callbacks": dispatcher.plan, "metrics": self._metrics(model)}
+            result = Loop(learner, settings, dispatcher.event, **options).fit()
+        if job.optimizer.use_ema:  # as Keras's fit does at its end
+            job.optimizer.finalize_variable_values(model.trainable_variables)
+        kind = backend.neutral(here.devices[0]).kind
+        result.devices = launcher.device_names(kind) if here.size > 1 else self.device_names
         return result
 
     def _job(self, model: Any, settings: Settings) -> Job:
@@ -101,8 +106,10 @@ class Trainer(BaseTrainer):
         checks.check_compiled(model, loss=self.options.loss, tests=self.test_source is not None)
         checks.materialise(model, self.train_source)
         optimizer = optimizers.optimizer_for(self.options.optimizer, model, settings.lr)
-        if self.options.schedule is not None:
-            _check_settable(optimizer)
+        if self.options.schedule is not None and not hasattr(optimizer.learning_rate, "assign"):
+            raise BadSettings(
+                "the optimizer has a LearningRateSchedule, and the trainer has schedule=: keep one of them"
+            )
         objective = objective_for(model, self.options.loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         return Job(model, objective, optimizer, self.train_source, self.test_source, settings, labels)
@@ -142,25 +149,14 @@ class Trainer(BaseTrainer):
         return evaluation.own_meter(metric)
 
 
-def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) -> Result:
-    """``options``: of the loop."""
+@contextlib.contextmanager
+def _explained(here: world.World) -> Iterator[None]:
+    """Turn an error about a process that is gone into one that says so."""
     try:
-        learner = KerasLearner(job, here)
-        learner.callbacks = [callback for callback in dispatcher.callbacks if isinstance(callback, KerasCallback)]
-        for callback in learner.callbacks:
-            callback.of_model(job.model, learner.update_caller_model)
-        result = Loop(learner, job.settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
+        yield
     except _LOST as error:
         if here.size == 1:
             raise
         raise WorkerFailed(
             f"process {here.rank} lost another process of the job, which died or hangs: {error.message}"
         ) from error
-    if job.optimizer.use_ema:  # as Keras's fit does at its end
-        job.optimizer.finalize_variable_values(job.model.trainable_variables)
-    return result
-
-
-def _check_settable(optimizer: Any) -> None:
-    if not hasattr(optimizer.learning_rate, "assign"):
-        raise BadSettings("the optimizer has a LearningRateSchedule, and the trainer has schedule=: keep one of them")
