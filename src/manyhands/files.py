@@ -1,4 +1,4 @@
-"""Files: checked before anything is run for them, replaced so that a kill leaves one of the two, and JSON."""
+"""Files: checked before anything is run for them, replaced so that a kill leaves one of the two; figures; and JSON."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from manyhands.errors import EngineError, ManyhandsError, NotJson
+from manyhands.errors import EngineError, ManyhandsError, NotJson, PackageMissing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LONGEST_INTEGER = 14_000  # bits; Python refuses to read back decimal numbers of more than 4300 digits
 
@@ -34,6 +37,17 @@ def to_write(path: str | Path, verb: str, suffixes: Sequence[str]) -> Path:
         raise EngineError(f"{verb}({str(path)!r}): the suffix says what is written; write {names}")
     check_writable(path, EngineError)
     return path
+
+
+def new_figure(what: str, size: tuple[float, float], instead: str = "") -> Figure:
+    """A figure of matplotlib. Not pyplot's: its current figure and its backend belong to the user's program."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PackageMissing(
+            f"{what} cannot be drawn: matplotlib is not installed. Run: pip install matplotlib{instead}"
+        ) from error
+    return Figure(figsize=size, layout="constrained")
 
 
 # Files that survive a kill: a reader sees the old file or the new one, never a part of it.

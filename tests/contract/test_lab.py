@@ -22,14 +22,14 @@ def test_operations_compute_the_same_everywhere(mh: Any, framework: str) -> None
     x = bench.random((3, 3), device, seed=1, scale=2.0)
     expected = numpy.random.default_rng(1).standard_normal((3, 3), dtype="float32") * 2
     assert numpy.array_equal(operations.numpy(x), expected)
-    results = [operations.matmul(x, x), operations.relu(x), operations.transpose(x)]
-    wanted = [expected @ expected, expected.clip(0), expected.T]
+    results = [operations.matmul(x, x), operations.transpose(x)]
+    wanted = [expected @ expected, expected.T]
     bench.equal(results, wanted, tolerance=1e-3)
     assert all(mh.device_of(result) == mh.device_of(x) for result in results)
     assert numpy.allclose(operations.numpy(operations.norm(x)), numpy.linalg.norm(expected), rtol=1e-4)
     assert bench.number(x, 2) == expected[0, 2]
     with pytest.raises(ResultsDiffer, match="result 0 by more than 0"):
-        bench.equal(operations.relu(x), x)
+        bench.equal(x * 2, x)
 
 
 @pytest.mark.long

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from manyhands.device import FRAMEWORKS
-from manyhands.errors import PackageMissing, type_in_words
+from manyhands.errors import type_in_words
+from manyhands.files import new_figure
 
 Member = TypeVar("Member")
 __all__ = ["Accumulator", "Animator", "Benchmark", "HyperParameters", "Timer", "add_to_class"]
@@ -196,14 +197,7 @@ class Animator:
         return Path(path)
 
     def _picture(self, dpi: int) -> bytes:
-        """A PNG, drawn without pyplot: no window is opened and the user's own figures are left alone."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise PackageMissing(
-                "a picture needs matplotlib, which is not installed: pip install matplotlib", name="matplotlib"
-            ) from None
-        figure = Figure(figsize=self._size, layout="constrained")
+        figure = new_figure("the picture", self._size)
         axes = figure.add_subplot()
         for xs, ys, style in zip(self.X, self.Y, itertools.cycle(self._formats), strict=False):
             # A single point makes no line: a marker shows it.

@@ -14,8 +14,7 @@ from manyhands.cli.flags import Count, File, Framework, Reads
 from manyhands.errors import BadProfile, BadSettings
 from manyhands.files import check_writable
 from manyhands.forecast import measured
-from manyhands.forecast import plot as plots
-from manyhands.forecast.forecast import Forecast
+from manyhands.forecast.forecast import Forecast, check_plot
 from manyhands.forecast.links import link
 from manyhands.forecast.profile import Profile
 from manyhands.forecast.scaling import DEVICES, Assumptions
@@ -71,7 +70,7 @@ def run(
     """
     # Refuse bad options first: measuring takes a while.
     if plot is not None:
-        plots.place(plot)
+        check_plot(plot)
     for path in filter(None, (plot, save_profile)):
         check_writable(path, BadProfile)
     how["assumptions"] = Assumptions() if input_rate is None else Assumptions(input_rate=input_rate)

@@ -1,18 +1,23 @@
-"""The forecast, for people (a table, a plot) and for programs (rows, a dict)."""
+"""The forecast, for people (tables, a plot) and for programs (rows, a dict)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import counted, seconds
+from manyhands.errors import BadProfile
+from manyhands.files import new_figure, to_write
 from manyhands.forecast import scaling
 from manyhands.forecast.links import Link
-from manyhands.forecast.profile import MEMORY_PARTS, SCHEMA, Profile
-from manyhands.forecast.scaling import Assumptions, Row
+from manyhands.forecast.profile import MEMORY_PARTS, SCHEMA, Memory, Profile
+from manyhands.forecast.scaling import TERMS, Assumptions, Row
 from manyhands.schedule.memory import megabytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Forecast:
         if words:
             return "; ".join(words) + "."
         first = self.rows[0]
-        return f"{_devices(first.devices)} take{'s' * (first.devices == 1)} {_time(first.seconds)} a step."
+        return f"{_devices(first.devices)} take{'s' * (first.devices == 1)} {seconds(first.seconds)} a step."
 
     def _does_not_fit(self, problems: Sequence[Row]) -> str:
         counts = ", ".join(str(row.devices) for row in problems)
@@ -115,20 +120,21 @@ class Forecast:
         whose = "each device's" if base == 1 else f"each {base} devices'"
         sizes = f"{whose} batch" if self.per_device else "batch size"
         device = profile.device if base == 1 else f"{base} x {profile.device}"
-        parts = f" (forward {_time(step.forward)}, backward {_time(step.backward)}, optimizer {_time(step.optimizer)})"
-        if not step.optimizer:  # a step that was timed as a whole: its parts are assumed
-            parts = ""
+        parts = ", ".join(f"{name} {seconds(getattr(step, name))}" for name in ("forward", "backward", "optimizer"))
+        # A step that was timed as a whole has no optimizer: its parts are assumed.
+        shares = f" ({parts})" if step.optimizer else ""
         lines = [
             self.headline,
             "",
-            f"{profile.name}, {sizes} {profile.batch_size}, on {device}: {_time(step.total)} a step{parts}",
+            f"{profile.name}, {sizes} {profile.batch_size}, on {device}: {seconds(step.total)} a step{shares}",
             f"gradients: {megabytes(profile.gradient_bytes)} in {counted(len(profile.buckets), 'bucket')}; "
             f"link {self.link}",
             "",
-            *_table(_time_columns(self.rows)),
+            *_table([_time_cells(row) for row in self.rows]),
         ]
-        if any(row.memory is not None for row in self.rows):
-            lines += ["", *_table(_memory_columns(self.rows))]
+        if measured := [(row, row.memory) for row in self.rows if row.memory is not None]:
+            shown = [name for name in MEMORY_PARTS if any(getattr(memory, name) for _, memory in measured)]
+            lines += ["", *_table([_memory_cells(row, memory, shown) for row, memory in measured])]
             if profile.capacity is not None:
                 lines.append(f"memory of {profile.device}: {megabytes(profile.capacity)}")
         pays = self.assumptions.pays
@@ -147,9 +153,7 @@ class Forecast:
 
     def plot(self, path: str | Path) -> Path:
         """Draw speed-up and memory over the number of devices; ``.png`` or ``.svg``."""
-        from manyhands.forecast import plot
-
-        return plot.draw(self, path)
+        return _draw(self, path)
 
 
 def _losing(first: Row, losing: Sequence[Row]) -> str:
@@ -178,54 +182,117 @@ def _base(row: Row) -> str:
     return "one" if row.base == 1 else str(row.base)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def _time_cells(row: Row) -> dict[str, str]:
+    """A line of the first table: what stands below each title."""
+    worst, alone = row.worst_term, row.devices == row.base
+    return {
+        "devices": f"{row.devices:,}",
+        "each": f"{row.shard:,}",
+        "step": seconds(row.seconds),
+        "samples/s": f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
+        "speed-up": f"{row.speed_up:.2f}",
+        "efficiency": f"{row.efficiency:.0%}",
+        "most lost by": "-" if worst is None else f"{worst} {row.terms[worst] / row.seconds:.0%}",
+        "pays": "-" if alone else "yes" if row.pays else "no",
+        "pays from": "-" if alone else "never" if row.pays_from is None else f"{row.pays_from:,}",
+        "device-hours": f"{row.device_hours:.3g}",
+    }
 
 
-def _time_columns(rows: Sequence[Row]) -> list[list[str]]:
-    head = [
-        "devices",
-        "each",
-        "step",
-        "samples/s",
-        "speed-up",
-        "efficiency",
-        "most lost by",
-        "pays",
-        "pays from",
-        "device-hours",
-    ]
-    body = []
-    for row in rows:
-        worst = row.worst_term
-        body.append(
-            [
-                f"{row.devices:,}",
-                f"{row.shard:,}",
-                _time(row.seconds),
-                f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
-                f"{row.speed_up:.2f}",
-                f"{row.efficiency:.0%}",
-                "-" if worst is None else f"{worst} {row.terms[worst] / row.seconds:.0%}",
-                "-" if row.devices == row.base else "yes" if row.pays else "no",
-                "-" if row.devices == row.base else "never" if row.pays_from is None else f"{row.pays_from:,}",
-                f"{row.device_hours:.3g}",
-            ]
-        )
-    return [head, *body]
+def _memory_cells(row: Row, memory: Memory, parts: Sequence[str]) -> dict[str, str]:
+    cells = {"devices": f"{row.devices:,}", "peak memory": megabytes(memory.total)}
+    cells |= {name: megabytes(getattr(memory, name)) for name in parts}
+    return cells | {"fits": "-" if row.fits is None else "yes" if row.fits else "no"}
 
 
-def _memory_columns(rows: Sequence[Row]) -> list[list[str]]:
-    shown = [name for name in MEMORY_PARTS if any(row.memory and getattr(row.memory, name) for row in rows)]
-    body = []
-    for row in rows:
-        if row.memory is not None:
-            figures = [megabytes(getattr(row.memory, name)) for name in shown]
-            fits = "-" if row.fits is None else "yes" if row.fits else "no"
-            body.append([f"{row.devices:,}", megabytes(row.memory.total), *figures, fits])
-    return [["devices", "peak memory", *shown, "fits"], *body]
-
-
-def _table(lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+# The plot: speed-up, where the time goes, and memory, over the number of devices
+
+# Colours that can be told apart without red and green (Okabe and Ito).
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000")
+
+
+def check_plot(path: str | Path) -> Path:
+    """The path, if a plot can be drawn and written to it; checked before anything is measured."""
+    path = to_write(path, "plot", (".png", ".svg"))
+    new_figure("the plot", (1.0, 1.0))
+    return path
+
+
+def _draw(forecast: Forecast, path: str | Path) -> Path:
+    path = check_plot(path)
+    has_memory = any(row.memory is not None for row in forecast.rows)
+    count = 3 if has_memory else 2
+    figure = new_figure("the plot", (4.6 * count, 4.6))
+    axes: Any = figure.subplots(1, count)
+    _speed_up(axes[0], forecast)
+    shares = [{name: row.terms.get(name, 0) / row.seconds for name in ("computing", *TERMS)} for row in forecast.rows]
+    _bars(axes[1], forecast, shares, "part of a device's time", 1.0)
+    axes[1].set_ylim(0, 1)
+    if has_memory:
+        _memory(axes[2], forecast)
+    profile = forecast.profile
+    sizes = f"batch size {forecast.rows[0].shard} a device" if forecast.per_device else "batch size "
+    sizes += "" if forecast.per_device else f"{forecast.rows[0].batch}"
+    figure.suptitle(f"{profile.name}, {sizes}, {forecast.link.name} (forecast)", fontsize="medium")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise BadProfile(f"the plot cannot be written to {str(path)!r}: {error.strerror or error}") from error
+    return path
+
+
+def _speed_up(axes: Axes, forecast: Forecast) -> None:
+    rows = sorted(forecast.rows, key=lambda row: row.devices)
+    devices = [row.devices for row in rows]
+    base = rows[0].base
+    axes.plot(devices, [count / base for count in devices], "--", color="#999999", label="perfect")
+    axes.plot(devices, [row.speed_up for row in rows], color=_COLOURS[0], label="forecast")
+    for pays, marker, label in ((True, "o", "pays"), (False, "X", "does not pay")):
+        chosen = [row for row in rows if row.pays is pays and row.devices > base]
+        if chosen:
+            colour = _COLOURS[0] if pays else _COLOURS[5]
+            points = [row.devices for row in chosen], [row.speed_up for row in chosen]
+            axes.plot(*points, marker, color=colour, label=label, markersize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(devices, [f"{count}" for count in devices])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("devices")
+    axes.set_ylabel(f"times the speed of {counted(base, 'device')}")
+    axes.grid(visible=True, alpha=0.35)
+    axes.legend(frameon=False)
+
+
+def _bars(axes: Axes, forecast: Forecast, stacks: list[dict[str, float]], label: str, scale: float) -> list[float]:
+    """Stacked bars, one for each number of devices; parts too small to see are left out."""
+    places = range(len(stacks))
+    tops = [0.0] * len(stacks)
+    highest = max(sum(stack.values()) for stack in stacks)
+    names = [name for name in stacks[0] if any(stack[name] > 0.003 * highest for stack in stacks)]
+    for name, colour in zip(names, _COLOURS, strict=False):
+        heights = [max(0.0, stack[name]) * scale for stack in stacks]
+        axes.bar(places, heights, bottom=tops, label=name, color=colour, width=0.7)
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    axes.set_xticks(places, [f"{row.devices}" for row in forecast.rows])
+    axes.set_xlabel("devices")
+    axes.set_ylabel(label)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, fontsize="small")
+    return tops
+
+
+def _memory(axes: Axes, forecast: Forecast) -> None:
+    stacks = [
+        {name: getattr(row.memory, name) if row.memory is not None else 0.0 for name in MEMORY_PARTS}
+        for row in forecast.rows
+    ]
+    tops = _bars(axes, forecast, stacks, "MB on each device", 1e-6)
+    capacity = forecast.profile.capacity
+    if capacity is not None and capacity * 1e-6 < 4 * max(tops):
+        axes.axhline(capacity * 1e-6, color="black", linestyle="--", linewidth=1)
+        axes.annotate("memory of the device", (0, capacity * 1e-6), va="bottom", fontsize="small")

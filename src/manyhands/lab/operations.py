@@ -18,7 +18,6 @@ class Operations:
 
     matmul: Callable[[Any, Any], Any]
     norm: Callable[[Any], Any]
-    relu: Callable[[Any], Any]
     transpose: Callable[[Any], Any]
     tensor: Callable[[Any], Any]
     numpy: Callable[[Any], Any]
@@ -44,7 +43,7 @@ def _torch() -> Operations:
         return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
 
     norm = torch.linalg.vector_norm
-    return Operations(matmul, norm, torch.relu, torch.t, torch.from_numpy, numpy, _set, torch.Tensor.pin_memory)
+    return Operations(matmul, norm, torch.t, torch.from_numpy, numpy, _set, torch.Tensor.pin_memory)
 
 
 def _jax() -> Operations:
@@ -59,7 +58,7 @@ def _jax() -> Operations:
     def with_number(x: Any, index: int, value: float) -> Any:
         return x.at[0, index].set(value)
 
-    return Operations(matmul, jnp.linalg.norm, jax.nn.relu, jnp.transpose, tensor, jax.device_get, with_number)
+    return Operations(matmul, jnp.linalg.norm, jnp.transpose, tensor, jax.device_get, with_number)
 
 
 def _tensorflow() -> Operations:
@@ -91,8 +90,8 @@ def _tensorflow() -> Operations:
     def with_number(x: Any, index: int, value: float) -> Any:
         return tf.tensor_scatter_nd_update(x, [[0, index]], [value])
 
-    matmul, norm, relu, transpose = map(there, (tf.matmul, tf.norm, tf.nn.relu, tf.transpose))
-    return Operations(matmul, norm, relu, transpose, tensor, numpy, there(with_number))
+    matmul, norm, transpose = map(there, (tf.matmul, tf.norm, tf.transpose))
+    return Operations(matmul, norm, transpose, tensor, numpy, there(with_number))
 
 
 def _mxnet() -> Operations:
@@ -109,4 +108,4 @@ def _mxnet() -> Operations:
     def pin(x: Any) -> Any:
         return x.as_in_context(mx.cpu_pinned(0))
 
-    return Operations(matmul, mx.nd.norm, mx.nd.relu, mx.nd.transpose, tensor, numpy, _set, pin)
+    return Operations(matmul, mx.nd.norm, mx.nd.transpose, tensor, numpy, _set, pin)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.errors import PackageMissing
-from manyhands.files import to_write
+from manyhands.files import new_figure, to_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,15 +87,8 @@ def _in_order(spans: Sequence[Span]) -> list[str]:
 
 
 def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PackageMissing(
-            f"{path.name} cannot be drawn: matplotlib is not installed. Run: pip install matplotlib, or write "
-            f"{path.with_suffix('.json').name!r}, a trace for ui.perfetto.dev, which needs nothing"
-        ) from error
-
-    figure = Figure(figsize=(12, 1.6 + 0.5 * len(_in_order(spans))), layout="constrained")
+    instead = f", or write {path.with_suffix('.json').name!r}, a trace for ui.perfetto.dev, which needs nothing"
+    figure = new_figure(path.name, (12.0, 1.6 + 0.5 * len(_in_order(spans))), instead)
     gantt(figure, spans).set_title(title, fontsize=10)
     figure.savefig(path, dpi=120)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from manyhands import files
-from manyhands.errors import PackageMissing
 from manyhands.training.callbacks.callback import NO_METRICS, Callback, Row, Training, Values
 from manyhands.training.checkpoints.run_folder import RunFolder
 
@@ -183,15 +182,9 @@ def curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Pa
 
 
 def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    try:
-        # Not pyplot: its current figure and its backend belong to the user's program.
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise PackageMissing(
-            "the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
-        ) from error
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = files.new_figure("the curves", (6.4, 4.2))
+    from matplotlib.ticker import MaxNLocator
+
     left = figure.add_subplot()
     across = _across(rows)
     points = {key: points for key in _LINES if (points := _points(rows, across, key))[0]}
