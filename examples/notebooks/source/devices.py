@@ -58,7 +58,7 @@ except RuntimeError as error:
 #
 # Data sheets give peaks. `manyhands devices --measure` times copies to and from each device, and matrix products on it. On a
 # machine with GPUs this is the first thing to run: it shows a GPU in the wrong slot, and what page-locked ("pinned") host
-# memory gains. An H200 gave this (GB/s and TFLOP/s, PyTorch 2.11, from `docs/performance.md`):
+# memory gains. An H200 gave this (GB/s and TFLOP/s, PyTorch 2.11, from `docs/how/measurements.md`):
 #
 # | to device | pinned | to host | pinned | on device | fp32 | bf16 |
 # |---|---|---|---|---|---|---|

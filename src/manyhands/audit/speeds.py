@@ -35,7 +35,7 @@ class DeviceSpeeds:
 
 @functools.cache
 def h200() -> DeviceSpeeds:
-    """The H200's, as measured for docs/performance.md."""
+    """The H200's, as measured for docs/how/measurements.md."""
     return _read(_shipped(), "h200.json")
 
 

@@ -16,7 +16,7 @@ from manyhands.parallel.plan import AS_WRITTEN
 _UNTIL_PLANNED = 4  # calls without new captures: a graph still without a plan gets none, or is unused
 _UNTIL_SETTLED = 16  # calls in all
 # Seconds that guards and the wrapper of aot_autograd take, of a piece and of each of its tensors: 50 to 230 us in nets
-# of docs/performance.md. Not timed here: whether a function is called directly would depend on the machine's load.
+# of docs/how/measurements.md. Not timed: whether a function is called directly would depend on the load of the machine.
 _PIECE, _TENSOR = 50e-6, 0.5e-6
 
 

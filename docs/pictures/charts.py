@@ -1,0 +1,200 @@
+"""Drawings of the site that need no framework: ``python docs/pictures/charts.py [NAME ...]``.
+
+``nets.svg`` shows the figures of docs/how/measurements.md, ``forecasts.svg`` those that ``benchmarks/forecast.py``
+computes; ``batch.svg``, ``layers.svg`` and ``which.svg`` explain. All follow the reader's light or dark mode.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+STYLE = """
+  text { font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #24292f; }
+  .soft { fill: #59636e; } .bold { font-weight: 600; } .middle { text-anchor: middle; } .end { text-anchor: end; }
+  .box { fill: #eef1fb; stroke: #4051b5; } .bar { fill: #4051b5; } .less { fill: #b35900; }
+  .line { stroke: #59636e; fill: none; } .grid { stroke: #d0d7de; fill: none; }
+  .one { fill: #4051b5; } .two { fill: #b35900; } .three { fill: #1a7f37; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3; } .soft { fill: #9198a1; } .line { stroke: #9198a1; } .grid { stroke: #3d444d; }
+    .box { fill: #1f2540; stroke: #8c9eff; } .bar, .one { fill: #8c9eff; } .less, .two { fill: #f0a45d; }
+    .three { fill: #56d364; }
+  }
+"""
+# Milliseconds a step of Trainer.fit, and of the better of the loop's CUDA graph by hand and `reduce-overhead`.
+NETS = {
+    "RegNet-Y-400MF": (3.04, 5.21),
+    "8 MLPs side by side": (0.50, 0.79),
+    "ResNet-50": (2.98, 4.72),
+    "MobileNetV3-small": (1.99, 3.11),
+    "GoogLeNet": (3.06, 4.58),
+    "EfficientNet-B0": (4.15, 6.08),
+    "DenseNet-121": (6.72, 9.79),
+    "8 experts": (0.37, 0.52),
+    "U-Net": (1.24, 1.61),
+    "gpt, 8 blocks": (1.75, 2.16),
+    "GroupNorm and SiLU": (2.86, 3.35),
+    "LSTM, cell by cell": (1.12, 1.21),
+    "recommender": (1.90, 2.05),
+    "VGG-11 with BatchNorm": (3.20, 3.18),
+    "LSTM of PyTorch": (1.58, 1.56),
+    "VGG-16": (4.28, 3.76),
+    "ViT-B/16": (7.27, 5.97),
+    "ConvNeXt-tiny": (6.10, 4.91),
+    "Swin-T": (12.3, 6.88),
+}
+FLOORS = (
+    ("cli", "the command: one module per subcommand"),
+    ("torch · jax · tensorflow · mxnet", "the modules that users import"),
+    ("lab · forecast · audit", "experiments; N devices; hidden waits and copies"),
+    ("book", "the textbook's names, models and data"),
+    ("training", "trainer, loop, callbacks, checkpoints; a folder per framework"),
+    ("parallel · tasks", "parallel(fn); with parallel(): explicit tasks"),
+    ("placement", "the verbs: to, copy, split, gather, devices, measure"),
+    ("backends", "devices, capture and runs; a folder per framework"),
+    ("schedule", "graph, lanes, check, simulate, pictures: no framework"),
+    ("errors · device · tree · shares", "words"),
+)
+QUESTIONS = (
+    ("What devices are there, how fast?", "manyhands devices --measure"),
+    ("A tensor is in the wrong place", "mh.to, mh.check_same_device"),
+    ("Train a model on all of them", "mh.Trainer"),
+    ("My own loop: independent work at once", "mh.parallel, torch.compile"),
+    ("My program is slow", "manyhands audit"),
+    ("Will more devices pay? Will it fit?", "manyhands forecast"),
+    ("Show me, on this machine", "manyhands lab"),
+    ("Test multi-GPU code without a GPU", "manyhands simulate"),
+)
+
+
+def text(x: float, y: float, words: str, *classes: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{" ".join(classes)}">{escape(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>'
+
+
+def line(x: float, y: float, to_x: float, to_y: float, kind: str = "line", *, arrow: bool = False) -> str:
+    end = ' marker-end="url(#arrow)"' if arrow else ""
+    return f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g}" class="{kind}"{end}/>'
+
+
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+    arrow = '<marker id="arrow" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+    arrow += '<path d="M1 1 L7 4 L1 7" class="line"/></marker>'
+    return "\n".join([head, f"<title>{escape(title)}</title><style>{STYLE}</style>{arrow}", *parts, "</svg>\n"])
+
+
+def nets() -> str:
+    """How many times as fast as its best rival each net trains."""
+    ratios = {name: rival / ours for name, (ours, rival) in NETS.items()}
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    left, scale, top, row = 190, 240, 54, 22
+    bottom = top + row * len(ratios)
+
+    def parts() -> Iterator[str]:
+        yield text(14, 24, "Trainer.fit beside its best rival, times as fast", "bold")
+        for tick in (0, 0.5, 1, 1.5):
+            x = left + tick * scale
+            yield line(x, top - 8, x, bottom, "line" if tick == 1 else "grid")
+            yield text(x, top - 12, f"{tick:g}", "soft", "middle")
+        for number, (name, ratio) in enumerate(sorted(ratios.items(), key=lambda item: -item[1])):
+            y = top + number * row
+            yield text(left - 10, y + 14, name, "end")
+            yield rect(left, y + 2, ratio * scale, row - 5, "bar" if ratio >= 1 else "less")
+            yield text(left + ratio * scale + 6, y + 14, f"{ratio:.2f}", "soft")
+        yield text(14, bottom + 24, f"Geometric mean {mean:.2f}. Orange: the rival wins.", "soft")
+
+    return svg(660, bottom + 36, "Nineteen nets through Trainer.fit, each beside its best rival", parts())
+
+
+def forecasts() -> str:
+    """The efficiency of N devices as published, and as forecast."""
+    sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
+    import forecast
+
+    left, bottom, size = 60, 440, 390
+    low, high = 0.65, 1.05
+
+    def place(published: float, predicted: float) -> tuple[float, float]:
+        each = ((value - low) / (high - low) * size for value in (published, predicted))
+        x, y = each
+        return left + x, bottom - y
+
+    def parts() -> Iterator[str]:
+        yield text(14, 24, "Efficiency of N devices: forecast beside published", "bold")
+        for percent in range(70, 101, 10):
+            x, y = place(percent / 100, percent / 100)
+            yield line(x, bottom, x, bottom - size, "grid") + line(left, y, left + size, y, "grid")
+            yield text(x, bottom + 18, f"{percent}%", "soft", "middle") + text(
+                left - 6, y + 5, f"{percent}%", "soft", "end"
+            )
+        yield line(*place(low, low), *place(high, high))
+        groups = {"one": "tables", "two": "more tables", "three": "last tables"}
+        for number, (kind, name) in enumerate(groups.items()):
+            for case in forecast.cases(forecast.GROUPS[name]):
+                if case.within_a_node and case.table.timed:
+                    ideal = case.table.one / (case.devices if case.table.strong else 1)
+                    x, y = place(ideal / case.published, ideal / case.predicted)
+                    what = f"{case.table.model}, {case.devices} devices: {case.error:+.1%}"
+                    circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill-opacity="0.7" class="{kind}">'
+                    yield f"{circle}<title>{escape(what)}</title></circle>"
+            y = 70 + 24 * number
+            yield f'<circle cx="480" cy="{y}" r="5" class="{kind}"/>' + text(494, y + 5, name)
+        yield text(left + size / 2, bottom + 40, "as published", "soft", "middle")
+        yield text(480, 160, "upwards: as forecast", "soft")
+
+    return svg(660, bottom + 52, "Forecast and published efficiency of several devices within a node", parts())
+
+
+def batch() -> str:
+    """The global batch, its shards, and the one sum of gradients."""
+
+    def parts() -> Iterator[str]:
+        yield rect(10, 70, 130, 60, "box") + text(75, 97, "global batch", "middle", "bold")
+        yield text(75, 117, "512 samples", "soft", "middle")
+        for number, (samples, y) in enumerate(((256, 20), (256, 120))):
+            yield line(140, 100, 206, y + 30, arrow=True)
+            yield rect(210, y, 190, 60, "box") + text(305, y + 26, f"gpu:{number}, a replica", "middle", "bold")
+            yield text(305, y + 46, f"shard of {samples}: gradients", "soft", "middle")
+            yield line(400, y + 30, 466, 100, arrow=True)
+        yield rect(470, 70, 180, 60, "box") + text(560, 97, "one sum / 512", "middle", "bold")
+        yield text(560, 117, "the update of one device", "soft", "middle")
+
+    return svg(660, 200, "A global batch, its shards on two devices, and the sum of their gradients", parts())
+
+
+def boxes(rows: Iterable[tuple[str, str]], title: str, *, arrows: bool) -> str:
+    """Pairs side by side, one row each."""
+    rows = list(rows)
+
+    def parts() -> Iterator[str]:
+        for number, (first, second) in enumerate(rows):
+            y = 8 + 40 * number
+            yield rect(8, y, 270, 32, "box") + text(143, y + 21, first, "middle", "bold" if not arrows else "")
+            if arrows:
+                yield line(278, y + 16, 306, y + 16, arrow=True)
+            yield text(312, y + 21, second, "bold" if arrows else "soft")
+
+    return svg(720, 16 + 40 * len(rows), title, parts())
+
+
+def layers() -> str:
+    return boxes(FLOORS, "The floors of the code: each imports only what stands below it", arrows=False)
+
+
+def which() -> str:
+    return boxes(QUESTIONS, "Which tool do I need?", arrows=True)
+
+
+MAKERS = {make.__name__: make for make in (nets, forecasts, batch, layers, which)}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or MAKERS:
+        (FOLDER / f"{name}.svg").write_text(MAKERS[name]())
