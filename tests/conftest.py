@@ -76,7 +76,7 @@ def no_trace_of_compilers() -> None:
 @pytest.fixture(autouse=True)
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings in a run's folder draw their curves; hundreds of tests need none, those of the mark do."""
-    if request.node.get_closest_marker("pictures") is None:
+    if request.node.get_closest_marker("pictures") is None and importlib.util.find_spec("numpy"):
         from manyhands.training.callbacks.display import Picture
 
         monkeypatch.setattr(Picture, "on_fit_end", lambda *_: None)
