@@ -80,4 +80,4 @@ def _output(output: dict[str, Any]) -> str:
         png = "".join(data["image/png"]).strip()
         return f'<img class="output picture" alt="" src="data:image/png;base64,{png}">'
     text = "".join(output.get("text") or data.get("text/plain", ""))
-    return f'```{{ .text .output }}\n{text.rstrip()}\n```'
+    return f"```{{ .text .output }}\n{text.rstrip()}\n```"
