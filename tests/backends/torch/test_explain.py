@@ -160,6 +160,27 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
 
 
+# Forecasts
+
+
+def test_a_call_can_be_forecast() -> None:
+    def chains(*xs: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for x in xs:
+            for _ in range(5):
+                x = x @ x
+            results.append(x)
+        return results
+
+    fast = mh.parallel(chains, synchronous=True)
+    fast(*(torch.randn(64, 64) / 8 for _ in range(16)))
+    one, two, many = (fast.forecast(count, lanes=1, bandwidth=1e12, latency=1e-7) for count in (1, 2, 16))
+    assert one.speed_up == pytest.approx(1)
+    assert 1.5 < two.speed_up <= 2.01
+    assert two.speed_up < many.speed_up <= 16.1
+    assert "16 devices of 1 lane, 1000 GB/s between them" in str(many)
+
+
 # Memory
 
 

@@ -32,8 +32,6 @@ def parts_of(value: Any) -> Sequence[Any] | None:
     an optimizer the weights that it moves and its notes about them.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return _parts_of_sparse(value)
         return (value.grad,) if value.requires_grad and value.is_leaf and value.grad is not None else ()
     if isinstance(value, torch.nn.Module):
         return _parts_of_module(value)
@@ -41,14 +39,6 @@ def parts_of(value: Any) -> Sequence[Any] | None:
         weights = [weight for group in value.param_groups for weight in group["params"]]
         return weights + [note for notes in [*value.state.values()] for note in [*notes.values()]]
     return () if isinstance(value, (torch.dtype, torch.device, torch.Generator)) else None
-
-
-def _parts_of_sparse(value: torch.Tensor) -> Sequence[torch.Tensor]:
-    if value.layout is torch.sparse_coo:
-        return compat.sparse_parts(value)
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return value.crow_indices(), value.col_indices(), value.values()
-    return ()
 
 
 _NAMES = frozenset(vars(torch.nn.Module()))

@@ -103,15 +103,3 @@ def test_graphs_for_any_size_are_traced() -> None:
         assert captured_graph._as_captured(function, arguments) is None
         sizes = {step.node.meta["val"].shape[0] for step in trace_captured(function, arguments).steps[-1:]}
         assert sizes <= {2, 3, 4}
-
-
-def test_operations_that_call_functions_are_traced() -> None:
-    """What a branch reads, writes or draws is not in the graph."""
-
-    def branch(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x + torch.rand_like(x), lambda x: x.cos(), (x,))
-
-    graphs = captured(branch, torch.rand(4))
-    assert graphs
-    for function, tensors in graphs:
-        assert captured_graph._as_captured(function, tensors) is None

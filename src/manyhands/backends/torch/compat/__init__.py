@@ -319,11 +319,6 @@ def base(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a COO tensor; the public methods refuse one that is not coalesced."""
-    return tensor._indices(), tensor._values()
-
-
 def hooks_of(value: torch.Tensor | torch.optim.Optimizer) -> dict[str, Any]:
     """The dicts with the hooks of a tensor's gradient, or of an optimizer's steps, by the names of their attributes."""
     names = HOOKS_OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else HOOKS_OF_PARAMETERS
