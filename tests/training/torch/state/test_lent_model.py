@@ -106,6 +106,34 @@ def test_values_reach_all_ranks_and_a_forward_pass_changes_nothing() -> None:
         assert same(net, fit(mlp(dropout=0.5, norm=True), vectors(), ranks)[0])
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = mlp(), 1.0
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.net(X)  # type: ignore[no-any-return]
+
+
+class Toggle(mh.Callback):
+    def on_model(self, training: Training, model: Any) -> None:
+        model.scale = 3.0 - model.scale
+        if training.epoch == 3:
+            training.save("third")
+            training.stop("enough")
+
+
+def test_attributes_reach_all_ranks_and_the_callback_may_save_and_stop(tmp_path: Path) -> None:
+    nets = [Scaled(), Scaled()]
+    weights = []
+    for ranks, net in enumerate(nets, 1):
+        tensors, result = fit(net, vectors(), ranks, max_epochs=9, run=tmp_path / f"{ranks}", callbacks=[Toggle()])
+        weights.append(tensors)
+        assert (len(result.rows), result.stopped, net.scale) == (3, "enough", 2.0)
+        assert len(list((tmp_path / f"{ranks}" / "third").iterdir())) == 1
+    assert difference(*weights) < 1e-12
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_job_trains_the_same_parameters(ranks: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {**ADAMW, "callbacks": [Unfreeze()], "checkpoints": Checkpoints(every=1, keep=99)}
