@@ -121,10 +121,6 @@ class FakeBackend:
     def end_virtual_devices(self) -> None:
         self.virtual = 0
 
-    def enter_virtual_block(self) -> None: ...
-
-    def leave_virtual_block(self) -> None: ...
-
     def virtual_count(self) -> int:
         return self.virtual
 

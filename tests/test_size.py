@@ -15,22 +15,22 @@ FOLDERS = {
     "audit": (3_590, 3_500),
     "backends": (9_900, 9_500),
     "book": (1_690, 1_200),
-    "cli": (1_675, 1_400),
+    "cli": (1_655, 1_400),
     "forecast": (1_675, 1_500),
     "lab": (1_950, 1_600),
     "parallel": (1_840, 1_900),
-    "placement": (775, 900),
+    "placement": (700, 900),
     "schedule": (1_390, 1_400),
     "tasks": (1_000, 1_000),
     "training": (26_085, 21_000),
     "words and modules": (1_440, 1_400),
 }
-FILES = (344, 320)  # of Python
+FILES = (343, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (5_370, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (40_890, 37_000)  # without the auditor's corpus
+TEST_LINES = (40_845, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

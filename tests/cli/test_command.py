@@ -99,12 +99,12 @@ def test_no_framework_is_a_useful_answer(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_measuring_gives_every_figure() -> None:
     backend = FakeBackend(gpus=1)
-    figures = dict(measure.speed(backend, FakeDevice("gpu", 0), megabytes=1))
-    assert list(figures) == measure.steps() == list(devices._COLUMNS)
+    figures = measure.speed(backend, FakeDevice("gpu", 0), megabytes=1)
+    assert list(figures) == list(devices._COLUMNS)
     assert figures["host_to_device"] > 0  # type: ignore[operator]
     assert figures["host_to_device_pinned"] is None
     assert figures["device_to_device"] > 0  # type: ignore[operator]
-    assert dict(measure.speed(backend, backend.cpu(), megabytes=1))["host_to_device"] is None
+    assert measure.speed(backend, backend.cpu(), megabytes=1)["host_to_device"] is None
 
 
 def ask(program: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -162,7 +162,7 @@ SPEED = {"host_to_device": 3456.7, "matmul_float32": 0.00012, "device_to_device"
 def answer(framework: str, measured: bool) -> dict[str, Any]:
     row = {"device": "virtual:10", "name": "A Processor With Quite A Long Name @ 3.50GHz", "uuid": None, "kind": "gpu"}
     row |= {"memory": {"total": 2**40, "free": 2**40} if framework == "torch" else None, "capability": "12.1"}
-    row |= {"speed": {name: SPEED.get(name, 123.4) for name in measure.steps()}, "load_percent": 100.0, "index": 10}
+    row |= {"speed": {name: SPEED.get(name, 123.4) for name in devices._COLUMNS}, "load_percent": 100.0, "index": 10}
     return {"framework": framework, "version": "2.21.0+cu130", "virtual": 0, "devices": [row, row]}
 
 

@@ -209,6 +209,6 @@ def test_errors_of_asynchronous_work_surface_at_synchronize() -> None:
 def test_measuring_a_gpu() -> None:
     from manyhands.placement import measure
 
-    figures = dict(measure.speed(backend, mh.gpu(0)))
+    figures = measure.speed(backend, mh.gpu(0))
     assert all(value is not None and value > 0 for value in figures.values())
     assert figures["host_to_device_pinned"] > figures["host_to_device"]

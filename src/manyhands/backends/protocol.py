@@ -116,12 +116,6 @@ class Devices(Protocol[D]):
     def end_virtual_devices(self) -> None:
         """Undo it; only where ``virtual_can_end``."""
 
-    def enter_virtual_block(self) -> None:
-        """This thread begins a ``with`` block of virtual devices that are there already."""
-
-    def leave_virtual_block(self) -> None:
-        """This thread has left its last ``with`` block, while other threads go on with theirs."""
-
     def virtual_count(self) -> int:
         """How many there are; 0 where GPUs are GPUs."""
 

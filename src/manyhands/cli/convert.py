@@ -52,7 +52,6 @@ def run(
     to: Framework,
     out: Folder | None = None,
     names: File | None = None,
-    like: Folder | None = None,
 ) -> int:
     """Creates a new run with the same weights in the layout of another framework.
 
@@ -64,7 +63,6 @@ def run(
         to: The framework that the new run is for.
         out: The new run's folder. Default: RUN-FRAMEWORK beside RUN.
         names: A JSON table of weight names, for your own model (docs/training.md). Default: those of manyhands' models.
-        like: A run of the target model, to check names and shapes against. Default: no check.
     """
     source = store.load(RunFolder.open(run).checkpoints).state.get("framework", "torch")
     table = None
@@ -73,17 +71,16 @@ def run(
             table = json.loads(names.read_text())
         except (OSError, ValueError) as error:
             raise BadSettings(f"--names {names}: {error}: {_FORM}") from error
-    new_run = convert(run, to, out, table=table, like=like)
+    new_run = convert(run, to, out, table=table)
     print(f"{new_run}: the weights of {run}, from {source} to {to}")
     return 0
 
 
-def convert(run: Path, target: str, out: Path | None = None, *, table: Any = None, like: Path | None = None) -> Path:
+def convert(run: Path, target: str, out: Path | None = None, *, table: Any = None) -> Path:
     """A new run with the weights of a run's last checkpoint, that the other framework can load and go on with.
 
     The order of samples is the same in every framework, so the new run goes on at the very batch. The optimizer begins
-    anew: what it remembers is not the same in all frameworks. ``table``: of names, for a model of the user's own;
-    ``like``: a run of the new model, whose names and shapes the result must have.
+    anew: what it remembers is not the same in all frameworks. ``table``: of names, for a model of the user's own.
     """
     before = RunFolder.open(run)
     config, checkpoint = before.config, store.load(before.checkpoints)
@@ -99,8 +96,6 @@ def convert(run: Path, target: str, out: Path | None = None, *, table: Any = Non
             f"({', '.join(MODELS)}), whose layers have the same names in every framework. For a model of your own give "
             "a table of names, --names table.json"
         )
-    if like is not None:
-        check_like(tensors, load(store.load(RunFolder.open(like).checkpoints).blobs["model"]))
     new_run = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
     if store.latest(new_run.checkpoints) is not None:
         raise BadRunFolder(f"{new_run.path} holds checkpoints already: give another folder")
@@ -158,20 +153,6 @@ def _weight(name: str, entry: Any, tensors: Tensors) -> NDArray[Any]:
         except ValueError as error:
             raise WrongCheckpoint(f"{name!r} from {old!r}: {kind} {numbers}: {error}") from error
     return np.ascontiguousarray(tensor)
-
-
-def check_like(tensors: Tensors, like: Tensors) -> None:
-    """Refuse weights that another run's model would not take."""
-    if missing := [name for name in like if name not in tensors]:
-        raise WrongCheckpoint(f"the table gives nothing for {_listed(missing, like)} of the new model")
-    if extra := [name for name in tensors if name not in like]:
-        raise WrongCheckpoint(f"the new model has no {_listed(extra, tensors)}{_meant(extra[0], like)}")
-    for name, tensor in tensors.items():
-        if tensor.shape != like[name].shape:
-            raise WrongCheckpoint(
-                f"{name} comes out with shape {list(tensor.shape)}, and the new model has {list(like[name].shape)}: "
-                f"add a step, {_ENTRY}"
-            )
 
 
 def _listed(names: Iterable[str], tensors: Tensors) -> str:

@@ -62,7 +62,7 @@ def report(framework: str, *, measured: bool) -> dict[str, Any]:
         row = {**asdict(record), "device": str(record.device), "kind": record.kind, "index": record.index}
         if measured:
             native = module.cpu() if record.kind == "cpu" else module.gpu(record.index)
-            row["speed"] = dict(measure.speed(backend, native))
+            row["speed"] = measure.speed(backend, native)
         rows.append(row)
     version = importlib.import_module(framework).__version__
     return {"framework": framework, "version": version, "virtual": backend.virtual_count(), "devices": rows}

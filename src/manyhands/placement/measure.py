@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from manyhands.backends.protocol import Backend, D, M, T
 
@@ -18,29 +18,23 @@ _LONG_ENOUGH = 0.02  # seconds a trial should take: a clock's noise is then belo
 _DTYPES = ("float32", "bfloat16")
 
 
-def steps() -> list[str]:
-    """The names of the figures of :func:`speed`, for a progress bar."""
-    copies = ("host_to_device", "host_to_device_pinned", "device_to_host", "device_to_host_pinned", "device_to_device")
-    return [*copies, *(f"matmul_{dtype}" for dtype in _DTYPES)]
+def speed(backend: Backend[T, D, M], device: D, megabytes: int = 64) -> dict[str, float | None]:
+    """Measure one device: bandwidths in GB/s, rates of products in TFLOP/s.
 
-
-def speed(backend: Backend[T, D, M], device: D, megabytes: int = 64) -> Iterator[tuple[str, float | None]]:
-    """Measure one device; yields each figure when it is known.
-
-    Bandwidths are in GB/s, product rates in TFLOP/s; None where the framework or the machine cannot do it.
+    None where the framework or the machine cannot do it.
     """
-    kind = backend.neutral(device).kind
-    on_host = kind == "cpu"
-    apart = not on_host and not backend.is_on(backend.random((1,), "float32", backend.cpu()), device)
-    count = megabytes * 2**20 // 4
-    yield "host_to_device", _bandwidth(backend, count, backend.cpu(), device) if apart else None
+    host, kind = backend.cpu(), backend.neutral(device).kind
+    apart = kind != "cpu" and not backend.is_on(backend.random((1,), "float32", host), device)
     pinned = apart and kind == "gpu" and backend.CAPABILITIES.pins_memory
-    yield "host_to_device_pinned", _bandwidth(backend, count, backend.cpu(), device, pinned=True) if pinned else None
-    yield "device_to_host", _bandwidth(backend, count, device, backend.cpu()) if apart else None
-    yield "device_to_host_pinned", _bandwidth(backend, count, device, backend.cpu(), pinned=True) if pinned else None
-    yield "device_to_device", _copy_rate(backend, count, device)
-    for dtype in _DTYPES:
-        yield f"matmul_{dtype}", _product_rate(backend, device, dtype)
+    count = megabytes * 2**20 // 4
+    figures = {
+        "host_to_device": _bandwidth(backend, count, host, device) if apart else None,
+        "host_to_device_pinned": _bandwidth(backend, count, host, device, pinned=True) if pinned else None,
+        "device_to_host": _bandwidth(backend, count, device, host) if apart else None,
+        "device_to_host_pinned": _bandwidth(backend, count, device, host, pinned=True) if pinned else None,
+        "device_to_device": _copy_rate(backend, count, device),
+    }
+    return figures | {f"matmul_{dtype}": _product_rate(backend, device, dtype) for dtype in _DTYPES}
 
 
 def _bandwidth(backend: Backend[T, D, M], count: int, source: D, target: D, *, pinned: bool = False) -> float:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar, overload
 
 from manyhands import shares as _shares
 from manyhands import tree
-from manyhands.backends.protocol import Arrival, Backend, D, M, T
+from manyhands.amounts import counted
+from manyhands.backends.protocol import Arrival, Backend, D, Devices, M, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
 from manyhands.errors import (
     BadBatch,
@@ -28,9 +30,33 @@ from manyhands.errors import (
     type_in_words,
 )
 from manyhands.placement.moves import VIRTUAL_DEVICES, Placement, once_each
-from manyhands.placement.virtual_devices import VirtualDeviceHolders, VirtualDevices
 
 X = TypeVar("X")
+
+
+class VirtualDevices(list[D]):
+    """The virtual devices, a list. ``with`` ends at its end what the call has made; inside, a call makes nothing new.
+
+    >>> with mh.virtual_devices(2) as devices: ...     # doctest: +SKIP
+    """
+
+    def __init__(self, backend: Devices[D], count: int, *, created: bool) -> None:
+        super().__init__(map(backend.gpu, range(count)))
+        self._backend, self._created = backend, created
+
+    def __enter__(self) -> VirtualDevices[D]:
+        if self._created and not self._backend.CAPABILITIES.virtual_can_end:
+            raise VirtualDevicesError(
+                f"{self._backend.name} cannot undo virtual devices, so a with block cannot end them: call "
+                "mh.virtual_devices(n) without 'with'"
+            )
+        if not self._backend.virtual_count():
+            raise VirtualDevicesError("these virtual devices are gone: call mh.virtual_devices(n) for the new block")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._created:
+            self._backend.end_virtual_devices()
 
 
 class Verbs(Generic[T, D, M]):
@@ -39,7 +65,6 @@ class Verbs(Generic[T, D, M]):
     def __init__(self, backend: Backend[T, D, M]) -> None:
         self._backend = backend
         self._place = Placement(backend)
-        self._virtual = VirtualDeviceHolders(backend)
         wanted = os.environ.get(VIRTUAL_DEVICES, "").strip()
         if wanted:
             if not wanted.isdecimal():
@@ -95,8 +120,9 @@ class Verbs(Generic[T, D, M]):
     def virtual_devices(self, n: int, *, as_cuda: bool | None = None) -> VirtualDevices[D]:
         """Make ``n`` devices out of the host's CPU; they stand in for GPUs from now on, or within a ``with``.
 
-        The same as ``MANYHANDS_VIRTUAL_DEVICES=n`` in the environment. JAX and TensorFlow need to hear
-        of it before their runtime starts, that is before the first tensor, and cannot undo it.
+        The same as ``MANYHANDS_VIRTUAL_DEVICES=n`` in the environment. JAX and TensorFlow need to hear of it before
+        their runtime starts, that is before the first tensor, and cannot undo it. Blocks may be nested, and end in the
+        thread that began them; threads that are started inside know the devices.
 
         In PyTorch its own names mean these devices too: ``x.cuda(1)``, ``torch.device("cuda:1")``, ``torch.cuda.*``,
         ``nn.DataParallel``. So code written for GPUs runs as it stands (docs/virtual-devices.md). Where PyTorch has a
@@ -107,7 +133,17 @@ class Verbs(Generic[T, D, M]):
             raise VirtualDevicesError(f"{n!r} virtual devices cannot be made: ask for 1 to 64")
         if as_cuda is not None and not self._backend.CAPABILITIES.virtual_as_cuda:
             raise VirtualDevicesError(f"as_cuda={as_cuda} is for PyTorch: {self._backend.name} has no torch.cuda")
-        return self._virtual.ask(n.__index__(), as_cuda)
+        count, have = n.__index__(), self._backend.virtual_count()
+        if have not in (0, count):
+            raise VirtualDevicesError(
+                f"this process has {counted(have, 'virtual device')} already, their number cannot change to {count}: "
+                "leave the with block that made them, or start a new process"
+            )
+        if not have:
+            self._backend.virtual_devices(count, as_cuda=as_cuda)
+            words = "virtual CPU device stands in for a GPU" if count == 1 else "virtual CPU devices stand in for GPUs"
+            print(f"manyhands: {count} {words} in {self._backend.name}", file=sys.stderr)
+        return VirtualDevices(self._backend, count, created=not have)
 
     # Placement
 

@@ -93,14 +93,6 @@ def end_virtual_devices() -> None:
     _virtual_count = 0
 
 
-def enter_virtual_block() -> None:
-    """Nothing to do: virtual devices are the same in all threads."""
-
-
-def leave_virtual_block() -> None:
-    """Nothing to do: virtual devices are the same in all threads."""
-
-
 def virtual_count() -> int:
     return _virtual_count
 

@@ -150,14 +150,6 @@ def end_virtual_devices() -> None:
     raise VirtualDevicesError("TensorFlow keeps its devices as long as the process lives: start another process")
 
 
-def enter_virtual_block() -> None:
-    """Nothing to do: virtual devices are the same in all threads."""
-
-
-def leave_virtual_block() -> None:
-    """Nothing to do: virtual devices are the same in all threads."""
-
-
 def virtual_count() -> int:
     return _virtual_count
 

@@ -97,14 +97,6 @@ def end_virtual_devices() -> None:
     virtual.stop()
 
 
-def enter_virtual_block() -> None:
-    virtual.enter_thread()
-
-
-def leave_virtual_block() -> None:
-    virtual.leave_thread()
-
-
 def cuda_stand_in() -> ModuleType:
     """Loaded where it is needed: most programs do without."""
     return importlib.import_module("manyhands.backends.torch.cuda_stand_in.replaced")

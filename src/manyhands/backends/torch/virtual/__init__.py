@@ -23,12 +23,10 @@ an ``out=`` that would need more memory are refused.
 
 from manyhands.backends.torch.virtual.modes import (
     NameTranslation,
-    enter_thread,
     hooked,
     hooks,
     instead,
     is_marked_pinned,
-    leave_thread,
     mark_pinned,
     no_hooks,
     only_hooks,
