@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
     "audit": (3_590, 3_500),
-    "backends": (9_900, 9_500),
+    "backends": (9_885, 9_500),
     "book": (1_690, 1_200),
     "cli": (1_655, 1_400),
     "forecast": (1_675, 1_500),
@@ -28,7 +28,7 @@ FOLDERS = {
 FILES = (343, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
-ENGINE = (5_370, 5_000)
+ENGINE = (5_355, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
 TEST_LINES = (40_845, 37_000)  # without the auditor's corpus
 

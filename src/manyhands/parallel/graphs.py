@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
+from manyhands.backends.torch.compat import tensors_in
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole, Planner
-from manyhands.backends.torch.planning import Tensor, tensors_of
+from manyhands.backends.torch.planning import Tensor
 from manyhands.errors import CannotTrace, first_line
 from manyhands.parallel import explain, planner
 from manyhands.parallel.plan import AS_WRITTEN, Executor, Plan
@@ -54,7 +55,7 @@ class Graphs:
             progress.enters("capture")
             try:
                 trace = trace_captured(graph, arguments)
-                planned.plan = planner.plan(trace, tensors_of(arguments), options, progress, instead_of)
+                planned.plan = planner.plan(trace, tensors_in(arguments), options, progress, instead_of)
             except Exception as error:  # also one of ours: the graph runs as it was captured
                 why = str(error) if isinstance(error, CannotTrace) else first_line(error)
                 planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {why}",), writes=True)

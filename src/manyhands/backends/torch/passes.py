@@ -46,7 +46,8 @@ def split_convolutions(trace: Trace) -> Trace:
     whole = [step.node for step in trace.steps if _gives_both(step.node)]
     if not whole:
         return trace
-    graph, new = trace.copied_graph()
+    graph, new = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(trace.module.graph, new))
     for node in map(new.__getitem__, whole):
         all_arguments: Any = node.args
         *arguments, mask = all_arguments
@@ -191,9 +192,7 @@ def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[...
     The caller's autocast does not count: casts are operations of the graph.
     """
     with FakeTensorMode():
-        inputs = [
-            torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device) for meta in metas
-        ]
+        inputs = [*map(compat.empty_as, metas)]
     try:
         # Lanes divide the threads: how many there are is known when the code runs, not when it is compiled. And folding
         # turns x + 0 into x itself: an argument would be returned as if it were a new result.

@@ -41,11 +41,6 @@ _BATCHED = {
 }
 
 
-def tensors_of(arguments: Sequence[object]) -> list[torch.Tensor]:
-    """The tensors among a graph's arguments; the others are numbers."""
-    return [value for value in arguments if isinstance(value, torch.Tensor)]
-
-
 def device_of(trace: Trace) -> Gpus | None:
     """The GPUs that steps run on, perhaps besides the CPU; None if all steps run on the CPU."""
     devices = sorted(int(name.partition(":")[2]) for name in trace.gpus())
@@ -62,8 +57,8 @@ def footprint(trace: Trace) -> Footprint:
         # As in trace.py: a tensor from outside, and a view of it, has a negative number.
         outside = [memory for memory in trace.storages.get(node, ()) if memory < 0]
         known = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
-        for value in compat.tree_leaves(known):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        for value in compat.tensors_in(known):
+            if value.layout is torch.strided:
                 storage = value.untyped_storage()
                 sizes[outside[0] if outside else compat.storage_id(storage)] = storage.nbytes()
     return Footprint(sizes, trace.callers_memories() & sizes.keys(), trace.memories_of(trace.outputs) & sizes.keys())
@@ -99,8 +94,8 @@ def batch_hint(trace: Trace, number: int) -> str | None:
     """What several such operations could be written as, if they can be batched; else None."""
     step = trace.steps[number]
     name = step.task.name
-    values = [value for value in compat.tree_leaves(step.node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    if step.task.kind != "compute" or not values or not step.task.writes - step.task.reads:
+    computes = step.task.kind == "compute" and step.task.writes - step.task.reads
+    if not computes or not compat.tensors_in(step.node.meta.get("val")):
         return None
     better = next((text for word, text in _BATCHED.items() if name.startswith(word)), None)
     if better is None:
@@ -221,8 +216,7 @@ def equal(results: Sequence[Any], expected: Sequence[Any], *, is_compiled: bool 
     NaN. Compiled code rounds in other places: what is zero up to rounding is compared with the largest result then.
     """
     worst, same = 0.0, True
-    tensors = [value for value in expected if isinstance(value, torch.Tensor)]
-    noise = _NOISE * max(map(_size, tensors), default=0.0) if is_compiled else 0.0
+    noise = _NOISE * max(map(_size, compat.tensors_in(expected)), default=0.0) if is_compiled else 0.0
     for a, b in zip(results, expected, strict=True):
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             if type(a) is not type(b) or repr(a) != repr(b):

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.capture.trace import Trace, trace_of_graph
-from manyhands.backends.torch.compat import FakeTensor, tree_flatten
+from manyhands.backends.torch.compat import FakeTensor, tensors_in, tree_leaves
 from manyhands.backends.torch.passes import split_convolutions
 from manyhands.errors import CannotTrace
 
@@ -34,7 +34,7 @@ def trace_captured(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:
 
 def _traced_again(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:
     """The trace of a graph that was captured for arguments of other forms, or for any form."""
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    tensors = tensors_in(arguments)
 
     def flat(*stand_ins: torch.Tensor) -> list[Any]:
         left = iter(stand_ins)
@@ -80,8 +80,7 @@ def _is_known(node: Node) -> bool:
         return False
     if "val" not in node.meta or (node.op == "placeholder" and not isinstance(node.meta["val"], FakeTensor)):
         return False
-    values, _ = tree_flatten(node.meta["val"])
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    values, tensors = tree_leaves(node.meta["val"]), tensors_in(node.meta["val"])
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return False
     sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]

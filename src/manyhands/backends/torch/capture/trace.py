@@ -28,7 +28,7 @@ from manyhands.addresses import joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE
-from manyhands.backends.torch.compat import tree_flatten
+from manyhands.backends.torch.compat import tensors_in, tree_leaves
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Kind, Task
 
@@ -93,8 +93,7 @@ class Trace:
         return getattr(self.module, str(node.target))
 
     def constant_values(self) -> list[torch.Tensor]:
-        values = map(self.constant, self.constants)
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        return tensors_in([*map(self.constant, self.constants)])
 
     def memories_of(self, nodes: Iterable[object]) -> frozenset[int]:
         """All memories that these nodes are in; an output that is not a node is in none."""
@@ -115,11 +114,6 @@ class Trace:
     @property
     def tasks(self) -> list[Task]:
         return [step.task for step in self.steps]
-
-    def copied_graph(self) -> tuple[Graph, dict[Node, Node]]:
-        graph, new = Graph(), dict[Node, Node]()
-        graph.output(graph.graph_copy(self.module.graph, new))
-        return graph, new
 
     def rewritten(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""
@@ -181,22 +175,18 @@ def _must_be_static(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is _aten._local_scalar_dense.default:
             raise CannotTrace("it reads a tensor's value as a Python number (.item()): leave it a tensor")
-        if torch.Tag.data_dependent_output in _tags(node) or not _has_known_shape(node.meta.get("val")):
+        sizes = [size for tensor in tensors_in(node.meta.get("val")) for size in tensor.shape]
+        # That of x[mask] is not known; that of x[numbers] is.
+        if torch.Tag.data_dependent_output in _tags(node) or not all(isinstance(size, int) for size in sizes):
             raise CannotTrace(f"the shape of the result of {_operation(node)} depends on values: {FROM_SHAPE}")
         if _gives_nothing(node) and not is_check(node):
             raise CannotTrace(f"{_operation(node)} has no result, only an effect: trying plans would repeat it")
         results = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if any(isinstance(value, torch.Generator) for value in [results, *node.kwargs.values()]):
             raise CannotTrace("it draws random numbers from a torch.Generator: trying plans would draw from it too")
-        for value in tree_flatten(results)[0]:
-            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        for value in tensors_in(results):
+            if value.layout is not torch.strided:
                 raise CannotTrace(f"{_operation(node)} gives a tensor of {value.layout}: its memory is not known")
-
-
-def _has_known_shape(value: Any) -> bool:
-    """Whether the shapes of results are known: not that of ``x[mask]``, but that of ``x[numbers]``."""
-    tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
 def _tags(node: Node) -> Sequence[Any]:
@@ -316,8 +306,7 @@ def module_path(node: Node) -> str:
 
 def _shape(value: Any) -> str:
     """The shape of the first result, as pictures show it: 64x128."""
-    first = next((leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)), None)
-    return "" if first is None else "x".join(map(str, first.shape))
+    return next(("x".join(map(str, tensor.shape)) for tensor in tensors_in(value)), "")
 
 
 def _arguments(node: Node) -> list[tuple[Any, Any]]:
@@ -349,7 +338,7 @@ def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]
 
 def _memories(values: object, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
     """The memories of all nodes among arguments."""
-    return frozenset[int]().union(*(storages[leaf] for leaf in tree_flatten(values)[0] if isinstance(leaf, Node)))
+    return frozenset[int]().union(*(storages[leaf] for leaf in tree_leaves(values) if isinstance(leaf, Node)))
 
 
 def _is_view(node: Node) -> bool:
@@ -372,16 +361,14 @@ def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, 
 
 
 def _storages(node: Node) -> frozenset[int]:
-    values, _ = tree_flatten(node.meta.get("val"))
-    return frozenset(compat.memory_id(value) for value in values if isinstance(value, torch.Tensor))
+    return frozenset(map(compat.memory_id, tensors_in(node.meta.get("val"))))
 
 
 def _place(node: Node) -> tuple[str, Kind]:
     """Device and kind of lane: a copy between devices goes to the copy lane of its GPU."""
-    results = [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
-    sources = [
-        argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)
-    ]
+    results = tensors_in(node.meta.get("val"))
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    sources = [value for value in values if isinstance(value, torch.Tensor)]
     target = results[0].device if results else sources[0].device if sources else torch.device("cpu")
     source = next((value.device for value in sources if value.dim() or value.device.type != "cpu"), target)
     if node.target in (_aten._to_copy.default, _aten.copy_.default) and sources:

@@ -35,6 +35,7 @@ from manyhands.backends.torch.compat import (
     FakeTensorMode,
     TorchDispatchMode,
     no_dispatch_modes,
+    tensors_in,
     tree_leaves,
 )
 from manyhands.backends.torch.passes import split_convolutions
@@ -318,9 +319,8 @@ class _Functions(TorchFunctionMode):
                 self._tracing.refuse(_MOVING)
             if func in _GRADIENT and not isinstance(args[0], FakeTensor) and args[0].is_leaf:
                 self._tracing.see_gradient(args[0])
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self._tracing.see(leaf)
+            for tensor in tensors_in((args, kwargs)):
+                self._tracing.see(tensor)
         return func(*args, **(kwargs or {}))
 
 
@@ -335,7 +335,7 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tracing = self._tracing
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         from_outside = any(map(_is_from_outside, tensors))
         tracing.derives |= compat.current_autograd_node() is not None
         if torch.Tag.data_dependent_output in func.tags and from_outside:

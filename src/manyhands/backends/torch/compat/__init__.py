@@ -169,6 +169,16 @@ def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors in a value: lists, tuples and dicts of them."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def empty_as(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same form, strides included."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the results of operations on a tensor have their forms from; conjugation and negation may be lazy."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()

@@ -139,10 +139,7 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
 def _fake(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_fake(item) for item in value)
-    if not isinstance(value, Node):
-        return value
-    meta = value.meta["val"]
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device)
+    return compat.empty_as(value.meta["val"]) if isinstance(value, Node) else value
 
 
 def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
