@@ -37,12 +37,6 @@ def greedy(framework: str) -> Callable[[Any, Any], Any]:
     return loss
 
 
-def samples(bench: Bench, count: int = 32) -> tuple[Any, Any]:
-    images = np.random.RandomState(0).normal(size=(count, 28, 28)).astype(np.float32)
-    layout = np.expand_dims(images, 1 if bench.framework in ("torch", "mxnet") else -1)
-    return layout, np.random.RandomState(1).randint(0, 10, count)
-
-
 def test_the_largest_batch_that_fits(bench: Bench) -> None:
     model, how = bench.recipes.model("mlp", 0), {"quiet": True, "precision": "fp32", "lr": 0.1}
     image = np.full((1, 28, 28), 100, np.uint8)
@@ -50,11 +44,11 @@ def test_the_largest_batch_that_fits(bench: Bench) -> None:
     trainer = bench.mh.Trainer(1, **how, **bench.on(1))
     if bench.framework not in ("torch", "jax"):
         with pytest.raises(BadSettings, match="in PyTorch and in JAX"):
-            trainer.find_batch_size(model, samples(bench))
+            trainer.find_batch_size(model, bench.images(32))
         return
-    assert trainer.find_batch_size(model, samples(bench), maximum=12) == 12
+    assert trainer.find_batch_size(model, bench.images(32), maximum=12) == 12
     full = bench.mh.Trainer(1, **how, loss=greedy(bench.framework), **bench.on(1))
-    assert full.find_batch_size(model, samples(bench), maximum=10) == _FITS
+    assert full.find_batch_size(model, bench.images(32), maximum=10) == _FITS
     np.testing.assert_array_equal(bench.scores(model, image), before)
     with pytest.raises(BadSettings, match="a loader has its own batches"):
-        trainer.find_batch_size(model, lambda: iter([samples(bench)]))
+        trainer.find_batch_size(model, lambda: iter([bench.images(32)]))

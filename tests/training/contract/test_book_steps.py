@@ -21,11 +21,6 @@ def share_right(framework: str, scores: Any, y: Any) -> Any:
     return (scores.argmax(1).astype("int32") == y.astype("int32")).astype("float32").mean()
 
 
-def with_net(bench: Bench, module: Any) -> Any:
-    module.net = bench.recipes.model("mlp", 0)
-    return module
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(bench: Bench, devices: int) -> None:
     class Plotting(bench.mh.Module):  # type: ignore[misc, name-defined]
@@ -41,8 +36,8 @@ def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(bench: Bench,
 
     how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(devices)}
     stop = bench.mh.EarlyStopping("val_acc", patience=9, mode="max")
-    row = bench.mh.Trainer(1, callbacks=[stop], **how).fit(with_net(bench, Plotting()), bench.data()).rows[-1]
-    plain = bench.mh.Trainer(1, **how).fit(with_net(bench, bench.mh.Module()), bench.data()).rows[-1]
+    row = bench.mh.Trainer(1, callbacks=[stop], **how).fit(bench.with_net(Plotting()), bench.data()).rows[-1]
+    plain = bench.mh.Trainer(1, **how).fit(bench.with_net(bench.mh.Module()), bench.data()).rows[-1]
     for name in ("train_loss", "val_loss", "val_acc"):
         assert row[name] == pytest.approx(plain[name], rel=1e-5), name
 
@@ -57,4 +52,4 @@ def test_a_step_with_other_arguments_is_refused_by_name(bench: Bench) -> None:
 
     how: dict[str, Any] = {"quiet": True, **bench.on(1)}
     with pytest.raises(BadSettings, match=r"takes \(params, batch, state\).*def training_step\(self, batch\)"):
-        bench.mh.Trainer(1, **how).fit(with_net(bench, OfTheBook()), bench.data())
+        bench.mh.Trainer(1, **how).fit(bench.with_net(OfTheBook()), bench.data())

@@ -82,7 +82,7 @@ def broken(outputs: Any, targets: Any) -> float:
 
 
 def test_a_metric_that_fails_is_named(bench: Bench) -> None:
-    X, y = labelled(bench, 20)
+    X, y = bench.images(20)
     trainer = bench.mh.Trainer(1, metrics=[top_three, broken], **bench.on(1))
     said = (
         r"'broken' failed with ZeroDivisionError: nothing is positive. It was given outputs \(an array of shape \(20, "
@@ -97,7 +97,7 @@ def test_a_metric_that_fails_is_named(bench: Bench) -> None:
 
 def test_a_loss_that_is_no_mean_is_that_of_whole_batches(bench: Bench) -> None:
     """In the order of the data, of the trainer's size or a loader's own; the same on any number of devices."""
-    X, y = labelled(bench, 50)
+    X, y = bench.images(50)
     model = bench.recipes.model("mlp", 0)
     scores = as_numpy(bench.mh.Trainer(1, quiet=True, **bench.on(1)).predict(model, X)).astype(np.float64)
 
@@ -118,13 +118,6 @@ def test_a_loss_that_is_no_mean_is_that_of_whole_batches(bench: Bench) -> None:
     assert result.rows[-1]["val_loss"] == pytest.approx(mean_of(16), rel=1e-6)
 
 
-def labelled(bench: Bench, count: int = 530) -> tuple[Any, Any]:
-    """Some images as arrays of the framework's layout, and their classes."""
-    random = np.random.RandomState(0)
-    images = random.normal(size=(count, 28, 28)).astype(np.float32)
-    return np.expand_dims(images, 1 if bench.framework in ("torch", "mxnet") else -1), random.randint(0, 10, count)
-
-
 def native(bench: Bench, X: Any) -> Any:
     """The array as the framework's models take it."""
     if bench.framework == "torch":
@@ -139,7 +132,7 @@ def native(bench: Bench, X: Any) -> Any:
 
 
 def test_predictions_are_the_models_answers_in_order(bench: Bench) -> None:
-    X, y = labelled(bench)
+    X, y = bench.images(530)
     model = bench.recipes.model("mlp", 0)
     expected = getattr(bench, f"_{bench.framework}")(model, native(bench, X))
     batches = [native(bench, X[start : start + 200]) for start in (0, 200, 400)]
@@ -167,7 +160,7 @@ def test_evaluation_is_that_of_a_training(bench: Bench) -> None:
 
 
 def test_what_predict_takes(bench: Bench) -> None:
-    X, y = labelled(bench, 20)
+    X, y = bench.images(20)
     trainer, model = bench.mh.Trainer(1, quiet=True, precision="fp32", **bench.on(1)), bench.recipes.model("mlp", 0)
     expected = as_numpy(trainer.predict(model, X))
     np.testing.assert_array_equal(as_numpy(trainer.predict(model, (X, y), targets=True)), expected)
@@ -194,7 +187,7 @@ def test_one_data_set_at_a_time(bench: Bench) -> None:
 
 @pytest.mark.neutral
 def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    X, _ = labelled(bench, 64)
+    X, _ = bench.images(64)
     data = X, X.reshape(64, -1)[:, :10].copy()
     how: dict[str, Any] = {"loss": "mse", "lr": 0.01, "batch_size": 32, "precision": "fp32"}
     result = bench.mh.Trainer(1, **how, **bench.on(1)).fit(bench.recipes.model("mlp", 0), data, data)

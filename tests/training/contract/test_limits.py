@@ -122,10 +122,7 @@ def test_time_ends_a_job_and_is_the_runs(bench: Bench) -> None:
 @pytest.mark.neutral
 def test_a_stream_without_an_end(bench: Bench) -> None:
     """A generator is trained on for so many steps and evaluated as often as asked; cut anywhere, it goes on."""
-    rng = np.random.default_rng(0)
-    X, y = rng.random((64, 1, 28, 28), np.float32), rng.integers(0, 10, 64)
-    if bench.framework in ("jax", "tensorflow"):
-        X = X.reshape(64, 28, 28, 1)
+    X, y = bench.images(64)
 
     def batches() -> Iterator[Any]:
         for number in itertools.count():

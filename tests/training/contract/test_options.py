@@ -18,25 +18,6 @@ from manyhands.training.options import Checkpoints, Step, Workers
 RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}
 
 
-def adam(framework: str) -> Any:
-    """The framework's own class, or function, that makes an Adam."""
-    if framework == "torch":
-        import torch
-
-        return torch.optim.Adam
-    if framework == "jax":
-        import optax
-
-        return optax.adam
-    if framework == "tensorflow":
-        import keras
-
-        return keras.optimizers.Adam
-    import mxnet as mx
-
-    return mx.optimizer.Adam
-
-
 def test_the_run_says_whose_batch_statistics_they_are(bench: Bench) -> None:
     """By default each device's. In JAX a step is one program over the whole batch: what it does not do, it refuses."""
     run = bench.fit(epochs=1).run
@@ -55,7 +36,7 @@ def test_the_run_says_whose_batch_statistics_they_are(bench: Bench) -> None:
 
 def test_lr_is_the_rate_of_an_optimizer_that_the_trainer_makes(bench: Bench) -> None:
     """By name, as a class, and as a partial with other options: the same Adam, and none with another rate."""
-    make, data = adam(bench.framework), bench.data(samples=32)
+    make, data = bench.adam(), bench.data(samples=32)
     results = [
         bench.fit(epochs=1, optimizer=optimizer, lr=0.01, data=data)
         for optimizer in ("adam", "Adam", make, functools.partial(make, **{}))
@@ -79,7 +60,7 @@ def test_without_lr_an_optimizer_has_its_own_default(bench: Bench) -> None:
 def test_a_finished_optimizer_has_its_own_rate(bench: Bench) -> None:
     with pytest.raises(BadSettings, match=r"lr=0\.3 and optimizer=.*its own learning rate\. Leave out lr, or give"):
         bench.mh.Trainer(1, optimizer=bench.recipes.nesterov(0.05), lr=0.3)
-    fixed = functools.partial(adam(bench.framework), **{RATES[bench.framework]: 0.05})
+    fixed = functools.partial(bench.adam(), **{RATES[bench.framework]: 0.05})
     with pytest.raises(BadSettings, match=r"lr=0\.3 and optimizer=partial"):
         bench.mh.Trainer(1, optimizer=fixed, lr=0.3)
 
@@ -89,7 +70,7 @@ def test_so_has_one_that_the_model_makes(bench: Bench) -> None:
         def configure_optimizers(self) -> Any:
             return super().configure_optimizers()
 
-    trainer, model = bench.mh.Trainer(1, lr=0.3, quiet=True, **bench.on(1)), with_net(bench, Configured())
+    trainer, model = bench.mh.Trainer(1, lr=0.3, quiet=True, **bench.on(1)), bench.with_net(Configured())
     with pytest.raises(BadSettings, match=r"lr=0\.3 and configure_optimizers of Configured"):
         trainer.fit(model, bench.data())
 
@@ -100,7 +81,7 @@ def test_the_books_module_leaves_its_rate_to_the_trainer(bench: Bench) -> None:
     data = bench.data(samples=32)
     plain = bench.fit(epochs=1, optimizer=None, lr=0.3, data=data).rows[-1]["train_loss"]
     for own, lr in ((None, 0.3), (0.3, None), (0.3, 0.3)):
-        model = with_net(bench, bench.mh.Module())
+        model = bench.with_net(bench.mh.Module())
         if own is not None:
             model.lr = own
         loss = bench.mh.Trainer(1, lr=lr, **how).fit(model, data).rows[-1]["train_loss"]
@@ -108,11 +89,6 @@ def test_the_books_module_leaves_its_rate_to_the_trainer(bench: Bench) -> None:
     model.lr = 0.1
     with pytest.raises(BadSettings, match=r"lr=0\.3 was given to the trainer, and the model has lr=0\.1"):
         bench.mh.Trainer(1, lr=0.3, **how).fit(model, data)
-
-
-def with_net(bench: Bench, module: Any) -> Any:
-    module.net = bench.recipes.model("mlp", 0)
-    return module
 
 
 def test_a_name_that_no_optimizer_has(bench: Bench) -> None:
@@ -241,7 +217,7 @@ def test_a_loss_beside_a_training_step(bench: Bench) -> None:
         def training_step(self, batch: Any) -> Any:
             return super().training_step(batch)
 
-    trainer, model = bench.mh.Trainer(1, loss=lambda output, target: output), with_net(bench, Stepping())
+    trainer, model = bench.mh.Trainer(1, loss=lambda output, target: output), bench.with_net(Stepping())
     with pytest.raises(BadSettings, match="loss= and training_step of Stepping, which computes its loss itself"):
         trainer.fit(model, bench.data())
 
@@ -249,28 +225,22 @@ def test_a_loss_beside_a_training_step(bench: Bench) -> None:
 # Data
 
 
-def drawn(count: int = 32) -> tuple[Any, Any]:
-    random = np.random.RandomState(0)
-    return random.normal(size=(count, 28, 28)).astype(np.float32), random.randint(0, 10, count)
-
-
 def fit(bench: Bench, X: Any, y: Any) -> Any:
-    channels = 1 if bench.framework in ("torch", "mxnet") else -1
     trainer = bench.mh.Trainer(1, batch_size=16, quiet=True, precision="fp32", **bench.on(1))
-    return trainer.fit(bench.recipes.model("mlp", 0), (np.expand_dims(X, channels), y))
+    return trainer.fit(bench.recipes.model("mlp", 0), (X, y))
 
 
 def test_data_with_nan_are_named(bench: Bench) -> None:
-    X, y = drawn()
-    X[17, 3, 4] = np.nan
-    X[21, 0, :2] = np.inf
+    X, y = bench.images(32)
+    X.reshape(32, 28, 28)[17, 3, 4] = np.nan
+    X.reshape(32, 28, 28)[21, 0, :2] = np.inf
     said = r"X has 3 numbers that are NaN or infinite, in 2 of 32 samples \(the first is sample 17\)"
     with pytest.raises(LossIsNotANumber, match=said):
         fit(bench, X, y)
 
 
 def test_a_list_of_labels(bench: Bench) -> None:
-    X, y = drawn()
+    X, y = bench.images(32)
     as_list, as_array = (fit(bench, X, labels).rows[-1]["train_loss"] for labels in (y.tolist(), y))
     assert as_list == as_array
     for text in (list("abcdefgh") * 4, np.array(list("abcdefgh") * 4)):

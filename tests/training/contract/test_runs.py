@@ -80,34 +80,27 @@ def test_two_jobs_never_share_a_run(bench: Bench) -> None:
     assert not (run / "job.lock").exists()
 
 
-def adam(framework: str, beta: float) -> Any:
-    if framework == "torch":
-        import torch
-
-        return functools.partial(torch.optim.Adam, lr=0.01, betas=(beta, 0.99))
-    if framework == "jax":
+def adam(bench: Bench, beta: float) -> Any:
+    make = bench.adam()
+    if bench.framework == "torch":
+        return functools.partial(make, lr=0.01, betas=(beta, 0.99))
+    if bench.framework == "jax":
         import optax
 
-        return optax.inject_hyperparams(optax.adam)(0.01, b1=beta)
-    if framework == "tensorflow":
-        import keras
-
-        return keras.optimizers.Adam(0.01, beta_1=beta)
-    import mxnet as mx
-
-    return mx.optimizer.Adam(learning_rate=0.01, beta1=beta)
+        return optax.inject_hyperparams(make)(0.01, b1=beta)
+    return make(learning_rate=0.01, **{"beta_1" if bench.framework == "tensorflow" else "beta1": beta})
 
 
 def test_the_optimizer_of_the_resuming_job_counts(bench: Bench) -> None:
     """With other betas the job goes on with those, and says so."""
     run = bench.new_run()
     data = bench.data(samples=64)
-    bench.fit(epochs=1, run=run, data=data, optimizer=adam(bench.framework, 0.9))
+    bench.fit(epochs=1, run=run, data=data, optimizer=adam(bench, 0.9))
     results = {}
     for beta in (0.9, 0.5):
         copied = bench.new_run()
         shutil.copytree(run, copied)
-        how: dict[str, Any] = {"data": data, "optimizer": adam(bench.framework, beta)}
+        how: dict[str, Any] = {"data": data, "optimizer": adam(bench, beta)}
         results[beta] = bench.fit(epochs=2, run=copied, resume="auto", **how)
     weights = [bench.weights(result.run) for result in results.values()]
     assert largest_difference(*weights) > 1e-4

@@ -66,7 +66,7 @@ def test_losses_by_name_and_as_classes(bench: Bench) -> None:
     y = random.normal(size=(32, 10)).astype(np.float32)
     model = bench.recipes.model("mlp", 0)
     errors = bench.scores(model, images) - y
-    X = np.expand_dims(images.astype(np.float32) / 255, 1 if bench.framework in ("torch", "mxnet") else -1)
+    X = bench.in_layout(images.astype(np.float32) / 255)
     meant = [("mse", (errors**2).mean()), ("mae", np.abs(errors).mean()), ("L1", np.abs(errors).mean())]
     meant += [(loss, times * (errors**2).mean()) for loss, times in own_losses(bench)]
     for loss, value in meant:

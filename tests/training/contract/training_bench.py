@@ -90,6 +90,39 @@ class Bench:
             return lambda y, scores: tensorflow.sqrt(tensorflow.reduce_mean(scores**2))
         return lambda scores, y: (scores**2).mean().sqrt()
 
+    def images(self, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Random images in the framework's layout, and their classes."""
+        random = np.random.RandomState(0)
+        X = random.normal(size=(count, 28, 28)).astype(np.float32)
+        return self.in_layout(X), random.randint(0, 10, count)
+
+    def in_layout(self, X: NDArray[Any]) -> NDArray[Any]:
+        """Images with an axis for their one channel, where the framework has it."""
+        return np.expand_dims(X, 1 if self.framework in ("torch", "mxnet") else -1)
+
+    def with_net(self, module: Any) -> Any:
+        """A module of the book's with an MLP in it."""
+        module.net = self.recipes.model("mlp", 0)
+        return module
+
+    def adam(self) -> Any:
+        """The framework's own class, or function, that makes an Adam."""
+        if self.framework == "torch":
+            import torch
+
+            return torch.optim.Adam
+        if self.framework == "jax":
+            import optax
+
+            return optax.adam
+        if self.framework == "tensorflow":
+            import keras
+
+            return keras.optimizers.Adam
+        import mxnet as mx
+
+        return mx.optimizer.Adam
+
     def arrays(self, X: NDArray[Any], y: NDArray[Any]) -> tuple[Any, Any]:
         """A batch as the framework's loaders give it: PyTorch's has tensors."""
         if self.framework != "torch":
