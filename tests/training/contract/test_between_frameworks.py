@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import reference
-from safetensors.numpy import save
-from training_bench import Bench
+from training_bench import Bench, run_of
 
 from manyhands.book.models import WEIGHT_NAMES
 from manyhands.cli import convert
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, WrongCheckpoint
-from manyhands.training.checkpoints import store
-from manyhands.training.checkpoints.run_folder import RunFolder
 
 
 def run_of_torch(folder: Path, model: str) -> Path:
     """A run of PyTorch's with the reference weights, made without PyTorch."""
-    run = RunFolder.at(folder)
-    run.config = {"train": {"model": model}}
-    layout = WEIGHT_NAMES["torch"]
-    state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 64, "shuffle": True}
-    state |= {"last_row": 4, "batches_before": None, "seconds_of_row": 0.0, "seconds": 0.0}
-    state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True, {}]], "shares": None}
-    state |= {"framework": "torch", "optimizer_type": None}
-    weights = save(layout.from_common(reference.weights(model), model))
-    store.save(run.checkpoints, 4, state, {"model": weights})
-    return folder
+    weights = WEIGHT_NAMES["torch"].from_common(reference.weights(model), model)
+    return run_of(folder, weights, {"train": {"model": model}})
 
 
 LONG = {"small-resnet": pytest.mark.long, "resnet18": pytest.mark.long}

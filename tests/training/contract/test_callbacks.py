@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from training_bench import Bench, StopAt, Stopped, same
+from training_bench import Bench, StopAt, Stopped, normalising, same
 
 from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
@@ -253,29 +253,6 @@ def test_an_average_of_the_weights(averaging: Bench) -> None:
 
 def average(run: Path) -> dict[str, Any]:
     return dict(load(store.load(run / "checkpoints").blobs["average"]))
-
-
-def normalising(framework: str) -> Any:
-    """A net of vectors with BatchNorm."""
-    if framework == "torch":
-        from torch import nn
-
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    if framework == "jax":
-        from flax import nnx
-
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs))
-    if framework == "tensorflow":
-        import keras
-
-        layers = keras.layers
-        return keras.Sequential([keras.Input((4,)), layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)])
-    from mxnet.gluon import nn as gluon_nn
-
-    net = gluon_nn.HybridSequential()
-    net.add(gluon_nn.Dense(6, in_units=4), gluon_nn.BatchNorm(in_channels=6), gluon_nn.Dense(3, in_units=6))
-    return net
 
 
 def test_an_average_of_running_statistics(averaging: Bench) -> None:

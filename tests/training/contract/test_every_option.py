@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench
+from training_bench import Bench, counting, normalising
 
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training.options import TOPICS
 from manyhands.training.trainer import BaseTrainer
 
-CLASSES, WIDTH = 3, 6
 EARLIER = "the folder of an earlier run"
 
 
@@ -83,61 +82,17 @@ def _last_layer(framework: str) -> Any:
         return "last"
     from flax import nnx
 
-    return nnx.PathContains("last")
+    return nnx.PathContains(2)
 
 
-def net(framework: str) -> tuple[Any, list[int]]:
-    """A model with statistics over its batch, and the numbers of rows that its code has seen."""
-    rows: list[int] = []
-    make = {"jax": _jax_net, "tensorflow": _keras_net, "mxnet": _gluon_net}[framework]
-    return make(lambda x: rows.append(x.shape[0])), rows
-
-
-def _jax_net(note: Callable[[Any], None]) -> Any:
-    import jax.numpy as jnp
-    from flax import nnx
-
-    class Net(nnx.Module):
-        def __init__(self) -> None:
-            rngs = nnx.Rngs(0)
-            self.first, self.norm = nnx.Linear(WIDTH, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-            self.last = nnx.Linear(4, CLASSES, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            note(x)
-            return self.last(jnp.tanh(self.norm(self.first(x))))
-
-    return Net()
-
-
-def _keras_net(note: Callable[[Any], None]) -> Any:
-    import keras
-
-    from manyhands.book.tensorflow import initialise
-
-    hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Activation("tanh")]
-    return initialise(keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(CLASSES)]), 0)
-
-
-def _gluon_net(note: Callable[[Any], None]) -> Any:
-    from mxnet.gluon import nn
-
-    from manyhands.book.mxnet import initialise
-
-    class Net(nn.Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm = nn.Dense(4, in_units=WIDTH), nn.BatchNorm(in_channels=4)
-            self.last = nn.Dense(CLASSES, in_units=4)
-
-        def forward(self, x: Any) -> Any:
-            note(x)
-            return self.last(self.norm(self.first(x)).tanh())
-
-    made = Net()
-    made.initialize()
-    initialise(made, 0)
-    return made
+def net(framework: str) -> tuple[Any, list[str]]:
+    """A model with statistics over its batch, and a list that grows with every call of its code."""
+    made = normalising(framework)
+    if framework == "mxnet":
+        made.initialize()
+    if framework != "jax":
+        importlib.import_module(f"manyhands.book.{framework}").initialise(made, 0)
+    return counting(framework, made)
 
 
 def weights(framework: str, model: Any) -> list[Any]:
@@ -161,7 +116,7 @@ class Jobs:
 
     def fit(self, model: Any, labels: int = 1, with_nan: bool = False, **options: Any) -> Any:
         random = np.random.RandomState(0)
-        X, y = random.normal(size=(24, WIDTH)).astype(np.float32), random.randint(0, CLASSES, 24)
+        X, y = random.normal(size=(24, 4)).astype(np.float32), random.randint(0, 3, 24)
         validation = X[:20].copy(), y[:20]
         if with_nan:
             X[3] = np.nan
@@ -173,8 +128,8 @@ class Jobs:
         return str(self.fit(net(self.bench.framework)[0], labels=0, max_epochs=1, run=self.bench.new_run()).run)
 
     def outcome(self, **options: Any) -> Any:
-        """Weights, rows, notes, devices, files, the rows that the model's code saw, and what was shown."""
-        model, rows = net(self.bench.framework)
+        """Weights, rows, notes, devices, files, the calls of the model's code, and what was shown."""
+        model, calls = net(self.bench.framework)
         folder = self.bench.new_run()
         self.capsys.readouterr()
         try:
@@ -184,7 +139,7 @@ class Jobs:
         kept = [{name: row[name] for name in row if name not in ("seconds", "whole")} for row in result.rows]
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
         numbers = [array.tobytes() for array in weights(self.bench.framework, model)]
-        return numbers, kept, result.notes, result.devices, files, rows, self.capsys.readouterr()
+        return numbers, kept, result.notes, result.devices, files, calls, self.capsys.readouterr()
 
     def without(self, beside: dict[str, Any]) -> Any:
         if repr(beside) not in self.plain:

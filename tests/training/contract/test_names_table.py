@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import save
-from training_bench import Bench
+from training_bench import Bench, run_of
 
 from manyhands.cli import main
 from manyhands.cli.convert import rename_weights
 from manyhands.errors import BadSettings, WrongCheckpoint
-from manyhands.training.checkpoints import store
-from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.sources import as_numpy
 
 Tensors = dict[str, NDArray[Any]]
@@ -99,21 +95,9 @@ def model(framework: str) -> tuple[Any, NDArray[Any]]:
     return block, X
 
 
-def run_of(folder: Path, framework: str, weights: Tensors) -> Path:
-    """A run that holds these weights, made without the framework."""
-    run = RunFolder.at(folder)
-    run.config = {}
-    state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 4, "shuffle": True}
-    state |= {"last_row": 4, "batches_before": None, "seconds_of_row": 0.0, "seconds": 0.0}
-    state |= {"settings": {"batch_size": 4, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True, {}]], "shares": None}
-    state |= {"framework": framework, "optimizer_type": None}
-    store.save(run.checkpoints, 4, state, {"model": save(weights)})
-    return folder
-
-
 def test_from_pytorch_over_jax_tensorflow_and_mxnet_to_pytorch(bench: Bench) -> None:
     """The same answers in each; every framework's suite shows those of its own."""
-    run = run_of(bench.folder / "torch", "torch", OF_TORCH)
+    run = run_of(bench.folder / "torch", OF_TORCH)
     ways = {"jax": TO_JAX, "tensorflow": TO_TENSORFLOW, "mxnet": FROM_LAST, "torch": PLAIN}
     for framework, names in ways.items():
         table, made = bench.folder / f"{framework}.json", bench.folder / f"to_{framework}"

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
 from manyhands.training.checkpoints import store
+from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data import fashion_mnist
 from manyhands.training.data.fashion_mnist import FashionMnist, Images
 
@@ -177,6 +178,41 @@ def counting(framework: str, model: Any) -> tuple[Any, list[str]]:
 
     object.__setattr__(model, "__class__", type(plain.__name__, (plain,), {name: counted}))
     return model, calls
+
+
+def normalising(framework: str) -> Any:
+    """A net of vectors with BatchNorm: four numbers in, scores of three classes out."""
+    if framework == "torch":
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    if framework == "jax":
+        from flax import nnx
+
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs))
+    if framework == "tensorflow":
+        import keras
+
+        layers = keras.layers
+        return keras.Sequential([keras.Input((4,)), layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)])
+    from mxnet.gluon import nn as gluon_nn
+
+    net = gluon_nn.HybridSequential()
+    net.add(gluon_nn.Dense(6, in_units=4), gluon_nn.BatchNorm(in_channels=6), gluon_nn.Dense(3, in_units=6))
+    return net
+
+
+def run_of(folder: Path, weights: Any, config: Any = None) -> Path:
+    """A run of PyTorch's that holds these weights, made without PyTorch."""
+    run = RunFolder.at(folder)
+    run.config = config or {}
+    state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 64, "shuffle": True}
+    state |= {"last_row": 4, "batches_before": None, "seconds_of_row": 0.0, "seconds": 0.0}
+    state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True, {}]], "shares": None}
+    state |= {"framework": "torch", "optimizer_type": None}
+    store.save(run.checkpoints, 4, state, {"model": save(dict(weights))})
+    return folder
 
 
 class Stopped(Exception):
