@@ -134,42 +134,6 @@ def test_what_it_takes_from_outside_may_change(mh: Any, native: Any) -> None:
         same(native, fast(x), function(x))
 
 
-class Settings:
-    scale = 2.0
-
-    def __init__(self) -> None:
-        self.offset, self.parts = 1.0, [0.5]
-
-    def __call__(self, x: Any) -> Any:
-        return x * self.scale + self.offset + self.parts[0]
-
-
-@pytest.mark.parametrize("way", ["closure", "argument", "callable", "method"])
-@pytest.mark.usefixtures("reads_python")
-def test_what_objects_and_classes_hold_may_change(mh: Any, native: Any, way: str) -> None:
-    settings, x = Settings(), square(native)
-    function: Callable[..., Any] = {
-        "closure": lambda x: settings(x) * 2.0,
-        "argument": lambda x, settings=settings: settings(x),
-        "callable": settings,
-        "method": settings.__call__,
-    }[way]
-    fast = mh.parallel(function)
-    changes: list[Callable[[], Any]] = [
-        lambda: setattr(settings, "offset", 3.0),
-        lambda: settings.parts.__setitem__(0, 7.0),
-        lambda: setattr(Settings, "scale", 5.0),
-    ]
-    try:
-        for change in changes:
-            for _ in range(2):
-                same(native, fast(x), function(x))
-            change()
-        same(native, fast(x), function(x))
-    finally:
-        Settings.scale = 2.0
-
-
 @pytest.mark.usefixtures("reads_python")
 def test_effects_on_python_happen_at_every_call(mh: Any, native: Any) -> None:
     seen: list[int] = []
@@ -182,37 +146,6 @@ def test_effects_on_python_happen_at_every_call(mh: Any, native: Any) -> None:
     for number in range(5):
         same(native, fast(x), x + float(number + 1))
     assert seen == list(range(5))
-
-
-@pytest.mark.usefixtures("reads_python")
-def test_what_it_puts_into_its_arguments_is_there_after_every_call(mh: Any, native: Any) -> None:
-    def into_a_dict(values: dict[str, Any]) -> Any:
-        values["twice"] = values["x"] * 2
-        return values["twice"] + 1
-
-    def out_of_a_list(x: Any, log: list[Any]) -> Any:
-        log.pop()
-        log.append(x + 1)
-        return x * 3
-
-    putting, taking = mh.parallel(into_a_dict), mh.parallel(out_of_a_list)
-    for number in range(4):
-        x = square(native, start=float(number))
-        values, log = {"x": x}, [x, x]
-        same(native, putting(values), x * 2 + 1)
-        same(native, values["twice"], x * 2)
-        same(native, taking(x, log), x * 3)
-        same(native, log[1], x + 1)
-
-
-@pytest.mark.usefixtures("reads_python")
-def test_a_branch_on_values_is_followed(mh: Any, native: Any) -> None:
-    def branching(x: Any) -> Any:
-        return x * 2.0 if _flat(native.values(x))[0] > 0 else x - 1.0
-
-    fast = mh.parallel(branching)
-    for start in (1.0, -1.0, 1.0):
-        same(native, fast(square(native, start=start)), branching(square(native, start=start)))
 
 
 def test_an_error_is_the_functions_own(mh: Any, native: Any) -> None:
@@ -312,17 +245,6 @@ def test_every_door_has_the_same_interface(mh: Any, native: Any) -> None:
     assert list(inspect.signature(fast.forecast).parameters) == ["devices", "lanes", "bandwidth", "latency"]
     decorated = mh.parallel()(lambda x: x * 3.0)
     same(native, decorated(square(native)), square(native) * 3.0)
-
-
-@pytest.mark.usefixtures("reads_python")
-def test_a_function_that_is_redefined_is_the_new_one(mh: Any, native: Any) -> None:
-    names: dict[str, Any] = {}
-    exec("def scale(x): return x * 2.0\ndef function(x): return scale(x) + 1.0", names)
-    fast, x = mh.parallel(names["function"]), square(native)
-    for _ in range(3):
-        same(native, fast(x), x * 2.0 + 1.0)
-    exec("def scale(x): return x * 5.0", names)
-    same(native, fast(x), x * 5.0 + 1.0)
 
 
 def test_options_that_a_framework_has_not_are_refused(mh: Any, native: Any) -> None:

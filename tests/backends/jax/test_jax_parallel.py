@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -51,19 +49,6 @@ def test_what_it_reads_from_python_is_read_once() -> None:
     assert fast(jnp.ones(3)).tolist() == [3, 3, 3]
 
 
-def test_a_branch_on_values_is_jaxs_error() -> None:
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        mh.parallel(lambda x: x if x.sum() > 0 else -x)(jnp.ones(3))
-
-
-def test_numpy_arrays_are_read_at_every_call() -> None:
-    table = np.ones(3, np.float32)
-    fast = mh.parallel(lambda x, given: x + given)
-    for number in range(3):
-        table[:] = number
-        assert fast(jnp.zeros(3), table).tolist() == [number] * 3
-
-
 def test_a_flax_module_among_the_arguments_is_read_at_every_call() -> None:
     nnx = pytest.importorskip("flax.nnx")
     net, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3))
@@ -71,14 +56,6 @@ def test_a_flax_module_among_the_arguments_is_read_at_every_call() -> None:
     for _ in range(3):
         assert np.allclose(given(net, x), net(x) * 3)
         net.kernel[...] = net.kernel[...] * 2
-
-
-def test_under_jit_grad_and_vmap_it_is_the_function() -> None:
-    fast = mh.parallel(lambda x: (x**2).sum())
-    x = jnp.arange(3.0)
-    assert jax.grad(fast)(x).tolist() == [0, 2, 4]
-    assert jax.jit(fast)(x) == 5
-    assert jax.vmap(fast)(jnp.ones((2, 3))).tolist() == [3, 3]
 
 
 def test_random_keys_and_odd_types() -> None:
@@ -91,13 +68,6 @@ def test_random_keys_and_odd_types() -> None:
         assert jnp.allclose(one[1], other[1], rtol=1e-2)  # two bits of bfloat16: fused code rounds less often
 
 
-def test_a_weak_type_is_another_signature() -> None:
-    fast = mh.parallel(lambda x: x + jnp.ones((), jnp.bfloat16))
-    for value in (jnp.asarray(2.0), jnp.asarray(2.0, jnp.float32)):
-        for _ in range(2):
-            assert fast(value).dtype == fast.function(value).dtype
-
-
 def test_tasks_do_as_the_thread_that_gave_them() -> None:
     device = mh.gpu(1) if mh.num_gpus() > 1 else mh.cpu()
     here = threading.get_ident()
@@ -106,32 +76,6 @@ def test_tasks_do_as_the_thread_that_gave_them() -> None:
     assert where != here
     assert made.dtype == jnp.float64
     assert made.devices() == {device}
-
-
-def test_arguments_are_not_kept_alive() -> None:
-    fast = mh.parallel(lambda x: x * 2.0 + 1.0)
-    x = jnp.ones(3)
-    gone = weakref.ref(x)
-    fast(x)
-    del x
-    gc.collect()
-    assert gone() is None
-
-
-class Model:
-    def __init__(self, weight: float) -> None:
-        self.weight = jnp.full(3, weight)
-
-    @mh.parallel
-    def scaled(self, x: Any) -> Any:
-        return x * self.weight
-
-
-def test_methods_and_objects_as_arguments() -> None:
-    one, other, x = Model(1.0), Model(5.0), jnp.arange(3.0)
-    for _ in range(2):
-        assert one.scaled(x).tolist() == [0, 1, 2]
-        assert other.scaled(x).tolist() == [0, 5, 10]
 
 
 def flax_net(seed: int) -> Any:
@@ -179,34 +123,6 @@ def test_a_task_that_changes_a_module_has_to_declare_it() -> None:
             mh.task(change)(net)
         with mh.parallel(threads=2):
             mh.task(change, writes=(net,))(net)
-
-
-def test_states_of_flax_go_in_and_come_out() -> None:
-    nnx = pytest.importorskip("flax.nnx")
-    struct = pytest.importorskip("flax.struct")
-
-    @struct.dataclass
-    class State:
-        weights: Any
-        graph: Any
-        apply: Any = struct.field(pytree_node=False)
-
-    def step(state: State, x: Any) -> State:
-        def loss(weights: Any) -> Any:
-            return jnp.mean(state.apply(nnx.merge(state.graph, weights)(x)) ** 2)
-
-        slope = jax.grad(loss)(state.weights)
-        return state.replace(weights=jax.tree.map(lambda old, new: old - new, state.weights, slope))
-
-    graph, weights = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-    fast = mh.parallel(step)
-    state = plain = State(weights, graph, jnp.tanh)
-    for number in range(3):
-        x = jnp.full((4, 3), float(number))
-        state, plain = fast(state, x), step(plain, x)
-    assert state.apply is jnp.tanh
-    assert type(state.weights["kernel"]) is nnx.Param
-    assert np.allclose(state.weights["kernel"][...], plain.weights["kernel"][...])
 
 
 def test_functions_in_a_tree_come_back_as_they_were() -> None:

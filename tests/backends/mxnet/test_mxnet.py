@@ -33,13 +33,6 @@ def make(kind: str, values: Any) -> Any:
 # Devices
 
 
-def test_a_device_is_a_context() -> None:
-    device = mh.try_gpu()
-    assert isinstance(device, mx.Context)
-    with device:
-        assert mh.device_of(mx.nd.ones(2)) == device
-
-
 def test_a_context_of_the_host_has_a_neutral_name() -> None:
     host = Device("virtual" if backend.virtual_count() else "cpu")
     assert [backend.neutral(mx.cpu(i)) for i in (0, 1)] == [host, Device("virtual", 1)]

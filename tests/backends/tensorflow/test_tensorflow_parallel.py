@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,38 +40,6 @@ def test_python_is_read_once_and_variables_at_every_call() -> None:
     assert fast(tf.ones(2)).numpy().tolist() == [10, 10]
 
 
-def test_a_branch_on_values_is_tensorflows_error() -> None:
-    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
-        mh.parallel(lambda x: x if tf.reduce_sum(x) > 0 else -x)(tf.ones(3))
-
-
-def test_an_error_at_run_time_is_tensorflows() -> None:
-    fast = mh.parallel(lambda x, at: tf.gather(x, at) * 2.0 + 1.0)
-    x = tf.ones(3)
-    for _ in range(2):
-        assert fast(x, tf.constant([1])).numpy().tolist() == [3]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not in"):
-        fast(x, tf.constant([7]))
-    assert fast(x, tf.constant([1])).numpy().tolist() == [3]
-
-
-def test_a_training_step_updates_once_per_call() -> None:
-    weight = tf.Variable(0.0)
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((weight - x) ** 2)
-        weight.assign_sub(0.01 * tape.gradient(loss, weight))
-        return loss
-
-    fast, x = mh.parallel(step), tf.ones(4)
-    losses = [float(fast(x)) for _ in range(5)]
-    after = float(weight)
-    weight.assign(0.0)
-    assert losses == pytest.approx([float(step(x)) for _ in range(5)], rel=1e-5)
-    assert after == pytest.approx(float(weight), rel=1e-5)
-
-
 def test_keras_models_with_dropout_and_statistics() -> None:
     def net() -> Any:
         keras.utils.set_random_seed(1)
@@ -94,24 +59,6 @@ def test_keras_models_with_dropout_and_statistics() -> None:
     assert np.allclose(whole(x), one(x))
 
 
-class Scaled(keras.layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.dense = 2.0, keras.layers.Dense(3)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x) * self.scale
-
-
-@pytest.mark.parametrize("make", [lambda: keras.layers.Dense(3), Scaled, lambda: keras.Sequential([Scaled()])])
-def test_keras_layers(make: Callable[[], Any]) -> None:
-    layer, x = make(), tf.ones((2, 3))
-    fast, closed = mh.parallel(layer), mh.parallel(lambda x: layer(x) + 1.0)
-    for _ in range(3):  # the first call builds the layer
-        assert np.allclose(fast(x), layer(x), rtol=1e-5, atol=1e-6)
-        assert np.allclose(closed(x), layer(x) + 1.0, rtol=1e-5, atol=1e-6)
-
-
 def test_scopes_around_the_call_and_inside_it_are_kept() -> None:
     if mh.num_gpus() < 2:
         pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
@@ -123,23 +70,3 @@ def test_scopes_around_the_call_and_inside_it_are_kept() -> None:
                 assert mh.device_of(fast(x)) == device
     with mh.gpu(1), mh.parallel(threads=2):
         assert mh.device_of(mh.task(lambda: tf.ones(3) + 1)().result()) == mh.gpu(1)
-
-
-def test_inside_tf_function_and_under_a_tape_it_is_the_function() -> None:
-    fast = mh.parallel(lambda x: tf.reduce_sum(x**2))
-    x = tf.Variable([1.0, 2.0])
-    assert float(tf.function(lambda: fast(x * 1.0))()) == 5
-    for _ in range(3):
-        with tf.GradientTape() as tape:
-            loss = fast(x * 1.0)
-        assert tape.gradient(loss, x).numpy().tolist() == [2, 4]
-
-
-def test_arguments_are_not_kept_alive() -> None:
-    fast = mh.parallel(lambda x: x * 2.0 + 1.0)
-    x = tf.ones(3)
-    gone = weakref.ref(x)
-    fast(x)
-    del x
-    gc.collect()
-    assert gone() is None

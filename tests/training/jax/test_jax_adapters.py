@@ -77,7 +77,7 @@ def test_a_filter_by_path_and_one_that_picks_nothing() -> None:
 
 def test_micro_batches_make_the_update_of_the_whole_batch() -> None:
     options: dict[str, Any] = {"precision": "fp64", "optimizer": optax.adam(0.05), "loss": weighted}
-    data = vectors(50)  # the last batch has two samples
+    data = vectors(32)  # a batch is 6, 6 and 4 samples
     whole, first = fit(Net(), data, 1, **options)
     parts, second = fit(Net(), data, 2, step=Step(accumulate=3, optimize="off"), **options)
     assert difference(parts, whole) < 1e-9
@@ -87,8 +87,8 @@ def test_micro_batches_make_the_update_of_the_whole_batch() -> None:
 
 def test_statistics_and_dropout_in_micro_batches_are_the_same_on_any_number_of_devices() -> None:
     options: dict[str, Any] = {"precision": "fp64", "step": Step(accumulate=2)}
-    alone, _ = fit(Net(norm=True, dropout=0.2), vectors(48), 1, **options)
-    three, result = fit(Net(norm=True, dropout=0.2), vectors(48), 3, **options)
+    alone, _ = fit(Net(norm=True, dropout=0.2), vectors(32), 1, **options)
+    three, result = fit(Net(norm=True, dropout=0.2), vectors(32), 3, **options)
     assert difference(three, alone) < 1e-9
     assert any("over each micro-batch" in note for note in result.notes)
 
@@ -131,7 +131,7 @@ def test_a_linen_module_is_trained_as_it_is() -> None:
     """Its statistics and dropout are those of training, and what was learned is bound to it."""
     X, y = vectors(48)
     module = LinenNet()
-    variables = module.init(jax.random.key(1), jnp.asarray(X[:1]), train=False)
+    variables = jax.jit(module.init, static_argnames="train")(jax.random.key(1), jnp.asarray(X[:1]), train=False)
     trainer = mh.Trainer(2, lr=0.1, batch_size=16, quiet=True)
     trainer.fit(module.bind(variables), (X, y))
     learned = trainer.model.variables
@@ -162,24 +162,20 @@ class Sowing(linen.Module):
 def test_losses_that_a_linen_module_sows_are_added() -> None:
     X, y = vectors(48)
     X, module = X.astype(np.float32), Sowing()
-    variables = module.init(jax.random.key(0), X[:1])
+    variables = jax.jit(module.init)(jax.random.key(0), X[:1])
     given = {"params": variables["params"], "batch_stats": variables["batch_stats"]}
 
     def loss(params: Any) -> Any:
         output, sown = module.apply({**given, "params": params}, X, train=True, mutable=["batch_stats", "losses"])
         return optax.softmax_cross_entropy_with_integer_labels(output, y).mean() + sum(jax.tree.leaves(sown["losses"]))
 
-    expected = jax.tree.map(
-        lambda weight, slope: weight - 0.1 * slope, given["params"], jax.grad(loss)(given["params"])
-    )
-    for devices in (1, 2):
-        trainer = mh.Trainer(1, devices=devices, batch_size=48, optimizer=optax.sgd(0.1), quiet=True)
-        result = trainer.fit(module.bind(variables), (X, y))
-        assert result.rows[0]["train_loss"] == pytest.approx(float(loss(given["params"])), rel=1e-5)
-        for ours, plain in zip(
-            jax.tree.leaves(trainer.model.variables["params"]), jax.tree.leaves(expected), strict=True
-        ):
-            np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
+    value, slopes = jax.jit(jax.value_and_grad(loss))(given["params"])
+    expected = jax.tree.map(lambda weight, slope: weight - 0.1 * slope, given["params"], slopes)
+    trainer = mh.Trainer(1, devices=2, batch_size=48, optimizer=optax.sgd(0.1), quiet=True)
+    result = trainer.fit(module.bind(variables), (X, y))
+    assert result.rows[0]["train_loss"] == pytest.approx(float(value), rel=1e-5)
+    for ours, plain in zip(jax.tree.leaves(trainer.model.variables["params"]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-6)
     with pytest.raises(BadSettings, match=r"sow\('losses', \.\.\.\) and accumulate: .*Leave out accumulate, or"):
         mh.Trainer(1, lr=0.1, batch_size=16, quiet=True, step=Step(accumulate=2)).fit(module, (X, y))
 

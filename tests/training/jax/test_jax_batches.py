@@ -14,7 +14,7 @@ from jax_cases import CLASSES, Net, difference, fit, rows, same, vectors
 
 from manyhands import jax as mh
 from manyhands.errors import BadBatch, BadLabels
-from manyhands.training.options import Checkpoints, Step
+from manyhands.training.options import Checkpoints
 
 X, Y = vectors(48)
 DICTS = {"image": X, "label": Y}
@@ -119,7 +119,7 @@ def test_nested_inputs_and_inputs_by_name(plain: Any) -> None:
         (Two(), (pair, Y), 2),
         (AsOne(), {**pair, "target": Y}, 1),
     ):
-        trained, other = fit(model, data, devices, step=Step(accumulate=2) if devices == 1 else Step())
+        trained, other = fit(model, data, devices)
         assert difference({name.removeprefix("net."): value for name, value in trained.items()}, weights) < 1e-5
         assert other.rows[-1]["train_acc"] == pytest.approx(result.rows[-1]["train_acc"])
     outputs = mh.Trainer(quiet=True).predict(model, pair)

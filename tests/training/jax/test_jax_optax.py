@@ -27,10 +27,14 @@ def by_hand(transformation: Any) -> dict[str, Any]:
     def loss(parameters: Any, batch: Any) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, parameters)(batch[0]), batch[1]).mean()
 
+    @jax.jit
+    def step(parameters: Any, state: Any, batch: Any) -> Any:
+        updates, state = transformation.update(jax.grad(loss)(parameters, batch), state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
     state = transformation.init(parameters)
     for batch in BATCHES * 2:
-        updates, state = transformation.update(jax.grad(loss)(parameters, batch), state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
+        parameters, state = step(parameters, state, batch)
     return numbers(nnx.merge(graph, parameters))
 
 

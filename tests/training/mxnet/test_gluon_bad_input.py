@@ -110,13 +110,8 @@ def test_empty_data() -> None:
             fit(mlp(), wrong)
     with pytest.raises(BadBatch, match="same number"):
         fit(mlp(), (X, y[:5]))
-    with pytest.raises(BadSettings, match="DataLoader"):
+    with pytest.raises(NotATensor, match="a loader that gives batches"):
         fit(mlp(), gluon.data.SimpleDataset([1, 2]))
-    rolling = gluon.data.DataLoader(gluon.data.ArrayDataset(*vectors()), 16, last_batch="rollover")
-    with pytest.raises(BadSettings, match=r"last_batch='rollover'.*give last_batch='keep'"):
-        fit(mlp(), rolling)
-    with pytest.raises(BadSettings, match=r"NDArrayIter .*DataLoader"):
-        fit(mlp(), mx.io.NDArrayIter(X, y, BATCH))
     with pytest.raises(BadBatch, match="only one part"):
         fit(mlp(), X)
     with pytest.raises(BadBatch, match="gave no batch"):

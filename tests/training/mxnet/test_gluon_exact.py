@@ -71,29 +71,6 @@ def test_parameters_that_are_not_used() -> None:
     assert not np.array_equal(before["rarely.weight"], after["rarely.weight"].astype("float32"))
 
 
-def test_a_loss_per_sample_or_their_mean_or_a_step_of_its_own() -> None:
-    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    class Stepping(gluon.Block):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, X: Any) -> Any:
-            return self.net(X)
-
-        def training_step(self, batch: Any) -> Any:
-            return softmax(self(batch[0]), batch[1]).mean()
-
-    expected, _ = fit(mlp(), vectors(), 1)
-    for devices in (1, 3):
-        weights, _ = fit(mlp(), vectors(), devices, loss=lambda output, target: softmax(output, target).mean())
-        assert largest_difference(weights, expected) <= CLOSE
-        own, result = fit(Stepping(), vectors(), devices)
-        assert largest_difference({name.removeprefix("net."): one for name, one in own.items()}, expected) <= CLOSE
-        assert result.rows[-1]["train_acc"] is None
-
-
 def test_the_optimizer_in_four_ways() -> None:
     expected, _ = fit(mlp(), vectors(), 1, optimizer="adam", lr=0.02)
     adam = mx.optimizer.Adam(learning_rate=0.02)

@@ -75,18 +75,6 @@ def test_the_values_that_come_home_are_those_of_the_first_replica() -> None:
 
 
 @both_modes
-def test_batches_of_fashion_mnist(numpy_like: bool) -> None:
-    with replicas.numpy_like(numpy_like):
-        train, test = mh.load_data_fashion_mnist(64, fashion_mnist.SUBSET_DIRECTORY)
-        X, y = next(iter(train))
-        assert isinstance(X, mx.np.ndarray) is numpy_like
-        assert X.shape == (64, 1, 28, 28)
-        assert 0 <= float(X.min().asnumpy()) < float(X.max().asnumpy()) <= 1
-        assert y.shape == (64,)
-        assert sum(len(labels) for _, labels in test) == test.count
-
-
-@both_modes
 def test_accuracy(numpy_like: bool) -> None:
     with replicas.numpy_like(numpy_like):
         scores = replicas.native(np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]], np.float32))
@@ -143,24 +131,6 @@ def test_a_scratch_model_moves_with_its_trainer() -> None:
     with mx.autograd.record():
         (outer.W * 3).sum().backward()
     assert outer.W.grad.asnumpy().tolist() == [[3.0] * CLASSES] * 2
-
-
-def test_a_data_module() -> None:
-    class Data(mh.DataModule):
-        def __init__(self, batch_size: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-        def get_dataloader(self, train: bool) -> Any:
-            return self.get_tensorloader([mx.nd.array(part) for part in vectors()], train, slice(0, 40))
-
-    data = Data(16)
-    assert [len(y) for _, y in data.train_dataloader()] == [16, 16, 8]
-    assert isinstance(next(iter(data.val_dataloader()))[0], mx.nd.NDArray)
-    result = mh.Trainer(1, quiet=True).fit(mlp(), data)
-    assert result.rows[0]["samples"] == 40
-    with pytest.raises(TypeError, match="get_dataloader"):
-        mh.DataModule().train_dataloader()
 
 
 JOURNEY = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 
 import mxnet as mx
 from gluon_cases import contexts, mlp, vectors
-from mxnet import gluon
 
-from manyhands.training.callbacks import reporter
+from manyhands.training.callbacks import events
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor
@@ -79,7 +77,7 @@ CALLBACKS = CallbackPlan(every=(2,), rates=True)
 def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(**{"max_epochs": 1, "batch_size": 8, **CASES[name]})
     one = learner(settings, 2, norm=True)
-    monkeypatch.setattr(reporter, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(events, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
     said: list[Any] = []
     callbacks = CALLBACKS if CASES[name] else NO_CALLBACKS
     loop = Loop(one, settings, said.append, schedule=one_cycle, callbacks=callbacks)
@@ -110,54 +108,3 @@ def test_a_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         wait()
         assert waits.found
         assert waits.found[0] == (0, None)
-
-
-class Gate(mx.operator.CustomOp):  # type: ignore[misc]
-    """Lets numbers through when it is open."""
-
-    opened = threading.Event()
-
-    def forward(self, is_train: Any, req: Any, in_data: Any, out_data: Any, aux: Any) -> None:
-        assert Gate.opened.wait(60)
-        self.assign(out_data[0], req[0], in_data[0])
-
-    def backward(self, req: Any, out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any) -> None:
-        self.assign(in_grad[0], req[0], out_grad[0])
-
-
-@mx.operator.register("manyhands_gate")
-class _GateProperties(mx.operator.CustomOpProp):  # type: ignore[misc]
-    def create_operator(self, ctx: Any, shapes: Any, dtypes: Any) -> Gate:
-        return Gate()
-
-
-def test_two_steps_are_issued_while_the_first_is_still_at_work() -> None:
-    """And not three: the engine would queue them without bound."""
-    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
-    settings = Settings(max_epochs=1, batch_size=8)
-    Gate.opened.clear()
-
-    def gated(output: Any, target: Any) -> Any:
-        return softmax(mx.nd.Custom(output, op_type="manyhands_gate"), target)
-
-    one = learner(settings, 2, loss=gated)
-    issued: list[int] = []
-
-    def work() -> None:
-        for window, batch in one.batches(Cursor()):
-            one.step(window, batch, None)
-            issued.append(window.step)
-            two.release()
-
-    two = threading.Semaphore(0)
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
-    try:
-        assert two.acquire(timeout=60)
-        assert two.acquire(timeout=60)
-        worker.join(0.3)
-        assert issued == [0, 1]
-    finally:
-        Gate.opened.set()
-    worker.join(60)
-    assert issued == list(range(10))

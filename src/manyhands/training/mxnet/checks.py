@@ -60,11 +60,6 @@ def check_values(model: Any) -> None:
         raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
 
 
-def check_parts(objective: Objective, data: Source) -> None:
-    if objective.loss is not None and isinstance(data, Arrays) and len(data.arrays) < 2:
-        raise refusals.no_target(data.arrays)
-
-
 def make_parameters(model: Any, data: Source, seed: int) -> None:
     """Initialise parameters without values, by the seed; deferred ones get their shapes from a first batch."""
     missing = [

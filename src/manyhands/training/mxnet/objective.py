@@ -56,6 +56,8 @@ class Objective:
             value, accuracy = call_step(self.model, name, batch)
             correct = (accuracy * size).round() if isinstance(accuracy, mx.nd.NDArray) else None
             return _loss(value, size, f"{name} of {type(self.model).__name__}", correct)
+        if len(batch) < 2:
+            raise refusals.no_target(batch)
         inputs, target = batch[:-1], batch[-1]
         output = checked_output(self.model, inputs)
         if self.labels is not None and isinstance(output, mx.nd.NDArray):

@@ -72,7 +72,11 @@ class Trainer(BaseTrainer):
             )
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        return _source(data, shuffle=shuffle)
+        if isinstance(data, gluon.data.ArrayDataset):
+            data = tuple(map(sources.as_numpy, data._data))
+        if isinstance(data, gluon.data.DataLoader):
+            return sources.Stream(data, getattr(data._batch_sampler, "_batch_size", None))
+        return sources.source(data, shuffle=shuffle)
 
     def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
@@ -99,8 +103,6 @@ class Trainer(BaseTrainer):
         checks.refuse_launcher()
         checks.check_values(model)
         objective, devices = objective_for(model, self.options.loss), self._natives()
-        if tests:
-            checks.check_parts(objective, source)
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             look = checks.check_labels(objective, source, None) if tests else None
             yield Evaluation(objective, Feed(source, devices, replicas.distinct(model)[0].dtype, look=look), settings)
@@ -114,7 +116,6 @@ class Trainer(BaseTrainer):
         checks.check_model(model)
         train, test = self.train_source, self.test_source
         objective = objective_for(model, self.options.loss)
-        checks.check_parts(objective, train)
         with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(objective, train, test)
@@ -130,27 +131,3 @@ class Trainer(BaseTrainer):
             result = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
         result.devices = self.device_names
         return result
-
-
-def _source(data: Any, *, shuffle: bool) -> Source:
-    """The source for the user's data; a Gluon ArrayDataset is arrays, other Gluon data sets need a DataLoader."""
-    if isinstance(data, gluon.data.ArrayDataset):
-        return sources.source(tuple(map(sources.as_numpy, data._data)), shuffle=shuffle)
-    if isinstance(data, gluon.data.Dataset):
-        raise BadSettings(
-            f"{type_in_words(data)} gives samples one by one: give gluon.data.DataLoader(dataset, batch_size), or "
-            "(X, y) arrays"
-        )
-    if isinstance(data, mx.io.DataIter):
-        raise BadSettings(
-            f"{type_in_words(data)} gives batches of MXNet's older kind, once, until it is reset: give "
-            "gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size), or (X, y) arrays"
-        )
-    if isinstance(data, gluon.data.DataLoader):
-        if getattr(data._batch_sampler, "_last_batch", None) == "rollover":
-            raise BadSettings(
-                "a DataLoader with last_batch='rollover' begins an epoch with samples of the one before, so a resumed "
-                "job could not repeat its batches: give last_batch='keep', or 'discard'"
-            )
-        return sources.Stream(data, getattr(data._batch_sampler, "_batch_size", None))
-    return sources.source(data, shuffle=shuffle)
