@@ -1,6 +1,6 @@
 """Make the notebooks from their sources: ``python examples/build.py [NAME ...]``.
 
-The source of ``notebooks/training.ipynb`` is ``notebooks/source/training.py``: plain Python that can be linted and
+The source of ``notebooks/gpus.ipynb`` is ``notebooks/source/gpus.py``: plain Python that can be linted and
 reviewed. A line ``# %%`` begins a cell::
 
     # %% [markdown]

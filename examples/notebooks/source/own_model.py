@@ -131,4 +131,4 @@ print(mh.Trainer(1, devices="cpu:2", loss=masked_sum, lr=0.01, batch_size=32, qu
 # More models of this kind are scripts: [a model whose batches are dicts](../scripts/dict_model.py), as those of
 # `transformers`, [a GAN](../scripts/gan.py) with two optimizers, and [images from files](../scripts/custom_dataset.py).
 #
-# Next: [make it parallel](parallel.ipynb).
+# Next: [make it parallel](automatic_parallelism.ipynb).

@@ -1,18 +1,46 @@
 # %% [markdown]
-# # Make it parallel for me
+# # The book's chapter on automatic parallelism
 #
-# The book's chapter on automatic parallelism shows that independent operations may run at once, if somebody sees that they are
-# independent. `mh.parallel(fn)` sees it: it traces plain code into a graph, spreads the graph over *lanes* (CPU threads here, CUDA
-# streams on a GPU), proves the schedule, and uses it only where it is measured to be faster.
+# Work on two devices can go on at the same time, and so can computing and copying, if nothing waits in between. First as
+# the book writes it; then `mh.parallel`, which finds what may run at once in plain code; then an exercise. Two virtual
+# devices stand in for two GPUs. The other cells compute on the CPU itself.
 
 # %%
 import torch
 from IPython.display import SVG, Image
+from matplotlib import pyplot as plt
 
 from manyhands import torch as mh
+from manyhands.book.torch import Benchmark
 from manyhands.errors import UndeclaredWrite
 from manyhands.schedule.simulate import simulate
 
+with mh.virtual_devices(2):
+    X, Y = (torch.rand(400, 400, device=device) for device in mh.try_all_gpus())
+
+    def run(x):
+        return [x.mm(x) for _ in range(50)]
+
+    run(X), run(Y)  # warm-up
+    with Benchmark("one after the other"):
+        run(X)
+        mh.waitall()
+        run(Y)
+    with Benchmark("at once"), mh.parallel():
+        mh.task(run)(X)
+        mh.task(run)(Y)
+
+# %% [markdown]
+# `Benchmark` waits for all devices before it looks at the clock. On two GPUs the second takes half as long; two virtual
+# devices share their cores, and gain what these have left. `manyhands lab run how-linear` measures it with care: alternating
+# rounds, medians, and no figure where the machine is busy.
+#
+# ## Found in plain code
+#
+# `mh.parallel(fn)` traces code into a graph, spreads the graph over *lanes* (CPU threads here, CUDA streams on a GPU), proves
+# the schedule, and uses it only where it is measured to be faster.
+
+# %%
 torch.manual_seed(0)
 torch.set_num_threads(2)  # two cores: PyTorch divides each operation over them, lanes share them out
 weights = [torch.randn(160, 160) / 12 for _ in range(4)]
@@ -99,7 +127,22 @@ except UndeclaredWrite as error:
     print(error)
 
 # %% [markdown]
-# `torch.compile(model, backend="manyhands")` plans the forward and the backward pass of a model in the same way. What a plan depends on,
-# and what is not noticed, is in `docs/parallel.md`.
+# ## Exercise: how many devices are worth it?
+#
+# *What do more devices give to these four chains?* Four have work; a fifth would have none.
+
+# %%
+counts = [1, 2, 3, 4, 6, 8]
+speed_ups = [branches.forecast(devices=count, lanes=1).speed_up for count in counts]
+figure, axes = plt.subplots(figsize=(5, 3))
+axes.plot(counts, counts, color="lightgrey", label="linear")
+axes.plot(counts, speed_ups, marker="o", label="four chains (simulated)")
+axes.set(xlabel="devices", ylabel="times as fast as one", ylim=(0, 8.5))
+axes.legend()
+plt.show()
+
+# %% [markdown]
+# `torch.compile(model, backend="manyhands")` plans the forward and the backward pass of a model in the same way. What a plan
+# depends on, and what is not noticed, is in `docs/parallel.md`.
 #
 # Next: [why is it slow?](audit.ipynb)
