@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import needs_compiler
 from torch import nn
 
 from manyhands import torch as mh
@@ -143,14 +142,13 @@ def test_what_a_graph_hands_on() -> None:
     assert fast(a, b)[0].data_ptr() == a.data_ptr()
 
 
-@needs_compiler
-def test_by_its_name_with_fusion() -> None:
+def test_by_its_name() -> None:
     for _ in range(2):  # twice is no matter
         compat.register_dynamo_backend("manyhands", mh.compile_backend)
     assert "manyhands" in torch._dynamo.list_backends()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
-    fast = torch.compile(net, backend="manyhands")
+    fast = torch.compile(net, backend="manyhands", options={"fuse": False})
     x = torch.rand(3, 8)
     with torch.no_grad():
         for _ in range(3):

@@ -15,9 +15,9 @@ from typing import Any
 
 import graph_cases
 import pytest
-import support
 import torch
 from graph_cases import run_on
+from support import run_python
 
 from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
@@ -172,13 +172,13 @@ def test_two_callers_at_once() -> None:
 PROCESS = """
 import atexit, os, sys, threading, torch
 sys.path[:0] = {path!r}
-from test_threads import run_on, two_branches
+from graph_cases import run_on
 def workers():
     return sum(thread.name.startswith("manyhands") for thread in threading.enumerate())
 
 torch.set_num_threads(1)
 x, y = torch.randn(8, 8), torch.randn(8, 8)
-run = run_on(two_branches(torch.sin, torch.cos), 2, x, y)
+run = run_on(lambda x, y: [x.sin().cos(), y.cos().sin()], 2, x, y)
 expected = run.replay([x, y])
 def replays():
     assert all(map(torch.equal, run.replay([x, y]), expected))
@@ -198,9 +198,7 @@ print("running:", workers() > 0)
 
 def test_a_process_that_forks_and_ends_while_it_has_workers() -> None:
     """The child gets workers of its own; they are joined before the interpreter ends."""
-    modules = __file__, graph_cases.__file__, support.__file__
-    paths = [os.path.dirname(str(module)) for module in modules]
-    done = support.run_python(PROCESS.format(path=paths))
+    done = run_python(PROCESS.format(path=[os.path.dirname(graph_cases.__file__)]))
     assert done.stdout.splitlines() == ["forked: 0", "running: True", "at exit: 0", "late"], done.stderr
     assert done.returncode == 0
 
