@@ -36,13 +36,3 @@ def test_a_mark_stands_behind_what_was_issued_before_it() -> None:
     assert not journal.schedule().waits
     with pytest.raises(UnsafeSchedule, match="nothing makes b"):
         check(journal.schedule())
-
-
-def test_what_a_task_touches_may_be_known_later() -> None:
-    journal = Journal(LANES)
-    first = journal.task(0, Task("before"))
-    journal.task(1, Task("b", reads=frozenset({7})))
-    check(journal.schedule())
-    journal.rewrite(first, Task("before", writes=frozenset({7})))
-    with pytest.raises(UnsafeSchedule, match="before"):
-        check(journal.schedule())

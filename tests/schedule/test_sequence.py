@@ -35,12 +35,6 @@ def test_a_break_stands_between_two_parts() -> None:
     assert len(set(made.lanes)) == len(made.lanes) == 3  # two that compute, one for the host
 
 
-def test_one_part_is_itself() -> None:
-    made, _ = one_after_another([part("a", 2)])
-    check(made)
-    assert [task.name for task in made.graph.tasks] == ["a0", "a1"]
-
-
 def test_it_can_be_forecast() -> None:
     made, footprint = one_after_another([part("a", 4), part("b", 4)])
     alone, two = (forecast(made.graph, footprint, Machine(count, latency=0.0)).seconds for count in (1, 2))

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from support import eventually, run_python
 
 from manyhands.errors import EngineError, TaskCancelled, WaitsForItself
-from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import Future, parallel, task, waitall
 
 
@@ -277,27 +276,6 @@ def test_what_needs_a_failed_task_is_cancelled_by_name() -> None:
             task(add)(first).result()  # but there is no result to take
 
 
-def test_a_cancelled_task_still_keeps_others_in_order() -> None:
-    """A running writer, a cancelled one after it, and a third that is given when the failure has been seen."""
-    box: list[int] = []
-    go = threading.Event()
-
-    def first() -> None:
-        go.wait(60)
-        time.sleep(0.02)
-        box.append(1)
-
-    with parallel(threads=3):
-        task(first, writes=(box,))()
-        bad = task(fails)()
-        task(lambda _: box.append(2), writes=(box,))(bad)
-        assert bad.exception() is not None
-        last = task(lambda: box.append(3), writes=(box,))()
-        go.set()
-        assert last.exception() is None
-    assert box == [1, 3]
-
-
 def test_an_error_in_the_scope_cancels_what_has_not_begun() -> None:
     ran: list[int] = []
     futures: list[Future[Any]] = []
@@ -425,27 +403,6 @@ def test_a_circle_through_an_inner_scope_is_seen() -> None:
             held[0].result(timeout=60)
 
 
-def test_a_wait_with_a_timeout_is_no_circle() -> None:
-    held: list[Future[Any]] = []
-    both = threading.Barrier(3)
-
-    def impatient() -> str:
-        both.wait(60)
-        try:
-            return held[1].result(timeout=0.05)  # type: ignore[no-any-return]
-        except TimeoutError:
-            return "gave up"
-
-    def patient() -> Any:
-        both.wait(60)
-        return held[0].result()
-
-    with parallel(threads=2):
-        held.extend((task(impatient)(), task(patient)()))
-        both.wait(60)
-        assert [one.result(timeout=60) for one in held] == ["gave up", "gave up"]
-
-
 def test_nested_scopes_share_order_and_wait_for_their_own() -> None:
     box: list[int] = []
     release = threading.Event()
@@ -473,23 +430,6 @@ def test_synchronous_scopes_run_in_the_callers_thread_when_given() -> None:
             task(add)(bad).result()
         with pytest.raises(ArithmeticError):
             bad.result()
-
-
-def test_functions_are_bound_where_they_are_given() -> None:
-    local = threading.local()
-    local.mode = "mine"
-
-    def bound(function: Any) -> Any:
-        mode = local.mode
-
-        def run(*arguments: Any) -> Any:
-            local.mode = mode
-            return function(*arguments)
-
-        return run
-
-    with parallel(threads=2, hooks=Hooks(bound=bound)):
-        assert task(lambda: local.mode)().result() == "mine"
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -1,16 +1,23 @@
-"""Who does explicit tasks, and who is woken: as many threads as there is work for, nobody forgotten, no order lost."""
+"""Who does explicit tasks, and what is kept of them.
+
+As many threads as there is work for, nobody forgotten, no order lost; and a scope holds no result and no argument of a
+task that has gone well.
+"""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support import eventually
 
-from manyhands.tasks.scope import Future, parallel, task
+from manyhands.tasks.scope import Future, parallel, task, waitall
 
 
 @pytest.fixture
@@ -79,13 +86,6 @@ def test_nothing_is_lost_however_threads_are_interrupted(threads: int) -> None:
         assert boxes == [list(range(place, 120, 3)) for place in range(3)]
 
 
-def test_what_is_given_to_a_thread_that_is_about_to_rest_is_done() -> None:
-    with parallel(threads=1):
-        for number in range(60):
-            time.sleep(number % 7 * 3e-4)
-            task(int)(number).result(timeout=60)
-
-
 @pytest.mark.usefixtures("hasty")
 def test_tasks_that_wait_and_threads_do_not_do_one_twice() -> None:
     """A task that waits does what it waits for, unless a thread has begun it just then."""
@@ -140,3 +140,75 @@ class Runner:
 def test_an_object_is_not_looked_into() -> None:
     """Tasks that reach the futures before them would wait for these, and never meet."""
     assert Runner().run() == [0, 2, 4]
+
+
+# What is kept
+
+
+class Large:
+    """Something that one would not want to be kept."""
+
+
+def fails(*_: Any) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_result_lives_as_long_as_its_future(synchronous: bool) -> None:
+    made: list[weakref.ref[Large]] = []
+
+    def make(*_: Any) -> Large:
+        large = Large()
+        made.append(weakref.ref(large))
+        return large
+
+    with parallel(None if synchronous else 2, synchronous=synchronous):
+        kept = task(make, writes=(made,))()
+        waitall()
+        for _ in range(5):
+            future = task(make, writes=(made,))(task(make, writes=(made,))(kept, Large()))
+            future.result()
+        del future
+        waitall()
+        # A thread may still be leaving the function.
+        assert eventually(lambda: [one() is not None for one in made] == [True] + [False] * 10)
+        assert kept.result() is made[0]()
+
+
+def test_arguments_are_let_go_of_and_so_are_failures_that_were_seen() -> None:
+    gone: list[weakref.ref[Any]] = []
+    with parallel(threads=2) as scope:
+        for _ in range(3):
+            large = Large()
+            gone.append(weakref.ref(large))
+            task(lambda one: type(one))(large)
+            bad: Future[Any] = task(fails)()
+            assert bad.exception() is not None
+            task(fails)(bad)  # is cancelled
+        del large
+        waitall()
+        assert eventually(lambda: [one() for one in gone] == [None] * 3)
+        assert not scope.jobs
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_tasks_leave_nothing_to_the_garbage_collector(synchronous: bool) -> None:
+    """Circles would stay until it comes, with all that they hold; and to come is what many tasks cost most."""
+
+    def body() -> None:
+        box: list[int] = []
+        with parallel(None if synchronous else 2, synchronous=synchronous):
+            future: Future[Any] = task(int)(1)
+            for number in range(20):
+                future = task(lambda one, n: one + n)(future, number)
+                task(box.append, writes=(box,))(number)
+            future.result()
+
+    body()
+    gc.collect()
+    gc.disable()
+    try:
+        body()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

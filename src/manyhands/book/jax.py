@@ -173,7 +173,6 @@ class _Kept(dict[str, Any]):
 
 
 class Module(recipes.Module, nnx.Module):  # type: ignore[misc]
-    __doc__ = recipes.Module.__doc__
     _kept_in = _Kept
 
     @default
@@ -190,7 +189,6 @@ class Module(recipes.Module, nnx.Module):  # type: ignore[misc]
 
 
 class DataModule(recipes.DataModule):
-    __doc__ = recipes.DataModule.__doc__
     native = staticmethod(jnp.asarray)
 
 

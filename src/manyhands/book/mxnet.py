@@ -95,8 +95,6 @@ MODELS = _models.by_name()
 
 
 class Module(recipes.Module, gluon.Block):  # type: ignore[misc]
-    __doc__ = recipes.Module.__doc__
-
     @default
     def loss(self, y_hat: Any, y: Any) -> Any:
         """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
@@ -128,7 +126,6 @@ class Module(recipes.Module, gluon.Block):  # type: ignore[misc]
 
 
 class DataModule(recipes.DataModule):
-    __doc__ = recipes.DataModule.__doc__
     native = staticmethod(replicas.native)
 
 

@@ -141,8 +141,6 @@ def initialise(net: Any, seed: int | None = None) -> Any:
 
 
 class Module(recipes.Module, keras.Model):  # type: ignore[misc]
-    __doc__ = recipes.Module.__doc__
-
     def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
         super().__init__(plot_train_per_epoch, plot_valid_per_epoch)
         del self.loss  # Keras keeps there what compile() was given, and would hide the method
@@ -166,7 +164,6 @@ class Module(recipes.Module, keras.Model):  # type: ignore[misc]
 
 
 class DataModule(recipes.DataModule):
-    __doc__ = recipes.DataModule.__doc__
     native = staticmethod(tf.convert_to_tensor)
 
 

@@ -110,8 +110,6 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
 
 
 class Module(recipes.Module, nn.Module):
-    __doc__ = recipes.Module.__doc__
-
     @default
     def loss(self, y_hat: Any, y: Any) -> torch.Tensor:
         """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
@@ -129,8 +127,6 @@ class Module(recipes.Module, nn.Module):
 
 
 class DataModule(recipes.DataModule):
-    __doc__ = recipes.DataModule.__doc__
-
     def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Arrays:
         """Batches of those tensors, shuffled for training."""
         return Arrays(tuple(t[indices] for t in tensors), None, getattr(self, "batch_size", None), shuffle=train)

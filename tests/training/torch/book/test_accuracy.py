@@ -50,10 +50,6 @@ def test_one_device(device: str | None) -> None:
     assert evaluate_accuracy_gpu(make_net(), batches(), device) == expected()
 
 
-def test_one_device_is_where_the_net_is() -> None:
-    assert evaluate_accuracy_gpu(mh.to(make_net(), mh.try_gpu()), batches()) == expected()
-
-
 def test_all_devices() -> None:
     net = make_net()
     assert evaluate_accuracy_gpus(net, batches()) == expected()
@@ -88,24 +84,6 @@ def test_the_net_is_left_as_it_was(evaluate: Any) -> None:
     assert net.training
     evaluate(net.eval(), batches())
     assert not net.training
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def forward(self, pair: Any) -> torch.Tensor:
-        scores: torch.Tensor = self.net(pair[0] + pair[1])
-        return scores
-
-
-@pytest.mark.parametrize("container", [list, tuple])
-@pytest.mark.parametrize("evaluate", [evaluate_accuracy_gpu, evaluate_accuracy_gpus])
-def test_inputs_of_several_parts(evaluate: Any, container: Any) -> None:
-    net = mh.to(Pair(), mh.try_gpu())
-    pairs = [(container([X, torch.zeros_like(X)]), y) for X, y in batches()]
-    assert evaluate(net, pairs) == expected()
 
 
 @pytest.mark.parametrize("evaluate", [evaluate_accuracy_gpu, evaluate_accuracy_gpus])

@@ -63,18 +63,6 @@ def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(devices):
     assert trainer.evaluate(model, (X[:20], Y[:20])) == pytest.approx({"loss": row["val_loss"], "acc": row["val_acc"]})
 
 
-def test_the_update_is_that_of_a_loop_by_hand():
-    model, by_hand = OfTheBook(), OfTheBook()
-    mh.Trainer(max_epochs=3, batch_size=48, quiet=True).fit(model, (X, Y))
-    optimizer = by_hand.configure_optimizers()
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(by_hand(X), Y).backward()
-        optimizer.step()
-    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_after_a_job_the_models_own_plot_is_back():
     model = OfTheBook()
     mh.Trainer(max_epochs=1, quiet=True).fit(model, (X, Y), (X, Y))
