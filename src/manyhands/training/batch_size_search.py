@@ -15,14 +15,13 @@ import copy
 import dataclasses
 import gc
 from collections.abc import Callable
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands import shares as _shares
 from manyhands.amounts import counted
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import launcher
-from manyhands.training.options import Checkpoints, Limits, Workers
+from manyhands.training.options import Checkpoints, Limits, Workers, check_count
 
 if TYPE_CHECKING:
     from manyhands.training.trainer import BaseTrainer
@@ -38,8 +37,8 @@ def find(trainer: BaseTrainer, model: Any, maximum: int | None, of: Literal["bat
         raise BadSettings("find_batch_size is there in PyTorch and in JAX: here try some sizes, as batch_size=64")
     if of not in ("batch", "micro_batch"):
         raise BadSettings(f"find_batch_size(of={of!r}): choose one of batch, micro_batch")
-    if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, Integral) or maximum < 1):
-        raise BadSettings(f"find_batch_size(maximum={maximum!r}): give a whole number of at least 1")
+    if maximum is not None:
+        check_count(maximum, f"find_batch_size(maximum={maximum!r})")
     if launcher.size() > 1:
         raise BadSettings("find_batch_size: call it in one process, not under a launcher, and give batch_size= there")
     data = trainer.train_source
@@ -111,7 +110,13 @@ class _Search:
         trainer, data = self.trainer, dataclasses.replace(self.trainer.train_source, batch_size=None)
         try:
             with trainer._trial(devices):
-                model, optimizer = self._copies()
+                try:
+                    model, optimizer = trainer._copied(self.model, trainer.options.optimizer)
+                except Exception as error:
+                    raise BadSettings(
+                        f"find_batch_size makes steps on a copy, and {type(self.model).__name__} cannot be copied "
+                        f"({type(error).__name__}: {error}): give batch_size="
+                    ) from error
                 self._trainer_of(devices, batch, micro, optimizer).fit(model, data)
         except LossIsNotANumber:  # after its step
             return True
@@ -125,15 +130,6 @@ class _Search:
             model = optimizer = None
             gc.collect()
         return True
-
-    def _copies(self) -> tuple[Any, Any]:
-        try:
-            return self.trainer._copied(self.model, self.trainer.options.optimizer)
-        except Exception as error:
-            raise BadSettings(
-                f"find_batch_size makes steps on a copy, and {type(self.model).__name__} cannot be copied "
-                f"({type(error).__name__}: {error}): give batch_size="
-            ) from error
 
     def _trainer_of(self, devices: list[Any], batch: int, micro: int | None, optimizer: Any) -> BaseTrainer:
         """The same trainer for a few steps, without files and callbacks; an average of the weights takes memory."""

@@ -48,40 +48,35 @@ class by_step:
 
 
 @dataclass(frozen=True)
-class PerStep:
+class _Scheduler:
+    make: Any
+
+    def __post_init__(self) -> None:
+        if not callable(self.make) and not hasattr(self.make, "optimizer"):
+            raise BadSettings(
+                f"{type(self).__name__}({self.make!r}): give a function from an optimizer to a scheduler, as "
+                "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100), or a finished scheduler"
+            )
+
+
+@dataclass(frozen=True)
+class PerStep(_Scheduler):
     """A scheduler of PyTorch's that is stepped after every step: ``Trainer(schedule=mh.PerStep(make))``.
 
     ``make`` is a function from an optimizer to a scheduler, as ``functools.partial(StepLR, step_size=100)``, or a
     finished scheduler over the optimizer that the trainer is given.
     """
 
-    make: Any
-
-    def __post_init__(self) -> None:
-        _check_make(self)
-
 
 @dataclass(frozen=True)
-class PerEpoch:
+class PerEpoch(_Scheduler):
     """A scheduler of PyTorch's that is stepped at the end of every epoch: ``Trainer(schedule=mh.PerEpoch(make))``.
 
     ``make`` is as in :class:`PerStep`. ``ReduceLROnPlateau`` is stepped with the metric ``monitor`` instead, whenever
     there is a new one: after each evaluation, or for ``train_loss`` with each row.
     """
 
-    make: Any
     monitor: str = "val_loss"
-
-    def __post_init__(self) -> None:
-        _check_make(self)
-
-
-def _check_make(schedule: PerStep | PerEpoch) -> None:
-    if not callable(schedule.make) and not hasattr(schedule.make, "optimizer"):
-        raise BadSettings(
-            f"{type(schedule).__name__}({schedule.make!r}): give a function from an optimizer to a scheduler, as "
-            "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100), or a finished scheduler"
-        )
 
 
 Schedule = Callable[[float], float] | by_step | PerStep | PerEpoch
@@ -92,13 +87,13 @@ def check_option(schedule: Any, *, schedulers: bool) -> None:
 
     ``schedulers``: whether the framework has PyTorch's.
     """
-    if isinstance(schedule, PerStep | PerEpoch) and not schedulers:
+    if isinstance(schedule, _Scheduler) and not schedulers:
         raise BadSettings(
             f"schedule={type(schedule).__name__}(...) is for PyTorch's schedulers: here a schedule of rates is given "
             "to the optimizer (optax.adam(schedule), keras.optimizers.SGD(schedule), "
             "mx.optimizer.SGD(lr_scheduler=scheduler)), and one of factors as schedule=mh.by_step(function)"
         )
-    if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
+    if schedule is None or isinstance(schedule, by_step | _Scheduler):
         return
     if type(schedule).__module__.startswith("keras.") or getattr(schedule, "__module__", "").startswith("optax."):
         raise BadSettings(
@@ -123,7 +118,7 @@ class ScheduleOfJob:
 
     def factor(self) -> float | None:
         """The learning rate's factor at the next batch; None where there is no schedule."""
-        if self._schedule is None or isinstance(self._schedule, PerStep | PerEpoch):
+        if self._schedule is None or isinstance(self._schedule, _Scheduler):
             return None
         if isinstance(self._schedule, by_step):
             return _factor_at(self._schedule.function, self._position.cursor.step, "by_step's function")
@@ -136,7 +131,7 @@ class ScheduleOfJob:
             if not is_known(name, known):
                 raise BadSettings(f"PerEpoch(monitor={name!r}): {missing_metric(name, known)}")
         position, epochs = self._position, self._position.settings.max_epochs
-        if self._schedule is None or isinstance(self._schedule, by_step | PerStep | PerEpoch):
+        if self._schedule is None or isinstance(self._schedule, by_step | _Scheduler):
             return
         if position.settings.limits.max_steps is not None or position.cursor.epoch >= epochs:
             return

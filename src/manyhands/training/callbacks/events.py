@@ -215,6 +215,9 @@ class Dispatcher:
         """Call the callbacks of this event; returns the answer if the event asks for one."""
         if event["kind"] == "states":
             return self._states()
+        if "epoch" in event and event["kind"] != "checkpoint":  # that of an epoch's end is written in the next one
+            self.training.epoch, self.training.step = event["epoch"], event["step"]
+            self.training.batches = event.get("batches", self.training.batches)
         if event["kind"] == "warning":
             warnings.warn(event["text"], stacklevel=2)
         elif (handle := getattr(self, f"_on_{event['kind']}", None)) is not None:
@@ -230,7 +233,6 @@ class Dispatcher:
     def _on_begin(self, event: Event) -> None:
         training = self.training
         training.rows, training.resumed = list(event["rows"]), event["resumed"]
-        self._place(event)
         if event["states"] is not None:
             self._restore(event["states"])
         for name in self._callbacks:
@@ -238,16 +240,13 @@ class Dispatcher:
             self._call(name, "on_fit_start", training)
 
     def _on_epoch_start(self, event: Event) -> None:
-        self._place(event)
         self._call_all("on_epoch_start", self.training)
 
     def _on_progress(self, event: Event) -> None:
-        self._place(event)
         figures = {name: event[name] for name in ("batch", "samples", "loss", "accuracy") if event[name] is not None}
         self._call_all("on_progress", self.training, figures)
 
     def _on_steps(self, event: Event) -> None:
-        self._place(event)
         sums = Figures.from_json(event["sums"])
         for name, offset in self._offsets.items():
             if event["step"] % (self._callbacks[name].every or 1) == 0:
@@ -256,7 +255,6 @@ class Dispatcher:
                 self._call(name, "on_steps", self.training, {**means, **event["rates"]})
 
     def _on_evaluation(self, event: Event) -> None:
-        self._place(event)
         self._call_all("on_evaluation", self.training, event["figures"])
 
     def _on_epoch(self, event: Event) -> None:
@@ -264,7 +262,6 @@ class Dispatcher:
         self._call_all("on_epoch_end", self.training, event["row"])
 
     def _on_model(self, event: Event) -> None:
-        self._place(event)
         self._call_all("on_model", self.training, event["model"])
 
     def _on_row(self, event: Event) -> None:
@@ -272,7 +269,6 @@ class Dispatcher:
         self._call_all("on_row", self.training, event["row"], kinds=(Progress, Logger))
 
     def _add_row(self, event: Event) -> None:
-        self._place(event)
         sums = Figures.from_json(event["sums"])
         self._offsets = {name: add([offset, sums]) for name, offset in self._offsets.items()}
         self.training.rows.append(event["row"])
@@ -282,10 +278,6 @@ class Dispatcher:
 
     def _on_note(self, event: Event) -> None:
         self._call_all("on_note", self.training, event["text"], kinds=(Progress,))
-
-    def _place(self, event: Event) -> None:
-        self.training.epoch, self.training.step = event["epoch"], event["step"]
-        self.training.batches = event.get("batches", self.training.batches)
 
     # State
 

@@ -77,27 +77,22 @@ class ClassLabels:
         return _Summary(labels.shape, labels.dtype, limits, whole)
 
     def _check(self, labels: _Summary, classes: int) -> None:
-        if self.one_hot and labels.shape[1:] == (classes,) and classes > 1:
+        shape, kind = labels.shape, labels.dtype.kind
+        is_one_hot = shape[1:] == (classes,) and classes > 1
+        if is_one_hot and self.one_hot:
             return
-        self._check_kind(labels, classes)
-        if len(labels.shape) != 1 and not (self.columns and labels.shape[1:] == (1,)):
-            cure = "give y.reshape(-1)" if labels.shape[1:] == (1,) else "give one, or another loss="
-            raise BadLabels(f"labels have shape {labels.shape}, and one class number per sample is needed: {cure}")
+        needed = f"labels have shape {shape}, and one class number per sample is needed"
+        if is_one_hot:
+            raise BadLabels(f"{needed}: if they are one-hot, give y.argmax(1)")
+        if kind not in "iu" and not (kind == "f" and self.floats and labels.whole):
+            raise BadLabels(
+                f"labels are {labels.dtype.name}, and class numbers are whole, 0 to {classes - 1}: give "
+                "y.astype('int32'); targets that are not classes need another loss="
+            )
+        if len(shape) != 1 and not (self.columns and shape[1:] == (1,)):
+            raise BadLabels(f"{needed}: give {'y.reshape(-1)' if shape[1:] == (1,) else 'one, or another loss='}")
         if labels.limits is not None and (labels.limits[0] < 0 or labels.limits[1] >= classes):
             raise out_of_range(*labels.limits, classes)
-
-    def _check_kind(self, labels: _Summary, classes: int) -> None:
-        if len(labels.shape) == 2 and labels.shape[1] == classes > 1:
-            raise BadLabels(
-                f"labels have shape {labels.shape}, and one class number per sample is needed: if they are one-hot, "
-                "give y.argmax(1)"
-            )
-        if labels.dtype.kind in "iu" or (labels.dtype.kind == "f" and self.floats and labels.whole):
-            return
-        raise BadLabels(
-            f"labels are {labels.dtype.name}, and class numbers are whole, 0 to {classes - 1}: give "
-            "y.astype('int32'); targets that are not classes need another loss="
-        )
 
 
 @dataclass(frozen=True)
