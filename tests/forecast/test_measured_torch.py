@@ -119,9 +119,10 @@ def test_a_step_takes_any_batch(inputs: Any) -> None:
             super().__init__()
             self.layer = nn.Linear(100, 10)
 
-        def training_step(self, batch: Any) -> torch.Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             leaf = batch["input"] if isinstance(batch, dict) else batch[0][0]
             assert leaf.shape[1:] == (100,)
+            self.log("mean", leaf.mean())  # type: ignore[operator]
             return self.layer(leaf).square().mean()
 
     made = mh.forecast(Own(), inputs, devices=[1], precision="fp32", device="cpu")

@@ -35,6 +35,7 @@ from manyhands.training.torch.preflight import checks, precision
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
+from manyhands.training.torch.step.logged import attached
 from manyhands.training.torch.step.number_format import NumberFormat
 
 _WARM_UP = 2
@@ -65,8 +66,9 @@ def profile(
     checks.check_trainable(model)
     size, here = rows(batch), _device(device)
     base = torch.cuda.memory_allocated(here) if here.type == "cuda" else 0
-    with randomness.preserved(here):
-        subject, notes = _subject_of(_job_of(model, loss, optimizer, settings), here)
+    job = _job_of(model, loss, optimizer, settings)
+    with randomness.preserved(here), attached(job.model):
+        subject, notes = _subject_of(job, here)
         runs = [run for several in (False, True) for run in _runs(subject, batch, several, base, notes)]
     if not any(run.buckets for run in runs) or all(run.buckets for run in runs):
         raise BadSettings(
@@ -385,8 +387,9 @@ def _subject_of(job: Job, device: torch.device) -> tuple[_Subject, list[str]]:
     notes = []
     if settings.precision == "auto":
         choice = precision.choose(job, model, World(0, 1, device), None)
-        notes.append(f"{choice}.")
-        number_format = precision.bf16_format(model) if choice.bf16 else number_format
+        if choice.bf16:
+            notes.append(f"{choice}.")
+            number_format = precision.bf16_format(model)
     if number_format.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     own_optimizer = job.make_optimizer(model).optimizer

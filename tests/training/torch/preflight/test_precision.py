@@ -85,7 +85,7 @@ def trained(**options: Any) -> tuple[dict[str, torch.Tensor], Any]:
 def test_the_choice_is_kept_in_the_run_and_by_a_resumed_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = tmp_path / "run"
     whole, result = trained()
-    assert "precision fp32: the CPU has AMX, and 2 of 4" in result.notes[0]
+    assert not result.notes, "the weights' own precision is nothing to note"
     assert same(whole, trained(precision="fp32")[0])
     monkeypatch.setattr(precision, "_WIDE", 36)
     half, result = trained()
@@ -127,10 +127,10 @@ def test_all_ranks_compute_alike() -> None:
     assert precision.agreed([gpu, cpu]) == precision.agreed([cpu, gpu]) == cpu
 
 
-def test_ranks_in_processes_of_their_own_agree() -> None:
-    _, result = trained(ranks=2, max_epochs=1)
-    (note,) = [note for note in result.notes if note.startswith("precision")]
-    assert note == str(precision.on_cpu(layers(36, 64, 64, 64, 3), machine.host_features()))
+def test_ranks_in_processes_of_their_own_agree(tmp_path: Path) -> None:
+    trained(ranks=2, max_epochs=1, run=tmp_path / "run")
+    chosen = json.loads((tmp_path / "run" / "config.json").read_text())["chosen"]
+    assert chosen["why"] == precision.on_cpu(layers(36, 64, 64, 64, 3), machine.host_features()).why
 
 
 class Laid(torch.nn.Module):

@@ -12,7 +12,7 @@ on, and more than half of the convolutions and linear layers have to be wide. Fo
 LeNet: 2 of 5, float32.
 
 All ranks compute alike: in bfloat16 only if each of them would. A resumed job keeps the precision of its checkpoint.
-``config.json`` of the run and a note of the result say what was chosen, and why.
+``config.json`` of the run says what was chosen, and why; a note of the result only where it is not the weights' own.
 
 Some operations refuse bfloat16: ``out[rows] = layer(x)`` with an out of float32, Fourier transforms, binary
 cross-entropy in a model's own step. On one device a first step that fails before its update is made again in float32.
@@ -139,10 +139,10 @@ class AutoPrecision:
         if rank.settings.precision != "auto":
             return
         if rank.number_format.dtype is torch.float64:
-            self._report(Choice("fp64", CONTINUED))
+            self._report(Choice("fp64", CONTINUED), as_a_note=True)
             return
         choice = choose(rank.job, rank.model, rank.world, self.half_before)
-        self._report(choice)
+        self._report(choice, as_a_note=choice.bf16)
         self._unproven = choice.bf16 and rank.size == 1
         if choice.bf16:
             wanted, number_format = bf16_format(rank.model), rank.number_format
@@ -151,10 +151,10 @@ class AutoPrecision:
                 rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 job_state.settle(rank.optimizer)
 
-    def _report(self, choice: Choice) -> None:
-        rank = self._rank
-        rank.notes = [str(choice), *(note for note in rank.notes if note != self._note)]
-        self._note = str(choice)
+    def _report(self, choice: Choice, *, as_a_note: bool) -> None:
+        rank, before = self._rank, self._note
+        self._note = str(choice) if as_a_note else ""
+        rank.notes = [note for note in (self._note, *rank.notes) if note and note != before]
         rank.chosen_precision = choice.precision, choice.why
 
     def step(self, make: Callable[[], None], begin_again: Callable[[], None]) -> None:
@@ -179,4 +179,4 @@ class AutoPrecision:
         rank.notes, rank.number_format.autocast = notes, None
         begin_again()
         make()
-        self._report(choice)
+        self._report(choice, as_a_note=True)
