@@ -77,7 +77,11 @@ NO_DATA = "NotATensor: a value of type KIND cannot be read as data: give DATA"
 X, Y = np.ones((8, 3), np.float32), np.zeros(8, np.int64)
 
 TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
-    (lambda mh, model: mh.Trainer(devices=["gpu:99"]), NO_GPU[0]),
+    (
+        lambda mh, model: mh.Trainer(devices=["gpu:99"]),
+        "NoSuchDevice: devices=['gpu:99']: there is no gpu:99 here (manyhands devices shows what there is). Write cpu, "
+        "or cpu:2 for two virtual CPU devices",
+    ),
     (lambda mh, model: mh.Trainer(devices=["cpu:99"]), NOT_THE_HOST),
     (lambda mh, model: mh.Trainer(devices=["cpu", "cpu"]), TWICE),
     (lambda mh, model: mh.Trainer(devices=[3.5]), NOT_A_DEVICE.replace("3", "3.5")),
@@ -117,7 +121,7 @@ TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
         "BadBatch: the arrays of a data set must have the same number of samples, these have [8, 5]",
     ),
     (
-        lambda mh, model: mh.Trainer(1, quiet=True).fit(model, (X, Y + 9)),
+        lambda mh, model: mh.Trainer(1, devices="cpu", quiet=True).fit(model, (X, Y + 9)),
         "BadLabels: labels go from 9 to 9, but the model has 4 outputs: they must be 0 to 3",
     ),
     (lambda mh, model: mh.Trainer(1, quiet=True).fit(model, None), NO_DATA.replace("KIND", "NoneType")),
