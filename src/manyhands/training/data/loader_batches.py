@@ -207,9 +207,9 @@ def not_repeated_epoch(epoch: int) -> str:
 
 _ADVICE = (
     "The trainer seeds the shuffle of the framework's own loaders, Python's random and NumPy's global generator by the "
-    "epoch. What has a random generator of its own (generator=..., a shuffle inside interleave) has to be seeded by "
-    "you: give a function of the epoch, such as def batches(epoch): rng = np.random.default_rng((0, epoch)); "
-    "...; or give (X, y) arrays"
+    "epoch. A random generator of your own (generator=..., a shuffle inside interleave) it cannot seed: leave it out, "
+    "or give a function of the epoch, such as def batches(epoch): rng = np.random.default_rng((0, epoch)); ...; or "
+    "give (X, y) arrays"
 )
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
-from manyhands.training.callbacks import reporter
+from manyhands.training.callbacks import events
 from manyhands.training.callbacks.callback import Averaging, CallbackPlan
 from manyhands.training.data.order import Window
 from manyhands.training.options import Settings, Step
@@ -113,7 +113,7 @@ def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
         kept.append(Arrived(found, tensor))
         return kept[-1]
 
-    monkeypatch.setattr(reporter, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(events, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
     monkeypatch.setattr(running_sums.backend, "start_move", start_move)
     said: list[Any] = []
     loop, rank = loop_of(job, World(0, 1, torch.device("cpu")), said.append)
