@@ -26,7 +26,7 @@ def spirals(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", default="runs/spirals", help="the folder of figures and checkpoints")
+    parser.add_argument("--folder", default="runs/spirals", help="the folder of metrics and checkpoints")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=120, help="samples of a step, over all processes together")
     parser.add_argument("--devices", default="auto", help="default: all GPUs, else the CPU")

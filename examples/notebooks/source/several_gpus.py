@@ -68,7 +68,7 @@ def make_net():
 # %% [markdown]
 # ## One device
 #
-# A step takes 128 samples, the `batch_size` of the data. `run` is the folder that keeps figures, checkpoints and a picture.
+# A step takes 128 samples, the `batch_size` of the data. `run` is the folder that keeps metrics, checkpoints and a picture.
 # No step waits for a figure: losses stay on the device and are shown late.
 
 # %%

@@ -37,7 +37,7 @@ from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder, named_refusals
 
 _OF_POSITION = ("cursor", "last_row", "batches_before", "seconds_of_row", "seconds")
-_KEPT = (*_OF_POSITION, "settings", "samples", "shuffle", "figures", "shares")
+_KEPT = (*_OF_POSITION, "settings", "samples", "shuffle", "totals", "shares")
 Tensors = Mapping[str, NDArray[Any]]
 _FORM = 'a table is {"names": {"new name": "old name", ...}, "unused": ["old name", ...]}'
 _ENTRY = (

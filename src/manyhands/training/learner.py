@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 NO_AVERAGE = "the checkpoint has no average of the weights (EMA): it begins with the weights of the checkpoint"
 AVERAGE_DROPPED = (
@@ -91,20 +91,20 @@ class Learner(Protocol):
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
         """Make one update with the mean loss over the batch; ``factor`` scales the learning rate (None: by 1)."""
 
-    def peek(self) -> Figures | None:
+    def peek(self) -> Totals | None:
         """The newest sums of this process that have already arrived; never waits."""
 
-    def read(self) -> list[Figures]:
+    def read(self) -> list[Totals]:
         """The sums since the last reset, one entry per process; waits."""
 
     def reset(self) -> None:
         """All sums to zero: an epoch begins."""
 
-    def send_figures(self, step: int) -> None:
+    def send_totals(self, step: int) -> None:
         """Send the sums of this moment, over all processes, on their way to the host; never waits."""
 
-    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        """The figures that have arrived since the last call, with their steps, oldest first; ``wait``: all of them."""
+    def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
+        """The totals that have arrived since the last call, with their steps, oldest first; ``wait``: all of them."""
 
     def learning_rates(self) -> dict[str, float]:
         """The rates of the last step by name: ``lr``, of further groups of parameters ``lr_1``, ...; never waits.
@@ -121,8 +121,8 @@ class Learner(Protocol):
     def averaged(self) -> AbstractContextManager[None]:
         """Within it the model's weights are their average, where one is kept."""
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
-        """The figures over the validation data, every sample counted once (None: there are none).
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None:
+        """The totals over the validation data, every sample counted once (None: there are none).
 
         Calls ``alive()`` often. In the first process ``take``, if there is one, gets the outputs and targets of all
         processes: every sample once, in order, piece by piece.
@@ -131,8 +131,8 @@ class Learner(Protocol):
     def save(self) -> Saved | None:
         """The state of this moment; only the first process needs to have it."""
 
-    def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        """Resume from what :meth:`save` returned, maybe on other devices; ``figures`` are this process's sums.
+    def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
+        """Resume from what :meth:`save` returned, maybe on other devices; ``totals`` are this process's sums.
 
         Where the job's optimizer was made with other options than the saved one's (``optimizer_options`` of the state),
         the job's count.

@@ -29,7 +29,7 @@ from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
 from manyhands.training.learner import Learner, Say, shared
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
-from manyhands.training.running_sums import Figures, NanCheck, add, means_by_name, means_of_logged, or_none
+from manyhands.training.running_sums import NanCheck, Totals, add, means_by_name, means_of_logged, or_none
 from manyhands.training.schedules import Schedule, ScheduleOfJob
 from manyhands.training.stopping import Ending, StopNow
 
@@ -254,7 +254,7 @@ class Loop:
         is_regular = self.is_over or self.ending.stop is not None or not self.settings.checkpoints.every
         self.saver.save_once([*self.report.take_wanted_folders(), *(["checkpoints"] if is_regular else [])])
 
-    def _read_sums(self) -> Figures:
+    def _read_sums(self) -> Totals:
         """The sums since the row before, over all processes; waits."""
         sums = add(self.learner.read())
         self.report.report_steps(wait=True)
@@ -264,7 +264,7 @@ class Loop:
         return sums
 
     def _add_row(
-        self, sums: Figures, *, evaluates: bool, ends_epoch: bool = False, over: bool = False, counts: bool = True
+        self, sums: Totals, *, evaluates: bool, ends_epoch: bool = False, over: bool = False, counts: bool = True
     ) -> None:
         """Add a row with the metrics since the row before; ``counts``: schedulers see it."""
         seconds, cursor = self.position.seconds_of_row, self.cursor
@@ -296,7 +296,7 @@ class Loop:
             self.report.warn(warning)
         self.report.row(row, sums, ends_epoch=ends_epoch)
 
-    def _evaluate(self, epoch: int) -> tuple[Figures | None, dict[str, Any]]:
+    def _evaluate(self, epoch: int) -> tuple[Totals | None, dict[str, Any]]:
         """The sums over the validation data, and the user's metrics by the names that they have in a row."""
         with self.learner.averaged():
             tested, values = evaluate_with_metrics(self.learner, self.metrics, self._after_evaluated_batch)

@@ -210,7 +210,7 @@ class Limits(_Topic):
         limit_val_batches: An evaluation takes only the first batches of the validation data, or this part of them. They
             are those of the loader, else of ``batch_size`` samples. Default: None, all.
         evaluate_every: ``"500 steps"`` or ``"2 epochs"``. After so many steps there is an evaluation and a row of
-            figures, whose training figures are over the steps since the row before. Default: None, every epoch.
+            metrics, whose training metrics are over the steps since the row before. Default: None, every epoch.
         overfit_batches: Train on the same first batches of the data in every epoch: a model that can learn at all
             learns them by heart. Default: None.
     """

@@ -50,8 +50,8 @@ class Result:
 
         Where the training ended before its last epoch, the line says why.
         """
-        figures = {"val_acc": self.test_accuracy, "val_loss": self.validation_loss}
-        known = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)][:1]
+        metrics = {"val_acc": self.test_accuracy, "val_loss": self.validation_loss}
+        known = [f"{name} {value:.3f}" for name, value in metrics.items() if not math.isnan(value)][:1]
         seconds = [] if math.isnan(self.seconds_per_epoch) else [f"{self.seconds_per_epoch:.2f} sec/epoch"]
         why = f"; ended: {self.ended}" if self.ended not in ("", "max_epochs") else ""
         return f"{', '.join(known + seconds) or 'trained'} on [{', '.join(self.devices)}]{why}"

@@ -18,7 +18,7 @@ Sum = tuple[float, float]  # of values times their weights, and of the weights
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Totals:
     """Sums over samples; the first step whose loss was NaN or infinite; whether correct predictions are counted.
 
     ``logged``: of what a model logs itself, by name, the sum and its weight.
@@ -39,8 +39,8 @@ class Figures:
     def accuracy(self) -> float:
         return self.correct / self.count if self.count and self.counted else math.nan
 
-    def weighed(self, weight: float) -> Figures:
-        """These figures, where the sum of losses is to be divided by a weight and not by the number of samples."""
+    def weighed(self, weight: float) -> Totals:
+        """These totals, where the sum of losses is to be divided by a weight and not by the number of samples."""
         return dataclasses.replace(self, loss_sum=self.loss_sum * self.count / weight if weight else math.nan)
 
     def as_json(self) -> list[Any]:
@@ -48,27 +48,27 @@ class Figures:
         logged = {name: [or_none(total), weight] for name, (total, weight) in self.logged.items()}
         return [or_none(self.loss_sum), self.correct, self.count, self.counted, logged]
 
-    def negative(self) -> Figures:
-        """What takes these figures off when it is added."""
+    def negative(self) -> Totals:
+        """What takes these totals off when it is added."""
         logged = {name: (-total, -weight) for name, (total, weight) in self.logged.items()}
-        return Figures(-self.loss_sum, -self.correct, -self.count, counted=self.counted, logged=logged)
+        return Totals(-self.loss_sum, -self.correct, -self.count, counted=self.counted, logged=logged)
 
     @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Figures:
+    def from_json(cls, values: Sequence[Any]) -> Totals:
         loss, correct, count, counted, logged = values
         sums = {name: (_or_nan(total), weight) for name, (total, weight) in logged.items()}
         return cls(_or_nan(loss), correct, count, None, counted, sums)
 
 
-def add(parts: Sequence[Figures]) -> Figures:
-    """The sums of some figures, as those of all processes."""
+def add(parts: Sequence[Totals]) -> Totals:
+    """The sums of some totals, as those of all processes."""
     bad = [part.bad_step for part in parts if part.bad_step is not None]
     logged: dict[str, Sum] = {}
     for part in parts:
         for name, (total, weight) in part.logged.items():
             before = logged.get(name, (0.0, 0.0))
             logged[name] = before[0] + total, before[1] + weight
-    return Figures(
+    return Totals(
         sum(part.loss_sum for part in parts),
         sum(part.correct for part in parts),
         sum(part.count for part in parts),
@@ -78,14 +78,14 @@ def add(parts: Sequence[Figures]) -> Figures:
     )
 
 
-def figures_of_process(parts: Sequence[Figures], rank: int, size: int) -> Figures:
+def totals_of_process(parts: Sequence[Totals], rank: int, size: int) -> Totals:
     """What one process of a resumed job begins with. On another number of them the first takes all."""
     if len(parts) == size:
         return parts[rank]
     everything = add(parts)
     if rank == 0:
         return everything
-    return Figures(counted=everything.counted, logged=dict.fromkeys(everything.logged, (0.0, 0.0)))
+    return Totals(counted=everything.counted, logged=dict.fromkeys(everything.logged, (0.0, 0.0)))
 
 
 def or_none(value: float) -> float | None:
@@ -97,15 +97,15 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def means_by_name(figures: Figures, part: str) -> dict[str, float]:
+def means_by_name(totals: Totals, part: str) -> dict[str, float]:
     """Loss and, where there are classes to predict, accuracy by name: train_loss, train_acc; and what was logged."""
-    accuracy = {f"{part}_acc": figures.accuracy} if figures.counted else {}
-    return {**means_of_logged(figures), f"{part}_loss": figures.loss, **accuracy}
+    accuracy = {f"{part}_acc": totals.accuracy} if totals.counted else {}
+    return {**means_of_logged(totals), f"{part}_loss": totals.loss, **accuracy}
 
 
-def means_of_logged(figures: Figures) -> dict[str, float]:
+def means_of_logged(totals: Totals) -> dict[str, float]:
     """What the model itself has logged, by name."""
-    return {name: total / weight for name, (total, weight) in figures.logged.items() if weight}
+    return {name: total / weight for name, (total, weight) in totals.logged.items() if weight}
 
 
 # NaN
@@ -126,14 +126,14 @@ class NanCheck:
         self._learner, self._position = learner, position
         self._continues = position.settings.step.on_nan == "continue"
 
-    def check(self, figures: Figures) -> None:
+    def check(self, totals: Totals) -> None:
         """Raise an error where a step had no finite loss, unless the job is to continue."""
-        if figures.bad_step is None or self._continues:
+        if totals.bad_step is None or self._continues:
             return
         why: str | None = getattr(self._learner, "why_no_numbers", lambda: None)()  # PyTorch's, with fp16
         if why is not None:
-            raise LossIsNotANumber(f"{why}. It is step {figures.bad_step}")
-        step = figures.bad_step
+            raise LossIsNotANumber(f"{why}. It is step {totals.bad_step}")
+        step = totals.bad_step
         raise LossIsNotANumber(f"{self.describe(step)}. {self._bad_samples(step) or NAN_HINT}")
 
     def describe(self, step: int) -> str:

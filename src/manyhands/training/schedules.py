@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.callbacks.builtin import is_known, known_figures, missing_metric, several_values
+from manyhands.training.callbacks.builtin import is_known, known_metrics, missing_metric, several_values
 from manyhands.training.learner import Learner, shared
 from manyhands.training.options import ENDLESS
 
@@ -126,7 +126,7 @@ class ScheduleOfJob:
 
     def check(self, metrics: Sequence[str]) -> None:
         """A schedule by progress has to know how far the training is; a scheduler may follow a metric."""
-        known = known_figures(metrics, validates=self._learner.test is not None, rates=False)
+        known = known_metrics(metrics, validates=self._learner.test is not None, rates=False)
         for name in self._monitors:
             if not is_known(name, known):
                 raise BadSettings(f"PerEpoch(monitor={name!r}): {missing_metric(name, known)}")
@@ -160,7 +160,7 @@ class ScheduleOfJob:
             if isinstance(value, list):
                 raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
             if value is not None:
-                self._scheduler.after_figure(monitor, float(value))
+                self._scheduler.after_metric(monitor, float(value))
             elif row["val_loss"] is not None or not monitor.startswith("val_"):
                 known = [
                     name for name, value in row.items() if name.startswith(("train_", "val_")) and value is not None

@@ -98,7 +98,7 @@ class BaseTrainer(Evaluating):
             Of several numbers per sample, shape (n, k), the sum counts (in Keras the mean, as in ``model.fit``).
             Default: None, the model's own (``training_step``, or what a Keras model was compiled with), else
             cross-entropy.
-        metrics: Further figures of the validation data, by name (``{"mae": mae}``) or in a list: functions
+        metrics: Further metrics of the validation data, by name (``{"mae": mae}``) or in a list: functions
             ``f(outputs, targets)`` that give a number, or the framework's metric objects (torchmetrics,
             ``keras.metrics``, ``mx.metric``). Each is computed over every sample exactly once, on any number of
             devices, and is ``val_<name>`` in the rows. Default: None, loss and (for classes) accuracy alone.
@@ -114,13 +114,13 @@ class BaseTrainer(Evaluating):
             float32; with fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the
             model, never by a clock.
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
-        run: A folder for figures, checkpoints and a picture of the curves. Default: None, nothing is written.
+        run: A folder for metrics, checkpoints and a picture of the curves. Default: None, nothing is written.
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
             of a run or checkpoint. Default: None, start a new run.
         quiet: Show no progress. Default: False.
         callbacks: Code that is called at certain events, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
             ``help(mh.Callback)`` for the events. Default: none.
-        loggers: Where figures are written besides the run's own files, as
+        loggers: Where metrics are written besides the run's own files, as
             ``[mh.loggers.CSVLogger(every=50)]``. Default: none.
         step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
         checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.
@@ -289,7 +289,7 @@ class BaseTrainer(Evaluating):
 
         ``trainer.fit(model, train, validation)``. Both are (X, y) arrays, a data set or a loader of the framework, or
         a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``. Without validation data
-        only the training figures are known. They may also be given as one: ``fit(model, (train, validation))``, or an
+        only the training metrics are known. They may also be given as one: ``fit(model, (train, validation))``, or an
         object with ``train_dataloader`` and ``val_dataloader``.
         """
         roles.check_order("fit", model, data)
@@ -377,7 +377,7 @@ class BaseTrainer(Evaluating):
             return
         callbacks, metrics = self._callbacks(), self._metrics(model).names
         rates = any(callback.wants_rates for callback in callbacks)
-        known = builtin.known_figures(metrics, validates=self.test_source is not None, rates=rates)
+        known = builtin.known_metrics(metrics, validates=self.test_source is not None, rates=rates)
         builtin.check_monitors(callbacks, known)
 
     def _may_log(self, model: Any) -> bool:

@@ -5,7 +5,7 @@ own words for these, in ``random_jobs_<framework>.py``. Three things are compare
 
 * training on one device, the plain way, with training on three, with shares and micro-batches;
 * that training with itself, stopped at some step and resumed: to the bit on as many devices, closely on another number;
-* the figures of all of them, epoch by epoch.
+* the metrics of all of them, epoch by epoch.
 
 What is not the same by design is not compared: dropout draws other numbers on another number of devices, and batch
 normalisation over each device's own samples has other statistics.

@@ -1,4 +1,4 @@
-"""Steps as the book writes them: they plot their figures, and a validation step returns nothing."""
+"""Steps as the book writes them: they plot their metrics, and a validation step returns nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks mean the same in every framework: their moments, their figures, how they stop a training and continue."""
+"""Callbacks mean the same in every framework: their moments, their metrics, how they stop a training and continue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Diary(Callback):
     def __init__(self, every: int | None = None) -> None:
         self.every = every
         self.moments: list[str] = []
-        self.figures: dict[int, dict[str, float]] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
         self.kept = 0
 
     def on_fit_start(self, training: Training) -> None:
@@ -35,11 +35,11 @@ class Diary(Callback):
     def on_epoch_start(self, training: Training) -> None:
         self.moments.append(f"epoch start {training.epoch}")
 
-    def on_steps(self, training: Training, figures: dict[str, float]) -> None:
-        self.figures[training.step] = figures
+    def on_steps(self, training: Training, metrics: dict[str, float]) -> None:
+        self.metrics[training.step] = metrics
 
-    def on_evaluation(self, training: Training, figures: dict[str, float]) -> None:
-        self.moments.append(f"evaluation {training.step} {sorted(figures)}")
+    def on_evaluation(self, training: Training, metrics: dict[str, float]) -> None:
+        self.moments.append(f"evaluation {training.step} {sorted(metrics)}")
 
     def on_epoch_end(self, training: Training, row: dict[str, Any]) -> None:
         self.moments.append(f"epoch end {row['epoch']}")
@@ -73,8 +73,8 @@ def test_moments_figures_and_state(bench: Bench) -> None:
         "fit end None",
     ]
     # The means of steps 1-3 and 4-6 have the samples 48 and 2 + 32; those of 7 and 8 are the second epoch's rest.
-    assert sorted(diary.figures) == [3, 6]
-    first, second = diary.figures[3], diary.figures[6]
+    assert sorted(diary.metrics) == [3, 6]
+    first, second = diary.metrics[3], diary.metrics[6]
     last_of_epoch = (result.rows[0]["train_loss"] * 50 - first["train_loss"] * 48) / 2
     assert 0 < last_of_epoch < 10
     assert 0 < second["train_loss"] < 10
@@ -95,7 +95,7 @@ def test_a_resumed_job_calls_as_one_that_was_not_stopped(bench: Bench) -> None:
     assert before.moments[-1].startswith("fit end Stopped")
     bench.fit(callbacks=[after], run=run, resume="auto", schedule=same, **how)
     assert after.moments[0] == "fit start 4"
-    assert {**before.figures, **after.figures} == whole.figures
+    assert {**before.metrics, **after.metrics} == whole.metrics
     assert after.kept == whole.kept == 2
 
 
@@ -103,7 +103,7 @@ class StopIn(Callback):
     def __init__(self, epoch: int, error: Exception | None = None) -> None:
         self.epoch, self.error = epoch, error
 
-    def on_evaluation(self, training: Training, figures: dict[str, float]) -> None:
+    def on_evaluation(self, training: Training, metrics: dict[str, float]) -> None:
         if training.epoch == self.epoch:
             if self.error is not None:
                 raise self.error
@@ -120,7 +120,7 @@ def test_a_callback_stops_all_devices(bench: Bench) -> None:
 class StopAtStep(Callback):
     every = 1
 
-    def on_steps(self, training: Training, figures: dict[str, float]) -> None:
+    def on_steps(self, training: Training, metrics: dict[str, float]) -> None:
         if training.step == 2:
             training.stop("two are enough")
 

@@ -152,9 +152,9 @@ def test_evaluation_is_that_of_a_training(bench: Bench) -> None:
     row = bench.mh.Trainer(1, lr=0.1, **how, **bench.on(1)).fit(model, train, validation).rows[-1]
     before = bench.scores(model, np.full((2, 28, 28), 100, np.uint8))
     for count in (1, 3):
-        figures = bench.mh.Trainer(1, **how, **bench.on(count)).evaluate(model, validation)
-        assert list(figures) == ["loss", "acc", "top_three"]
-        for name, value in figures.items():
+        metrics = bench.mh.Trainer(1, **how, **bench.on(count)).evaluate(model, validation)
+        assert list(metrics) == ["loss", "acc", "top_three"]
+        for name, value in metrics.items():
             assert value == pytest.approx(row[f"val_{name}"], abs=1e-5)
     np.testing.assert_array_equal(bench.scores(model, np.full((2, 28, 28), 100, np.uint8)), before)
 

@@ -78,7 +78,7 @@ class Evaluated(Callback):
     def __init__(self, killed_in: int | None = None) -> None:
         self.count, self.killed_in = 0, killed_in
 
-    def on_evaluation(self, training: Training, figures: dict[str, float]) -> None:
+    def on_evaluation(self, training: Training, metrics: dict[str, float]) -> None:
         self.count += 1
         if self.count == self.killed_in:
             raise RuntimeError("killed")
@@ -189,8 +189,8 @@ def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
     assert resumed.rows[1]["seconds"] > seconds > 0
     whole = bench.fit(schedule=bench.mh.by_step(Recorded()))
     assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
-    figures = [[(row["train_loss"], row["val_loss"]) for row in result.rows] for result in (resumed, whole)]
-    assert figures[0] == figures[1]
+    metrics = [[(row["train_loss"], row["val_loss"]) for row in result.rows] for result in (resumed, whole)]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.neutral

@@ -209,7 +209,7 @@ def run_of(folder: Path, weights: Any, config: Any = None) -> Path:
     run.config = config or {}
     state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 64, "shuffle": True}
     state |= {"last_row": 4, "batches_before": None, "seconds_of_row": 0.0, "seconds": 0.0}
-    state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True, {}]], "shares": None}
+    state |= {"settings": {"batch_size": 16, "seed": 0}, "totals": [[0.0, 0.0, 0.0, True, {}]], "shares": None}
     state |= {"framework": "torch", "optimizer_type": None}
     store.save(run.checkpoints, 4, state, {"model": save(dict(weights))})
     return folder

@@ -33,8 +33,8 @@ options = {{**options, "resume": "auto"}}
 found, result = fit(Net(norm=True), (Shuffles(), vectors(41)), 2, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
 trainer = mh.Trainer(1, devices=["virtual:0", "virtual:1"], metrics={{"rows": lambda outputs, targets: len(outputs)}})
-figures, outputs = trainer.evaluate(net, vectors(41)), trainer.predict(net, vectors(41)[0])
-assert figures["rows"] == 41, figures
+metrics, outputs = trainer.evaluate(net, vectors(41)), trainer.predict(net, vectors(41)[0])
+assert metrics["rows"] == 41, metrics
 assert len(outputs) == 41 if jax.process_index() == 0 else outputs is None
 try:
     fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), 2, precision="fp64")

@@ -21,7 +21,7 @@ from manyhands.training.data import fashion_mnist
 from manyhands.training.jax import step as sums
 from manyhands.training.jax.world import World
 from manyhands.training.options import Step
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 # Models
 
@@ -111,12 +111,12 @@ def test_the_factor_multiplies_the_update_without_compiling_anew() -> None:
 
 
 def test_long_sums_do_not_lose_small_numbers() -> None:
-    total = jax.tree.map(jnp.asarray, sums.sums_of(Figures(loss_sum=2.0**24, correct=1, count=2, counted=True)))
+    total = jax.tree.map(jnp.asarray, sums.sums_of(Totals(loss_sum=2.0**24, correct=1, count=2, counted=True)))
     for _ in range(3):
         total = sums.add_batch(total, jnp.float32(0.25), jnp.int32(1), 1, 5)
-    assert sums.figures_of(total, counted=True) == Figures(2.0**24 + 0.75, 4, 5, None, True)
+    assert sums.totals_of(total, counted=True) == Totals(2.0**24 + 0.75, 4, 5, None, True)
     total = sums.add_batch(sums.add_batch(total, jnp.float32(jnp.nan), None, 1, 7), jnp.float32(jnp.inf), None, 1, 8)
-    assert sums.figures_of(total, counted=True).bad_step == 7
+    assert sums.totals_of(total, counted=True).bad_step == 7
 
 
 def test_a_batch_that_is_no_number_can_be_left_out() -> None:

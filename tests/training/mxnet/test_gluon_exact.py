@@ -33,11 +33,11 @@ def nesterov(rate: float) -> Any:
 
 
 def check(model: Any, data: Any, devices: int = 2, **options: Any) -> None:
-    """The same training on one device and on several: weights and figures agree."""
-    alone, figures = fit(model(), data, 1, **{**options, "step": _evenly(options)})
+    """The same training on one device and on several: weights and metrics agree."""
+    alone, metrics = fit(model(), data, 1, **{**options, "step": _evenly(options)})
     together, shared = fit(model(), data, devices, **options)
     assert largest_difference(together, alone) <= CLOSE
-    for row, other in zip(rows(figures), rows(shared), strict=True):
+    for row, other in zip(rows(metrics), rows(shared), strict=True):
         known = [name for name in row if row[name] is not None]
         assert [row[name] for name in known] == pytest.approx([other[name] for name in known], rel=CLOSE)
 

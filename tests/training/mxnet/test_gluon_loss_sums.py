@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_n_devices_are_one_device(name: str) -> None:
-    """The update is that of the mean over the whole batch, and a test's figure that of the whole test set."""
+    """The update is that of the mean over the whole batch, and a test's metric that of the whole test set."""
     options = OPTIONS[name]
     data = (vectors(90), vectors(37))
     evenly = replace(options.get("step", Step()), shares=None)
@@ -62,8 +62,8 @@ def test_n_devices_are_one_device(name: str) -> None:
         weights, result = fit(mlp(), data, devices, loss=weighted_sum, **given)
         assert largest_difference(weights, expected) <= CLOSE
         for row, other in zip(rows(result), rows(plain), strict=True):
-            for figure in ("train_loss", "train_acc", "val_acc"):
-                assert row[figure] == pytest.approx(other[figure], rel=1e-9)
+            for metric in ("train_loss", "train_acc", "val_acc"):
+                assert row[metric] == pytest.approx(other[metric], rel=1e-9)
         losses.append([row["val_loss"] for row in rows(result)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 

@@ -1,4 +1,4 @@
-"""MXNet's models, their weights under common names, and the figures of merit."""
+"""MXNet's models, their weights under common names, and the metrics of merit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_values_that_come_home_are_those_of_the_first_replica() -> None:
     assert same(replicas.model_tensors(net), before)
 
 
-# Data and figures
+# Data and metrics
 
 
 @both_modes

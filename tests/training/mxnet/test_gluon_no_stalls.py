@@ -77,7 +77,7 @@ CALLBACKS = CallbackPlan(every=(2,), rates=True)
 def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(**{"max_epochs": 1, "batch_size": 8, **CASES[name]})
     one = learner(settings, 2, norm=True)
-    monkeypatch.setattr(events, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(events, "_SHOW_EVERY", 0.0)  # so that the metrics are looked at after every step
     said: list[Any] = []
     callbacks = CALLBACKS if CASES[name] else NO_CALLBACKS
     loop = Loop(one, settings, said.append, schedule=one_cycle, callbacks=callbacks)

@@ -29,8 +29,8 @@ def begun(
     return dispatcher, answer
 
 
-def evaluate(dispatcher: Dispatcher, step: int, **figures: float) -> dict[str, Any]:
-    answer = dispatcher.event({"kind": "evaluation", "epoch": step, "step": step, "figures": figures, "asks": True})
+def evaluate(dispatcher: Dispatcher, step: int, **metrics: float) -> dict[str, Any]:
+    answer = dispatcher.event({"kind": "evaluation", "epoch": step, "step": step, "metrics": metrics, "asks": True})
     assert answer is not None
     return answer
 
@@ -39,8 +39,8 @@ class Means(Callback):
     def __init__(self, every: int) -> None:
         self.every, self.state_key, self.losses = every, str(every), list[float]()
 
-    def on_steps(self, training: Training, figures: dict[str, float]) -> None:
-        self.losses.append(figures["train_loss"])
+    def on_steps(self, training: Training, metrics: dict[str, float]) -> None:
+        self.losses.append(metrics["train_loss"])
 
 
 def test_means_over_the_steps_since_the_last_ones() -> None:
@@ -208,7 +208,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def test_another_figure_begins_anew(tmp_path: Path) -> None:
-    """A checkpoint's best of one figure says nothing about another."""
+    """A checkpoint's best of one metric says nothing about another."""
     before = EarlyStopping("val_loss", patience=1)
     before.best, before.best_epoch, before.waited = 0.5, 1, 1
     after = EarlyStopping("val_acc", patience=1, mode="max")
@@ -248,10 +248,10 @@ def test_states_find_their_callbacks_in_any_order() -> None:
 
 
 def test_figures_that_may_come() -> None:
-    known = builtin.known_figures(["f1", "both"], validates=True, rates=True)
+    known = builtin.known_metrics(["f1", "both"], validates=True, rates=True)
     assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not builtin.is_known(name, known)] == []
     assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if builtin.is_known(name, known)] == []
-    assert not builtin.is_known("val_loss", builtin.known_figures([], validates=False, rates=False))
+    assert not builtin.is_known("val_loss", builtin.known_metrics([], validates=False, rates=False))
 
 
 def test_a_moment_of_another_library_is_refused() -> None:

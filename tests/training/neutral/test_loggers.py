@@ -32,8 +32,8 @@ def steps(dispatcher: Dispatcher, step: int, loss: float) -> None:
     dispatcher.event({"kind": "steps", "epoch": 1, "step": step, "sums": sums, "rates": {}})
 
 
-def row(dispatcher: Dispatcher, step: int, **figures: float) -> None:
-    row = {"epoch": 1, "step": step, "whole": True, **figures}
+def row(dispatcher: Dispatcher, step: int, **metrics: float) -> None:
+    row = {"epoch": 1, "step": step, "whole": True, **metrics}
     dispatcher.event({"kind": "epoch", "epoch": 1, "step": step, "row": row, "sums": [0.0, 0.0, 0.0, False, {}]})
 
 
@@ -45,7 +45,7 @@ class Slow(Logger):
         self.may_write = threading.Event()
         self.written: list[int] = []
 
-    def write_steps(self, epoch: int, step: int, figures: dict[str, float]) -> None:
+    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
         assert self.may_write.wait(60)
         self.written.append(step)
 
@@ -182,8 +182,8 @@ def test_a_logger_of_your_own(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class Mine(Logger):
-        def write_row(self, epoch: int, step: int, figures: dict[str, Any]) -> None:
-            seen.append((epoch, step, figures))
+        def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
+            seen.append((epoch, step, metrics))
 
     with begun([Mine()], tmp_path) as dispatcher:
         row(dispatcher, 4, train_loss=0.25)

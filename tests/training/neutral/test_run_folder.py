@@ -76,7 +76,7 @@ def test_open_wants_a_run(tmp_path: Path) -> None:
         RunFolder.create(tmp_path).config  # noqa: B018
 
 
-# Figures
+# Metrics
 
 
 def test_rows_come_back_in_order(run: RunFolder) -> None:
@@ -99,7 +99,7 @@ def test_a_full_disk_loses_no_row(run: RunFolder, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    assert "figures of epoch 2 could not be written" in str(run.add_row({"step": 4, "epoch": 2}))
+    assert "metrics of epoch 2 could not be written" in str(run.add_row({"step": 4, "epoch": 2}))
     assert run.metrics() == ROWS
     assert len(run.unwritten) == 1
     monkeypatch.undo()

@@ -99,7 +99,7 @@ def test_animator_writes_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[
     path = animator.save(tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert Animator().save(str(tmp_path / "empty.png")).stat().st_size > 0
-    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # no window, no change to the user's own figures
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # no window, no change to the user's own metrics
     assert "".join(capfd.readouterr()) == ""
 
 

@@ -1,4 +1,4 @@
-"""How a job runs: no reads in a step, precisions, the book's classes, figures."""
+"""How a job runs: no reads in a step, precisions, the book's classes, metrics."""
 
 from __future__ import annotations
 

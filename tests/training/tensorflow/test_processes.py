@@ -41,9 +41,9 @@ result = trainer.fit(model, (data.shuffle(48).batch(16), vectors(9)))  # all hav
 np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
 (folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['val_loss']} {result}")
 trainer = mh.Trainer(1, quiet=True, loss=unequal, metrics={"rows": lambda outputs, targets: len(outputs)})
-figures, outputs = trainer.evaluate(model, vectors(9)), trainer.predict(model, vectors(9)[0])
-assert figures["rows"] == 9, figures
-assert abs(figures["loss"] - result.rows[-1]["val_loss"]) < 1e-5, figures
+metrics, outputs = trainer.evaluate(model, vectors(9)), trainer.predict(model, vectors(9)[0])
+assert metrics["rows"] == 9, metrics
+assert abs(metrics["loss"] - result.rows[-1]["val_loss"]) < 1e-5, metrics
 if trainer_rank:
     assert outputs is None
 else:

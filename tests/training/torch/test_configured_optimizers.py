@@ -115,7 +115,7 @@ def test_a_key_that_is_not_supported_is_named() -> None:
 def test_schedulers_that_cannot_be_stepped_so() -> None:
     plateau = functools.partial(lr_scheduler.ReduceLROnPlateau, patience=2)
     with pytest.raises(
-        BadSettings, match=r"ReduceLROnPlateau follows a figure, .*mh.PerEpoch\(make, monitor='val_loss'"
+        BadSettings, match=r"ReduceLROnPlateau follows a metric, .*mh.PerEpoch\(make, monitor='val_loss'"
     ):
         fit(mlp(), vectors(), 1, schedule=mh.PerStep(plateau))
     cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=10)

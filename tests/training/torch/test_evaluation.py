@@ -186,8 +186,8 @@ def test_dict_batches() -> None:
     torch.testing.assert_close(outputs["logits"], net(X)["logits"].detach())
     metrics = {"right": lambda outputs, targets: (outputs["logits"].argmax(1) == targets).float().mean()}
     metrics["own"] = torchmetrics.Accuracy("multiclass", num_classes=2, average="micro")  # of the logits
-    figures = quiet(metrics=metrics).evaluate(net, batch)
-    assert figures["right"] == figures["own"] == pytest.approx(figures["acc"])
+    values = quiet(metrics=metrics).evaluate(net, batch)
+    assert values["right"] == values["own"] == pytest.approx(values["acc"])
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
@@ -204,8 +204,8 @@ def test_parts_of_an_output_without_rows_are_left_out(devices: str) -> None:
         assert type(outputs) is ByName
         assert torch.equal(outputs.scores, model.layer(X))
         assert outputs.cache is None
-    figures = trainer.evaluate(model, {"x": X, "labels": Y})
-    assert figures["accuracy"] == pytest.approx(float((model.layer(X).argmax(1) == Y).double().mean()))
+    metrics = trainer.evaluate(model, {"x": X, "labels": Y})
+    assert metrics["accuracy"] == pytest.approx(float((model.layer(X).argmax(1) == Y).double().mean()))
 
 
 def test_a_dict_without_its_cache() -> None:
@@ -251,8 +251,8 @@ def test_targets_in_dict_batches() -> None:
 
     metrics = {"mse": torchmetrics.MeanSquaredError()}
     batch = {"x": X, "price": Y.float()}
-    figures = quiet(loss=squared, metrics=metrics).evaluate(Net(), batch)
-    assert figures["mse"] == pytest.approx(figures["loss"], rel=1e-5), "what the model does not take is the target"
+    values = quiet(loss=squared, metrics=metrics).evaluate(Net(), batch)
+    assert values["mse"] == pytest.approx(values["loss"], rel=1e-5), "what the model does not take is the target"
     with pytest.raises(BadBatch, match=r"a dict with 'x', 'price', 'area': call the targets 'labels' \(or 'label', "):
         quiet(loss=squared, metrics=metrics).evaluate(Net(), {**batch, "area": Y.float()})
 
@@ -283,9 +283,9 @@ def test_a_step_of_the_models_own_is_evaluated_with_metrics() -> None:
             x, y = batch
             return ((self(x) - y) ** 2).mean() + 0 * self(x).mean()
 
-    figures = quiet(metrics={"mse": torchmetrics.MeanSquaredError()}).evaluate(Own(), (X, Y.float()))
-    assert list(figures) == ["loss", "mse"]
-    assert figures["mse"] == pytest.approx(figures["loss"], rel=1e-5)
+    values = quiet(metrics={"mse": torchmetrics.MeanSquaredError()}).evaluate(Own(), (X, Y.float()))
+    assert list(values) == ["loss", "mse"]
+    assert values["mse"] == pytest.approx(values["loss"], rel=1e-5)
 
 
 def test_torchmetrics_of_several_values() -> None:

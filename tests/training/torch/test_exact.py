@@ -48,12 +48,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def check(model: Callable[[], nn.Module], data: Any, ranks: int = 2, **options: Any) -> None:
-    """The same training on one rank and on several: weights, buffers and figures agree."""
+    """The same training on one rank and on several: weights, buffers and metrics agree."""
     one = {**options, "step": replace(options.get("step", Step()), shares=None)}
-    alone, figures = fit(model(), data, 1, **one)
+    alone, metrics = fit(model(), data, 1, **one)
     together, shared = fit(model(), data, ranks, **options)
     assert difference(alone, together) <= CLOSE
-    for row, other in zip(rows(figures), rows(shared), strict=True):
+    for row, other in zip(rows(metrics), rows(shared), strict=True):
         assert {name for name in row if row[name] is None} == {name for name in other if other[name] is None}
         known = [name for name in row if row[name] is not None]
         assert [row[name] for name in known] == pytest.approx([other[name] for name in known], rel=CLOSE)

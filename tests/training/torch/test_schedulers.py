@@ -108,7 +108,7 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
         resumed = {"max_epochs": epochs, "run": tmp_path / "run", "resume": "auto"}
         cut, _ = fit(mlp(), data, 1, **how, **resumed, schedule=mh.PerEpoch(plateau))
     assert same(whole, cut)
-    # An evaluation that only the end of a job brings is no figure that the resumed job has seen.
+    # An evaluation that only the end of a job brings is no metric that the resumed job has seen.
     for steps in (result.steps * 3 // 8, result.steps):
         within = {"max_epochs": 4, "run": tmp_path / "within", "resume": "auto", "limits": mh.Limits(max_steps=steps)}
         cut, _ = fit(mlp(), data, 1, **how, **within, schedule=mh.PerEpoch(plateau))

@@ -112,11 +112,11 @@ sys.exit(main(sys.argv[2:]))
     ("limit", "epochs", "missing"),
     [
         pytest.param(20_000, 1, ["there is no checkpoint"], marks=pytest.mark.long),
-        (2_500, 20, ["there is no checkpoint", "lacks the figures"]),
+        (2_500, 20, ["there is no checkpoint", "lacks the metrics"]),
     ],
 )
 def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, epochs: int, missing: list[str]) -> None:
-    """The limit of a file's size stands in for it: config.json fits, checkpoints do not, nor do many figures."""
+    """The limit of a file's size stands in for it: config.json fits, checkpoints do not, nor do many metrics."""
     run = tmp_path / "run"
     options = ["--model", "mlp", "--epochs", str(epochs), "--batch-size", "1000", "--devices", "cpu", "--data", SMALL]
     command = [sys.executable, "-c", FULL, str(limit), "train", *options, "--run", str(run)]

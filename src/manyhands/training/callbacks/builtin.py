@@ -51,11 +51,11 @@ class Monitored(Callback):
         """The metric has a new value."""
         raise NotImplementedError
 
-    def on_evaluation(self, training: Training, figures: Values) -> None:
-        if self._name in figures:
-            self._look(training, figures[self._name])
+    def on_evaluation(self, training: Training, metrics: Values) -> None:
+        if self._name in metrics:
+            self._look(training, metrics[self._name])
         elif self._is_of_evaluations:
-            raise self._unknown(figures)
+            raise self._unknown(metrics)
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         if self._is_of_evaluations:
@@ -102,7 +102,7 @@ def check_monitors(callbacks: Iterable[Callback], known: Sequence[str]) -> None:
             raise BadSettings(f"{type(each).__name__}({each.monitored!r}): {missing_metric(each.monitored, known)}")
 
 
-def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:
+def known_metrics(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:
     """The names of all metrics that a training may have: accuracies are there where targets are classes."""
     tested = [f"val_{name}" for name in ("loss", "acc", *metrics)] if validates else []
     return sorted(["train_loss", "train_acc", *tested, *(["lr"] if rates else [])])
@@ -110,7 +110,7 @@ def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> li
 
 def is_known(name: str, known: Iterable[str]) -> bool:
     """Whether a metric of this name may come; a metric (or the rates) may have several values, each with its name."""
-    return any(name == figure or (figure not in _SINGLE and name.startswith(f"{figure}_")) for figure in known)
+    return any(name == each or (each not in _SINGLE and name.startswith(f"{each}_")) for each in known)
 
 
 def missing_metric(name: str, known: Sequence[str]) -> str:
@@ -280,12 +280,12 @@ class LearningRateMonitor(Callback):
     def on_fit_start(self, training: Training) -> None:
         self.rates = {}
 
-    def on_steps(self, training: Training, figures: Values) -> None:
-        self._note(training.step, figures)
+    def on_steps(self, training: Training, metrics: Values) -> None:
+        self._note(training.step, metrics)
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         self._note(training.step, row)
 
-    def _note(self, step: int, figures: Row) -> None:
-        if rates := {name: value for name, value in figures.items() if name == "lr" or name.startswith("lr_")}:
+    def _note(self, step: int, metrics: Row) -> None:
+        if rates := {name: value for name, value in metrics.items() if name == "lr" or name.startswith("lr_")}:
             self.rates[step] = rates

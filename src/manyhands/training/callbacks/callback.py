@@ -8,19 +8,19 @@
         def __init__(self):
             self.losses = {}
 
-        def on_steps(self, training, figures):
-            self.losses[training.step] = figures["train_loss"]
+        def on_steps(self, training, metrics):
+            self.losses[training.step] = metrics["train_loss"]
 
-        def on_evaluation(self, training, figures):
-            if figures["val_loss"] < 0.1:
+        def on_evaluation(self, training, metrics):
+            if metrics["val_loss"] < 0.1:
                 training.stop("the validation loss is below 0.1")
 
     remember = Remember()
     mh.Trainer(max_epochs=10, callbacks=[remember]).fit(model, data)
 
 Callbacks run in the process that called ``fit``, also where the training runs in worker processes; under a launcher
-(torchrun) in the first rank's. They see figures over all devices, and the model in :meth:`Callback.on_model` alone: it
-may be in another process. No step waits for them. Figures of steps come when the device has sent them, some steps later
+(torchrun) in the first rank's. They see metrics over all devices, and the model in :meth:`Callback.on_model` alone: it
+may be in another process. No step waits for them. Metrics of steps come when the device has sent them, some steps later
 than they were made.
 """
 
@@ -51,7 +51,7 @@ class Training:
         self.max_steps: int | None = None
         # The run's folder; None: nothing is written.
         self.run = run
-        # The epoch that is trained, from 1 on; and the steps that were made when the figures of this moment were.
+        # The epoch that is trained, from 1 on; and the steps that were made when the metrics of this moment were.
         self.epoch = 0
         self.step = 0
         # Batches of an epoch, where that is known; and whether the job continues from a checkpoint.
@@ -107,7 +107,7 @@ class Callback:
 
     # Steps between two calls of on_steps; None: it is not called.
     every: int | None = None
-    # The figure that it follows, as "val_loss": ``fit`` refuses one that there will not be. None: it follows none.
+    # The metric that it follows, as "val_loss": ``fit`` refuses one that there will not be. None: it follows none.
     monitored: str | None = None
     # Tells callbacks of one class apart in a checkpoint: each gets its state again, in whatever order they are given.
     state_key: str | None = None
@@ -124,19 +124,19 @@ class Callback:
     def on_epoch_start(self, training: Training) -> None:
         """``training.epoch`` begins, or continues after a resume."""
 
-    def on_progress(self, training: Training, figures: Values) -> None:
-        """A few times a second: how far the training is, and the newest figures of the epoch that have arrived.
+    def on_progress(self, training: Training, metrics: Values) -> None:
+        """A few times a second: how far the training is, and the newest metrics of the epoch that have arrived.
 
         ``batch`` and ``samples`` count this epoch's; ``loss`` and ``accuracy`` are those of the first process alone.
         """
 
-    def on_steps(self, training: Training, figures: Values) -> None:
+    def on_steps(self, training: Training, metrics: Values) -> None:
         """Every ``every`` steps, late: means over the steps since the last call; ``training.step`` is the last of them.
 
         ``train_loss``; ``train_acc`` where classes are predicted; ``lr`` where ``LearningRateMonitor`` is a callback.
         """
 
-    def on_evaluation(self, training: Training, figures: Values) -> None:
+    def on_evaluation(self, training: Training, metrics: Values) -> None:
         """The model was evaluated on the validation data: ``val_loss``, ``val_acc`` and your own metrics."""
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
@@ -182,7 +182,7 @@ class CallbackPlan:
     """The same in every process of a job, so that all of them take part in what is shared."""
 
     asks: bool = False  # whether a callback may stop the training or has a state
-    every: tuple[int, ...] = ()  # figures are sent every N steps, for each N of these
+    every: tuple[int, ...] = ()  # metrics are sent every N steps, for each N of these
     rates: bool = False  # whether the learning rate is reported
     average: Averaging | None = None  # of the weights, where one is kept
     gets_model: bool = False  # whether a callback has an on_model

@@ -47,40 +47,40 @@ class Progress(Callback):
         if self._bar is not None:
             self._bar.start()
         self._epoch_began = (time.perf_counter(), 0, 0)  # with the epoch, and the samples of it that were done then
-        self._figures: dict[str, float] = {}  # the newest of this epoch, and of the last evaluation
+        self._metrics: dict[str, float] = {}  # the newest of this epoch, and of the last evaluation
 
-    def on_progress(self, training: Training, figures: Values) -> None:
+    def on_progress(self, training: Training, metrics: Values) -> None:
         if self._bar is None or not training.batches:
             return
-        newest = {"train_loss": figures.get("loss"), "train_acc": figures.get("accuracy")}
-        self._figures |= {name: value for name, value in newest.items() if value is not None}
-        speed = self._samples_per_second(training.epoch, int(figures["samples"]))
+        newest = {"train_loss": metrics.get("loss"), "train_acc": metrics.get("accuracy")}
+        self._metrics |= {name: value for name, value in newest.items() if value is not None}
+        speed = self._samples_per_second(training.epoch, int(metrics["samples"]))
         shown = [] if speed is None else [f"{speed:,.0f} samples/s"]
-        shown += [f"{name} {self._figures[name]:.4f}" for name in _SHOWN if name in self._figures]
+        shown += [f"{name} {self._metrics[name]:.4f}" for name in _SHOWN if name in self._metrics]
         of_all = f"/{training.max_epochs}" if training.max_epochs is not None else ""
         self._bar.update(
             self._bar.task_ids[0],
             description=f"epoch {training.epoch}{of_all}",
-            completed=int(figures["batch"]),
+            completed=int(metrics["batch"]),
             total=training.batches,
-            figures="  ".join(shown),
+            metrics="  ".join(shown),
         )
         self._bar.refresh()
 
     def on_epoch_start(self, training: Training) -> None:
         if self._bar is not None:
             self._bar.reset(self._bar.task_ids[0])
-            self._figures = {name: value for name, value in self._figures.items() if name.startswith("val_")}
+            self._metrics = {name: value for name, value in self._metrics.items() if name.startswith("val_")}
 
-    def on_evaluation(self, training: Training, figures: Values) -> None:
+    def on_evaluation(self, training: Training, metrics: Values) -> None:
         if self._bar is not None:
-            self._figures |= figures
+            self._metrics |= metrics
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         self._line(row_line(row))
 
     def on_row(self, training: Training, row: Row) -> None:
-        """A row of figures within an epoch, where ``Limits(evaluate_every="100 steps")`` asks for it."""
+        """A row of metrics within an epoch, where ``Limits(evaluate_every="100 steps")`` asks for it."""
         self._line(row_line(row, "step"))
 
     def on_note(self, training: Training, text: str) -> None:
@@ -141,13 +141,13 @@ def _bar(stream: TextIO) -> Bar | None:
         BarColumn(bar_width=None, table_column=Column(ratio=1)),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[metrics]}", markup=False, table_column=Column(no_wrap=True)),
         console=console,
         auto_refresh=False,  # no thread of its own: it is drawn when there is something new
         expand=True,
         redirect_stdout=sys.stdout.isatty(),  # else what is piped to a file would land on the terminal
     )
-    bar.add_task("starting", total=None, figures="")
+    bar.add_task("starting", total=None, metrics="")
     return bar
 
 

@@ -26,7 +26,7 @@ from manyhands.training.data.order import Position
 from manyhands.training.learner import Learner, Say, shared
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
-from manyhands.training.running_sums import Figures, add, means_by_name, or_none
+from manyhands.training.running_sums import Totals, add, means_by_name, or_none
 from manyhands.training.stopping import Ending
 
 _SHOW_EVERY = 0.2  # seconds between two reports of progress
@@ -64,7 +64,7 @@ class Reporter:
         """Whether to report progress again."""
         return time.perf_counter() - self._shown >= _SHOW_EVERY
 
-    def progress(self, figures: Figures | None) -> None:
+    def progress(self, totals: Totals | None) -> None:
         """How far the job is, with the sums of this process that have already arrived."""
         self._shown = time.perf_counter()
         event = {
@@ -72,8 +72,8 @@ class Reporter:
             "batch": self._position.cursor.batch,
             "batches": self._position.batches,
             "samples": self._position.cursor.sample,
-            "loss": figures.loss if figures and figures.count else None,
-            "accuracy": or_none(figures.accuracy) if figures else None,
+            "loss": totals.loss if totals and totals.count else None,
+            "accuracy": or_none(totals.accuracy) if totals else None,
         }
         self._take_wish(self._say(self._with_place(event)))
 
@@ -92,24 +92,24 @@ class Reporter:
         step = self._position.cursor.step
         if any(step % every == 0 for every in self.plan.every):
             self._rates[step] = self.rates()
-            self._learner.send_figures(step)
+            self._learner.send_totals(step)
         self.report_steps()
 
     def report_steps(self, *, wait: bool = False) -> None:
         """Hand on the sums of steps that are on the host; with ``wait`` all that are on their way."""
         if not self._rates:
             return
-        for step, figures in self._learner.arrived_figures(wait=wait):
-            self._tell({"kind": "steps", "sums": figures.as_json(), "rates": self._rates.pop(step, {})}, step=step)
+        for step, totals in self._learner.arrived_totals(wait=wait):
+            self._tell({"kind": "steps", "sums": totals.as_json(), "rates": self._rates.pop(step, {})}, step=step)
 
     def rates(self) -> dict[str, float]:
         return self._learner.learning_rates() if self.plan.rates else {}
 
     def evaluation(self, metrics: dict[str, float], epoch: int) -> None:
         """The model was evaluated; ``metrics`` by name (val_loss, ...)."""
-        self._ask({"kind": "evaluation", "figures": metrics}, epoch=epoch)
+        self._ask({"kind": "evaluation", "metrics": metrics}, epoch=epoch)
 
-    def row(self, row: dict[str, Any], sums: Figures, *, ends_epoch: bool) -> None:
+    def row(self, row: dict[str, Any], sums: Totals, *, ends_epoch: bool) -> None:
         """A row of metrics. One within an epoch needs no answer: its evaluation was reported already."""
         if ends_epoch:
             self._ask({"kind": "epoch", "row": row, "sums": sums.as_json()}, epoch=row["epoch"])
@@ -184,7 +184,7 @@ class Dispatcher:
         self.training.max_steps = settings.limits.max_steps
         self._callbacks = dict(zip(unique_names(called), called, strict=True)) if first else {}
         # Of callbacks that get means over steps: what makes an epoch's sums those since their last call.
-        self._offsets = {name: Figures() for name, callback in self._callbacks.items() if callback.every}
+        self._offsets = {name: Totals() for name, callback in self._callbacks.items() if callback.every}
         self._begun: list[str] = []
         self.notes: list[str] = []  # for the result
 
@@ -243,11 +243,11 @@ class Dispatcher:
         self._call_all("on_epoch_start", self.training)
 
     def _on_progress(self, event: Event) -> None:
-        figures = {name: event[name] for name in ("batch", "samples", "loss", "accuracy") if event[name] is not None}
-        self._call_all("on_progress", self.training, figures)
+        metrics = {name: event[name] for name in ("batch", "samples", "loss", "accuracy") if event[name] is not None}
+        self._call_all("on_progress", self.training, metrics)
 
     def _on_steps(self, event: Event) -> None:
-        sums = Figures.from_json(event["sums"])
+        sums = Totals.from_json(event["sums"])
         for name, offset in self._offsets.items():
             if event["step"] % (self._callbacks[name].every or 1) == 0:
                 means = means_by_name(add([sums, offset]), "train")
@@ -255,7 +255,7 @@ class Dispatcher:
                 self._call(name, "on_steps", self.training, {**means, **event["rates"]})
 
     def _on_evaluation(self, event: Event) -> None:
-        self._call_all("on_evaluation", self.training, event["figures"])
+        self._call_all("on_evaluation", self.training, event["metrics"])
 
     def _on_epoch(self, event: Event) -> None:
         self._add_row(event)
@@ -269,7 +269,7 @@ class Dispatcher:
         self._call_all("on_row", self.training, event["row"], kinds=(Progress, Logger))
 
     def _add_row(self, event: Event) -> None:
-        sums = Figures.from_json(event["sums"])
+        sums = Totals.from_json(event["sums"])
         self._offsets = {name: add([offset, sums]) for name, offset in self._offsets.items()}
         self.training.rows.append(event["row"])
 
@@ -294,7 +294,7 @@ class Dispatcher:
             if name in saved["states"]:
                 self._call(name, "load_state_dict", saved["states"][name])
             if name in self._offsets and name in saved.get("offsets", {}):
-                self._offsets[name] = Figures.from_json(saved["offsets"][name])
+                self._offsets[name] = Totals.from_json(saved["offsets"][name])
         if unused := [name for name, state in saved["states"].items() if state and name not in self._callbacks]:
             self.notes.append(f"the checkpoint has the state of {', '.join(unused)}, which this job does not have")
 

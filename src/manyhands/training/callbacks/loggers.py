@@ -24,15 +24,15 @@ _NOT_LOGGED = ("epoch", "step", "whole")  # of a row, as metrics
 
 
 class Logger(Callback):
-    """Writes figures: the row of every epoch, and with ``every`` also the means over that many steps.
+    """Writes metrics: the row of every epoch, and with ``every`` also the means over that many steps.
 
     Your own logger overrides :meth:`write_row` and :meth:`write_steps`, and if need be :meth:`open`,
     :meth:`flush` and :meth:`close`. These five are called in order, in a separate thread: a slow disk or network
-    keeps no step waiting. Before each checkpoint all figures up to it are written. If the disk is full there is a
+    keeps no step waiting. Before each checkpoint all metrics up to it are written. If the disk is full there is a
     warning, and the training continues; any other error ends it.
 
     Args:
-        every: Steps between two figures of steps. Default: None, only those of epochs.
+        every: Steps between two entries. Default: None, only those of epochs.
     """
 
     _thread: ThreadPoolExecutor | None = None  # while a training runs
@@ -41,12 +41,12 @@ class Logger(Callback):
         self.every = every
 
     def open(self, training: Training, step: int | None) -> None:
-        """Before the first figures; where the job was resumed, ``step`` is the last one that counts, else None."""
+        """Before the first metrics; where the job was resumed, ``step`` is the last one that counts, else None."""
 
-    def write_row(self, epoch: int, step: int, figures: dict[str, Any]) -> None:
-        """The figures of an epoch, or since the last row: as ``result.rows`` has them."""
+    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
+        """The metrics of an epoch, or since the last row: as ``result.rows`` has them."""
 
-    def write_steps(self, epoch: int, step: int, figures: dict[str, float]) -> None:
+    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
         """The means over the last ``every`` steps."""
 
     def flush(self) -> None:
@@ -67,16 +67,16 @@ class Logger(Callback):
         self._error: Exception | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"manyhands-{type(self).__name__}")
 
-    def on_steps(self, training: Training, figures: Values) -> None:
-        self._hand_over(self.write_steps, training.epoch, training.step, dict(figures))
+    def on_steps(self, training: Training, metrics: Values) -> None:
+        self._hand_over(self.write_steps, training.epoch, training.step, dict(metrics))
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         self.on_row(training, row)
 
     def on_row(self, training: Training, row: Row) -> None:
         """A row within an epoch."""
-        figures = {name: value for name, value in row.items() if name not in _NOT_LOGGED and value is not None}
-        self._hand_over(self.write_row, training.epoch, training.step, figures)
+        metrics = {name: value for name, value in row.items() if name not in _NOT_LOGGED and value is not None}
+        self._hand_over(self.write_row, training.epoch, training.step, metrics)
 
     def on_fit_end(self, training: Training) -> None:
         thread, self._thread = self._thread, None
@@ -86,7 +86,7 @@ class Logger(Callback):
             self._raise()
 
     def state_dict(self) -> dict[str, Any]:
-        """Called for a checkpoint: figures before it are not logged again, so they have to be written first."""
+        """Called for a checkpoint: metrics before it are not logged again, so they have to be written first."""
         self._hand_over(self.flush, opens=False).result()
         self._raise()
         return self.saved_state()
@@ -144,7 +144,7 @@ _FIRST = ["epoch", "step"]
 
 
 class CSVLogger(Logger):
-    """Write figures as CSV: ``metrics.csv`` has a row per epoch, ``steps.csv`` one per ``every`` steps.
+    """Write metrics as CSV: ``metrics.csv`` has a row per epoch, ``steps.csv`` one per ``every`` steps.
 
     Args:
         folder: Where to write. Default: None, the run's folder.
@@ -168,11 +168,11 @@ class CSVLogger(Logger):
         last = {"metrics": None if step is None else self._last_row, "steps": step}
         self._tables = {name: _Table(folder / f"{name}.csv", until) for name, until in last.items()}
 
-    def write_row(self, epoch: int, step: int, figures: dict[str, Any]) -> None:
-        self._tables["metrics"].add({"epoch": epoch, "step": step, **figures})
+    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
+        self._tables["metrics"].add({"epoch": epoch, "step": step, **metrics})
 
-    def write_steps(self, epoch: int, step: int, figures: dict[str, float]) -> None:
-        self._tables["steps"].add({"epoch": epoch, "step": step, **figures})
+    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        self._tables["steps"].add({"epoch": epoch, "step": step, **metrics})
 
 
 class _Table:
@@ -223,14 +223,14 @@ class _Table:
 
 
 class TensorBoardLogger(Logger):
-    """Write figures for TensorBoard: ``tensorboard --logdir runs`` shows them.
+    """Write metrics for TensorBoard: ``tensorboard --logdir runs`` shows them.
 
-    Figures of epochs have the names of ``result.rows`` (``train_loss``, ``val_acc``), those of steps are in a
+    Metrics of epochs have the names of ``result.rows`` (``train_loss``, ``val_acc``), those of steps are in a
     separate group (``step/train_loss``). Needs ``pip install tensorboardX``.
 
     Args:
         folder: Where to write. Default: None, the folder ``tensorboard`` of the run.
-        every: Steps between two figures of steps. Default: None, only those of epochs.
+        every: Steps between two entries. Default: None, only those of epochs.
     """
 
     def __init__(self, folder: str | Path | None = None, *, every: int | None = None) -> None:
@@ -253,14 +253,14 @@ class TensorBoardLogger(Logger):
         if step is not None:  # TensorBoard leaves out what was written of later steps
             self._event(step + 1, session_log={"status": "START"})
 
-    def write_row(self, epoch: int, step: int, figures: dict[str, Any]) -> None:
-        self._scalars(step, {"epoch": epoch, **figures})
+    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
+        self._scalars(step, {"epoch": epoch, **metrics})
 
-    def write_steps(self, epoch: int, step: int, figures: dict[str, float]) -> None:
-        self._scalars(step, {f"step/{name}": value for name, value in figures.items()})
+    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        self._scalars(step, {f"step/{name}": value for name, value in metrics.items()})
 
-    def _scalars(self, step: int, figures: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+    def _scalars(self, step: int, metrics: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         values = [{"tag": name, "simple_value": float(value)} for name, value in numbers.items()]
         self._event(step, summary={"value": values})
 
@@ -287,13 +287,13 @@ class _Service(Logger):
             self._id = self._own_id
         super().on_fit_start(training)
 
-    def write_row(self, epoch: int, step: int, figures: dict[str, Any]) -> None:
-        self._log(step, {"epoch": epoch, **figures})
+    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
+        self._log(step, {"epoch": epoch, **metrics})
 
-    def write_steps(self, epoch: int, step: int, figures: dict[str, float]) -> None:
-        self._log(step, {f"step/{name}": value for name, value in figures.items()})
+    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        self._log(step, {f"step/{name}": value for name, value in metrics.items()})
 
-    def _log(self, step: int, figures: dict[str, Any]) -> None:
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def saved_state(self) -> dict[str, Any]:
@@ -304,16 +304,16 @@ class _Service(Logger):
 
 
 class MLflowLogger(_Service):
-    """Send figures to MLflow.
+    """Send metrics to MLflow.
 
-    Figures of epochs have the names of ``result.rows``, those of steps are in a separate group
+    Metrics of epochs have the names of ``result.rows``, those of steps are in a separate group
     (``step/train_loss``). A resumed job continues the same run there. Needs ``pip install mlflow``.
 
     Args:
         experiment: The experiment there. Default: None, MLflow's own default.
         name: The run's name there. Default: None, the name of the run's folder.
         tracking_uri: The server, or a folder. Default: None, what ``MLFLOW_TRACKING_URI`` says.
-        every: Steps between two figures of steps. Default: None, only those of epochs.
+        every: Steps between two entries. Default: None, only those of epochs.
     """
 
     def __init__(
@@ -345,8 +345,8 @@ class MLflowLogger(_Service):
         known = self._client.get_experiment_by_name(name)
         return str(known.experiment_id if known is not None else self._client.create_experiment(name))
 
-    def _log(self, step: int, figures: dict[str, Any]) -> None:
-        for name, value in figures.items():
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
+        for name, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._client.log_metric(self._id, name, float(value), step=step)
 
@@ -355,15 +355,15 @@ class MLflowLogger(_Service):
 
 
 class WandbLogger(_Service):
-    """Send figures to Weights & Biases; ``WANDB_MODE=offline`` keeps them on this machine.
+    """Send metrics to Weights & Biases; ``WANDB_MODE=offline`` keeps them on this machine.
 
-    Figures of epochs have the names of ``result.rows``, those of steps are in a separate group
+    Metrics of epochs have the names of ``result.rows``, those of steps are in a separate group
     (``step/train_loss``). A resumed job continues the same run there. Needs ``pip install wandb``.
 
     Args:
         project: The project there. Default: None, W&B's own default.
         name: The run's name there. Default: None, the name of the run's folder.
-        every: Steps between two figures of steps. Default: None, only those of epochs.
+        every: Steps between two entries. Default: None, only those of epochs.
         options: All others are options of ``wandb.init``: ``entity``, ``tags``, ``config``, ``mode``.
     """
 
@@ -386,11 +386,11 @@ class WandbLogger(_Service):
         options.setdefault("dir", None if training.run is None else str(training.run))
         self._run = self._wandb.init(**options)
         self._id = self._run.id
-        # Steps are a figure of ours: W&B's own counter only goes up, and a resumed job makes some steps again.
+        # Steps are a number of ours: W&B's own counter only goes up, and a resumed job makes some steps again.
         self._run.define_metric("*", step_metric="trainer_step")
 
-    def _log(self, step: int, figures: dict[str, Any]) -> None:
-        self._run.log({"trainer_step": step, **figures})
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
+        self._run.log({"trainer_step": step, **metrics})
 
     def close(self) -> None:
         self._run.finish(exit_code=0 if self._training.error is None else 1)

@@ -1,4 +1,4 @@
-"""The folder of one run: its settings, its figures, its checkpoints and its picture.
+"""The folder of one run: its settings, its metrics, its checkpoints and its picture.
 
 ::
 
@@ -138,7 +138,7 @@ class RunFolder:
             )
 
     def is_begun(self) -> bool:
-        """Whether the folder has checkpoints or figures, which a new run would destroy."""
+        """Whether the folder has checkpoints or metrics, which a new run would destroy."""
         return store.latest(self.checkpoints) is not None or bool(self.metrics())
 
     def lock(self) -> str | None:
@@ -228,7 +228,7 @@ class RunFolder:
             self.write_rows([*self.metrics(), *self.unwritten])
         except OSError as error:
             return (
-                f"the figures of epoch {row['epoch']} could not be written to {self.metrics_path}: "
+                f"the metrics of epoch {row['epoch']} could not be written to {self.metrics_path}: "
                 f"{error.strerror or error}. Training continues"
             )
         self.unwritten = []

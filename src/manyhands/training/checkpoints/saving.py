@@ -14,7 +14,7 @@ from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.order import Cursor, Position
 from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved, shared
 from manyhands.training.options import ENDLESS, Settings
-from manyhands.training.running_sums import Figures, NanCheck, add, figures_of_process
+from manyhands.training.running_sums import NanCheck, Totals, add, totals_of_process
 from manyhands.training.stopping import Ending
 
 # Settings that may change when a job is resumed.
@@ -94,8 +94,8 @@ class Saver:
         if self._plan is None:
             return None
         learner = self._learner
-        figures = learner.read()
-        self._nan_check.check(add(figures))
+        totals = learner.read()
+        self._nan_check.check(add(totals))
         self._report.report_steps(wait=True)
         saved = learner.save()
         if self.run is None or saved is None:
@@ -109,7 +109,7 @@ class Saver:
             "shuffle": learner.data.shuffle,
             "optimizer_type": learner.optimizer_name,
             "optimizer_options": learner.optimizer_options,
-            "figures": [figure.as_json() for figure in figures],
+            "totals": [part.as_json() for part in totals],
             "shares": learner.shares,
             "callbacks": self._report.states(),
             "seconds": self._ending.seconds,
@@ -135,7 +135,7 @@ class Saver:
         if self.run is None:
             return []
         rows = ", ".join(str(row["epoch"]) for row in self.run.unwritten)
-        missing = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
+        missing = [f"{self.run.metrics_path.name} lacks the metrics of epoch {rows}"] if rows else []
         step, newest = self._position.cursor.step, store.latest(self.run.checkpoints)
         last = None if newest is None else store.step_of(newest)
         if last != step:
@@ -159,8 +159,8 @@ class Saver:
         blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}
         state: dict[str, Any] = header["state"]
         check_fits(state, self._settings, learner)
-        figures = [Figures.from_json(sums) for sums in state["figures"]]
-        learner.restore(state, blobs, figures_of_process(figures, learner.rank, learner.size))
+        totals = [Totals.from_json(sums) for sums in state["totals"]]
+        learner.restore(state, blobs, totals_of_process(totals, learner.rank, learner.size))
         if "average" in blobs and self._report.plan.average is None:
             learner.notes.append(AVERAGE_DROPPED)
         self._position.restore(state)

@@ -10,7 +10,7 @@ more. A digest, chained from batch to batch, shows both::
 
 A digest stands for all batches before it too. So a few comparisons cover every batch, which matters because each makes
 the host wait for the devices: a difference is found at the latest at the end of its epoch, before the epoch's
-figures are shown; loaders that shuffle differently are found at the first batch, before its step.
+metrics are shown; loaders that shuffle differently are found at the first batch, before its step.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ class Evaluating(abc.ABC):
 
     @refusals.explained(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
     def evaluate(self, model: Any, data: Any, *, limit_batches: int | float | None = None) -> dict[str, Any]:
-        """The figures of a model over data with targets: ``{"loss": 0.31, "acc": 0.89, "f1": 0.88}``.
+        """The metrics of a model over data with targets: ``{"loss": 0.31, "acc": 0.89, "f1": 0.88}``.
 
         ``loss`` is the trainer's (or the model's own), ``acc`` is there where the targets are classes, and every metric
-        of ``metrics=`` has its name. Every sample counts once, on all devices of the trainer, and the figures are the
+        of ``metrics=`` has its name. Every sample counts once, on all devices of the trainer, and the metrics are the
         same on any number of them. The model is evaluated in evaluation mode; its own mode, weights and device do not
         change. ``precision="auto"`` is that of the weights.
 
@@ -32,7 +32,7 @@ class Evaluating(abc.ABC):
         (which does not count here).
 
         ``data``: (X, y) arrays, a data set or a loader of the framework, or a function that makes batches. Under a
-        launcher (torchrun) every process calls it with the same data and gets the same figures.
+        launcher (torchrun) every process calls it with the same data and gets the same metrics.
         """
         roles.check_order("evaluate", model, data)
         self._check_step(model)

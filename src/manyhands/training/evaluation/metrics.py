@@ -21,7 +21,7 @@ from manyhands import tree
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, MetricFailed, type_in_words
 from manyhands.training.refusals import in_words
-from manyhands.training.running_sums import Figures, means_of_logged, or_none
+from manyhands.training.running_sums import Totals, means_of_logged, or_none
 
 if TYPE_CHECKING:
     from manyhands.training.learner import Take
@@ -105,8 +105,8 @@ class Metrics:
         for name, meter in self.meters.items():
             _run_metric(name or "of compile", meter.update, self._last_forms, outputs, targets)
 
-    def figures(self) -> dict[str, Any]:
-        """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
+    def values(self) -> dict[str, Any]:
+        """The value of each metric, as JSON has it. A metric may have several named values."""
         values: dict[str, Any] = {}
         for name, meter in self.meters.items():
             value = _run_metric(name or "of compile", meter.result, self._last_forms)
@@ -211,19 +211,19 @@ def _plain(value: Any, name: str) -> Any:
 
 
 class Evaluates(Protocol):
-    """The part of a learner that computes figures of data that are not trained on."""
+    """The part of a learner that computes sums over data that are not trained on."""
 
     @property
     def rank(self) -> int: ...
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None: ...
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None: ...
 
     def from_first(self, data: bytes) -> bytes: ...
 
 
 def evaluate_with_metrics(
     learner: Evaluates, metrics: Metrics, alive: Callable[[], None]
-) -> tuple[Figures | None, dict[str, Any]]:
+) -> tuple[Totals | None, dict[str, Any]]:
     """Loss and accuracy, and the value of each metric, the same in every process.
 
     The first process computes the metrics: it has the outputs and targets of all devices.
@@ -232,23 +232,23 @@ def evaluate_with_metrics(
         return learner.evaluate(alive), {}
     if learner.rank == 0:
         metrics.reset()
-    figures = learner.evaluate(alive, metrics.update)
-    values = metrics.figures() if learner.rank == 0 and figures is not None else {}
-    return figures, json.loads(learner.from_first(json.dumps(values).encode()))
+    totals = learner.evaluate(alive, metrics.update)
+    values = metrics.values() if learner.rank == 0 and totals is not None else {}
+    return totals, json.loads(learner.from_first(json.dumps(values).encode()))
 
 
 def evaluate_to_dict(learner: Evaluates, metrics: Metrics) -> dict[str, Any]:
     """The result of ``Trainer.evaluate`` for a model that is on its devices."""
-    figures, values = evaluate_with_metrics(learner, metrics, ignore_progress)
-    assert figures is not None
-    return named_results(figures, values)
+    totals, values = evaluate_with_metrics(learner, metrics, ignore_progress)
+    assert totals is not None
+    return named_results(totals, values)
 
 
-def named_results(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
+def named_results(totals: Totals, values: dict[str, Any]) -> dict[str, Any]:
     """The result of ``Trainer.evaluate``: without an accuracy if there are no classes."""
-    accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}
-    logged = {name: or_none(value) for name, value in means_of_logged(figures).items()}
-    return {**logged, "loss": or_none(figures.loss), **accuracy, **values}
+    accuracy = {"acc": or_none(totals.accuracy)} if totals.counted else {}
+    logged = {name: or_none(value) for name, value in means_of_logged(totals).items()}
+    return {**logged, "loss": or_none(totals.loss), **accuracy, **values}
 
 
 def collect_outputs(predict: Callable[[Callable[[], None], Take], Any], join: Join) -> Any:

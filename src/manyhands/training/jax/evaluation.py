@@ -30,7 +30,7 @@ from manyhands.training.jax.step import Resident, State, StepInput, Steps, mean_
 from manyhands.training.jax.world import World, rows_of, sent
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Evaluation:
         self.world, self.settings, self.rank = self.steps.world, self.steps.settings, self.steps.world.rank
         self._prepare = prepared_by(self.data)
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals:
         """Loss and accuracy."""
-        total, outputs = self.world.put_copy(sums_of(Figures())), _outputs(take)
+        total, outputs = self.world.put_copy(sums_of(Totals())), _outputs(take)
         state, with_outputs = self.state(), take is not None
         for window, rows in self._batches():
             total, pair = self.steps.test(state, total, rows, window.size, self._prepare, with_outputs=with_outputs)

@@ -25,11 +25,11 @@ from manyhands.training.jax import checks, linen
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps, Sums, figures_of, is_ready, sums_of
+from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps, Sums, is_ready, sums_of, totals_of
 from manyhands.training.jax.world import World, resident, rows_of, sent
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class JaxLearner:
         self.state: State = self._first_state(job.optimizer)
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected(self.state["optimizer"])
-        self.sums: Sums = world.put_copy(sums_of(Figures()))
+        self.sums: Sums = world.put_copy(sums_of(Totals()))
         self._under_way: collections.deque[Sums] = collections.deque()
-        self._shown: Figures | None = None
+        self._shown: Totals | None = None
         self._looked_at: Sums | None = None
         self._sent: collections.deque[tuple[int, Sums]] = collections.deque()
         self._prepare = prepared_by(job.train)
@@ -144,11 +144,11 @@ class JaxLearner:
         while len(self._under_way) >= self.world.in_flight:
             jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy
 
-    # Figures: every process has those of all
+    # Totals: every process has those of all
 
-    def peek(self) -> Figures | None:
+    def peek(self) -> Totals | None:
         if self._looked_at is not None and is_ready(self._looked_at):
-            self._shown = self._figures_of(self._looked_at)
+            self._shown = self._totals_of(self._looked_at)
             self._looked_at = None
         if self._looked_at is None:
             self._looked_at = self.sums
@@ -173,16 +173,16 @@ class JaxLearner:
         finally:
             self.state.update(weights)
 
-    def send_figures(self, step: int) -> None:
+    def send_totals(self, step: int) -> None:
         for leaf in self.sums.values():
             leaf.copy_to_host_async()
         self._sent.append((step, self.sums))
 
-    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+    def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
         arrived = []
         while self._sent and (wait or is_ready(self._sent[0][1])):
             step, sums = self._sent.popleft()
-            arrived.append((step, self._figures_of(sums)))
+            arrived.append((step, self._totals_of(sums)))
         return arrived
 
     def learning_rates(self) -> dict[str, float]:
@@ -190,18 +190,18 @@ class JaxLearner:
         factor = self._rate[0] if self._rate is not None else 1.0
         return {} if self.job.rate is None else named_rates([self.job.rate * factor])
 
-    def read(self) -> list[Figures]:
-        everything = figures_of(self.sums, counted=self.steps.counts_correct)
-        return [everything, *[Figures(counted=everything.counted)] * (self.size - 1)]
+    def read(self) -> list[Totals]:
+        everything = totals_of(self.sums, counted=self.steps.counts_correct)
+        return [everything, *[Totals(counted=everything.counted)] * (self.size - 1)]
 
-    def _figures_of(self, so_far: Sums) -> Figures:
-        return figures_of(so_far, counted=self.steps.counts_correct)
+    def _totals_of(self, so_far: Sums) -> Totals:
+        return totals_of(so_far, counted=self.steps.counts_correct)
 
     def reset(self) -> None:
-        self.sums = self.world.put_copy(sums_of(Figures()))
+        self.sums = self.world.put_copy(sums_of(Totals()))
         self._looked_at, self._shown = None, None
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None:
         return None if self.evaluation is None else self.evaluation.evaluate(alive, take)
 
     # Checkpoints
@@ -228,7 +228,7 @@ class JaxLearner:
         for average in self._averages:
             self._refill(average, saved)
 
-    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
         weights = tensors.fitting(blobs["model"], self._weights(), "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
@@ -244,7 +244,7 @@ class JaxLearner:
         if self._averages:
             self._restore_average(blobs)
         # All processes have the same sums: those of the first.
-        first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
+        first = Totals.from_json(json.loads(self.from_first(json.dumps(totals.as_json()).encode())))
         self.steps.counts_correct = first.counted
         self.sums = self.world.put_copy(sums_of(first))
 

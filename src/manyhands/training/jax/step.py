@@ -41,7 +41,7 @@ from manyhands.training.jax.objective import Batch, Objective, is_dict, output_o
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 Sums = dict[str, Any]
 _NEVER = 2**31 - 1  # the first bad step, as long as there is none
@@ -92,7 +92,7 @@ class Steps:
     def test(
         self, state: State, so_far: Sums, rows: StepInput, size: int, prepare: Any, *, with_outputs: bool
     ) -> tuple[Sums, Any]:
-        """The sums with the figures of a batch; and, ``with_outputs``, the model's outputs and the targets."""
+        """The sums with the totals of a batch; and, ``with_outputs``, the model's outputs and the targets."""
         program = self._program(self._test, size, prepare, with_outputs=with_outputs)
         return program(_numbers(state), so_far, rows)  # type: ignore[no-any-return]
 
@@ -303,15 +303,15 @@ def _plus(so_far: Sum, now: Sum) -> Sum:
 # numbers, the second of which holds what the first has rounded away.
 
 
-def sums_of(figures: Figures) -> Sums:
+def sums_of(totals: Totals) -> Sums:
     """Sums to begin with, as NumPy's arrays."""
-    first = np.float64(np.float32(figures.loss_sum))
-    loss = [first, figures.loss_sum - first] if math.isfinite(figures.loss_sum) else [figures.loss_sum, 0.0]
-    bad = _NEVER if figures.bad_step is None else figures.bad_step
+    first = np.float64(np.float32(totals.loss_sum))
+    loss = [first, totals.loss_sum - first] if math.isfinite(totals.loss_sum) else [totals.loss_sum, 0.0]
+    bad = _NEVER if totals.bad_step is None else totals.bad_step
     kind = np.float64 if jax.config.jax_enable_x64 else np.float32
     return {
         "loss": np.array(loss, kind),
-        "counts": np.array([figures.correct, figures.count, bad], np.int32),
+        "counts": np.array([totals.correct, totals.count, bad], np.int32),
         "divisor": np.zeros(2, kind),
     }
 
@@ -351,16 +351,16 @@ def is_ready(sums: Sums) -> bool:
     return all(leaf.is_ready() for leaf in sums.values())
 
 
-def figures_of(sums: Sums, *, counted: bool) -> Figures:
-    """The sums as figures; waits for them."""
+def totals_of(sums: Sums, *, counted: bool) -> Totals:
+    """The sums as totals; waits for them."""
     loss = np.asarray(sums["loss"], np.float64)  # manyhands: wait-ok they are ready, or an epoch ends
     correct, count, bad = map(int, np.asarray(sums["counts"]))  # manyhands: wait-ok likewise
     total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
-    return Figures(total, correct, count, None if bad == _NEVER else bad, counted)
+    return Totals(total, correct, count, None if bad == _NEVER else bad, counted)
 
 
-def mean_of(sums: Sums, *, counted: bool) -> Figures:
-    """The figures of an evaluation: its loss is divided once, by the sum of all divisors."""
-    summed = figures_of(sums, counted=counted)
+def mean_of(sums: Sums, *, counted: bool) -> Totals:
+    """The totals of an evaluation: its loss is divided once, by the sum of all divisors."""
+    summed = totals_of(sums, counted=counted)
     divisor = float(np.asarray(sums["divisor"], np.float64).sum())
     return summed if divisor == summed.count else summed.weighed(divisor)

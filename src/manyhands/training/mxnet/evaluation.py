@@ -25,7 +25,7 @@ from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.objective import Objective, checked_output
 from manyhands.training.mxnet.step import RunningSums, evaluate
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 _AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
 
@@ -39,7 +39,7 @@ class Evaluation:
     settings: Settings
     rank = 0
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals:
         """Loss and accuracy, each sample counted once."""
         sums, outputs = RunningSums(self.feed.devices[0], over_all=True), _outputs(take)
         # A loss that is not known to be a mean over samples gets whole batches.

@@ -27,7 +27,7 @@ from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.step import RunningSums, Step
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 
 class GluonLearner:
@@ -92,9 +92,9 @@ class GluonLearner:
             mixed = np.random.SeedSequence((self.settings.seed, step, number)).generate_state(1)[0]
             mx.random.seed(int(mixed >> 1), ctx=device)
 
-    # Figures
+    # Totals
 
-    def peek(self) -> Figures | None:
+    def peek(self) -> Totals | None:
         return self.sums.peek()
 
     def keep_average(self, averaging: Averaging) -> None:
@@ -103,22 +103,22 @@ class GluonLearner:
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def send_figures(self, step: int) -> None:
+    def send_totals(self, step: int) -> None:
         self.sums.send(step)
 
-    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+    def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
         return self.sums.arrived(wait=wait)
 
     def learning_rates(self) -> dict[str, float]:
         return named_rates([float(self.trainer.learning_rate)])
 
-    def read(self) -> list[Figures]:
+    def read(self) -> list[Totals]:
         return [self.sums.read()]
 
     def reset(self) -> None:
         self.sums.reset()
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None:
         self._share_statistics()
         return None if self.evaluation is None else self.evaluation.evaluate(alive, take)
 
@@ -140,7 +140,7 @@ class GluonLearner:
             },
         )
 
-    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
         replicas.restore_model(self.model, blobs["model"])
         if "optimizer" in blobs:  # weights from another framework come alone
             optimizers.restore_optimizer(
@@ -149,7 +149,7 @@ class GluonLearner:
                 saved["optimizer"],
                 lambda name: saving.is_kept(name, self.optimizer_options, saved),
             )
-        self.sums.restore(figures)
+        self.sums.restore(totals)
 
     def from_first(self, data: bytes) -> bytes:
         return data

@@ -37,7 +37,7 @@ from manyhands.training.data.sources import Batch
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.replicas import numpy_like
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 
 _IN_FLIGHT = 2  # steps that may be issued and not done
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
@@ -72,7 +72,7 @@ class Step:
         self.sums.add(losses, whole, step, finite)
 
     def _work(self, shard: Sequence[Any], whole: int) -> Loss:
-        """Forward and backward of one device; the loss for the figures."""
+        """Forward and backward of one device; the loss for the totals."""
         with autograd.record():
             loss = self.objective(shard, training=True)
             minimised = loss.total / whole if loss.count is None else loss.total
@@ -159,12 +159,12 @@ class RunningSums:
         self.reset()
 
     def reset(self) -> None:
-        self.restore(Figures(counted=self.counts_correct))
+        self.restore(Totals(counted=self.counts_correct))
 
-    def restore(self, figures: Figures) -> None:
+    def restore(self, totals: Totals) -> None:
         """Go on from the sums of a checkpoint."""
-        self.counts_correct, self._count = figures.counted, int(figures.count)
-        self._loss, self._correct = self._number(figures.loss_sum), self._number(figures.correct)
+        self.counts_correct, self._count = totals.counted, int(totals.count)
+        self._loss, self._correct = self._number(totals.loss_sum), self._number(totals.correct)
         self._bad = self._never = self._number(math.inf)
         self._divisor, self._weighed = self._number(0.0), False
         self._coming: deque[tuple[int, Any]] = deque()
@@ -202,26 +202,26 @@ class RunningSums:
             self._arrived = self._coming.popleft()
             self._arrived[1].wait_to_read()  # manyhands: wait-ok newer steps keep the devices busy
 
-    def peek(self) -> Figures | None:
-        """The figures of two steps ago, which are on the host already."""
-        return None if self._arrived is None else self._figures(*self._arrived)
+    def peek(self) -> Totals | None:
+        """The totals of two steps ago, which are on the host already."""
+        return None if self._arrived is None else self._totals(*self._arrived)
 
     def send(self, step: int) -> None:
         """Remember to hand out the sums that have just set out, once they are there."""
         self._sent.append((step, *self._coming[-1]))
 
-    def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        """The sent figures that have arrived, with their steps; ``wait``: all of them."""
+    def arrived(self, *, wait: bool) -> list[tuple[int, Totals]]:
+        """The sent totals that have arrived, with their steps; ``wait``: all of them."""
         under_way = {id(sums) for _, sums in self._coming}
-        figures = []
+        totals = []
         while self._sent and (wait or id(self._sent[0][2]) not in under_way):
             step, count, sums = self._sent.popleft()
-            figures.append((step, self._figures(count, sums)))
-        return figures
+            totals.append((step, self._totals(count, sums)))
+        return totals
 
-    def read(self) -> Figures:
-        """The figures of all that was issued; waits."""
-        return self._figures(self._count, self._on_the_way())
+    def read(self) -> Totals:
+        """The totals of all that was issued; waits."""
+        return self._totals(self._count, self._on_the_way())
 
     def _together(self, parts: list[Any]) -> Any:
         total = mx.np.zeros((), dtype="float64", ctx=self.device)
@@ -234,8 +234,8 @@ class RunningSums:
         with numpy_like():
             return mx.np.stack([self._loss, self._correct, self._bad, self._divisor]).as_in_ctx(mx.cpu())
 
-    def _figures(self, count: int, sums: Any) -> Figures:
+    def _totals(self, count: int, sums: Any) -> Totals:
         numbers = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
         loss, correct, bad, divisor = numbers
-        figures = Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
-        return figures.weighed(divisor) if self._weighed else figures
+        totals = Totals(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
+        return totals.weighed(divisor) if self._weighed else totals

@@ -24,7 +24,7 @@ from manyhands.training.evaluation.metrics import (
 )
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 from manyhands.training.tensorflow.model import Function
 from manyhands.training.tensorflow.objective import ACCURACY, Objective, compiled_metrics, inputs_for
 from manyhands.training.tensorflow.step import CORRECT, COUNT, LOSS, PLAIN, WIDTH, Feed, Step
@@ -40,7 +40,7 @@ class Evaluation:
         self.feed = Feed(data, world.replicas, check)
         self._programs: dict[bool, Any] = {}  # with and without the model's outputs
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False) -> Figures:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False) -> Totals:
         """Loss and accuracy, each sample counted once, whatever the number of devices."""
         self.step.assign(self.step.test_sums, np.zeros(WIDTH))
         if (take is not None) not in self._programs:
@@ -74,14 +74,14 @@ class Evaluation:
             alive()
         outputs.finish()
 
-    def _tested(self, *, counted: bool) -> Figures:
-        """The figures over all processes; sums with a count of their own are divided now."""
+    def _tested(self, *, counted: bool) -> Totals:
+        """The totals over all processes; sums with a count of their own are divided now."""
         sums_here = np.sum([sums.numpy() for sums in self.step.on_each(self.step.test_sums)], axis=0)
         whole = np.sum(self.world.gather([*sums_here, self.step.counts_correct or counted]), axis=0)
         totals, counts = whole[PLAIN:-1].reshape(2, -1)[:, : self.step.sums_of_loss]
         with np.errstate(invalid="ignore"):  # the mean of a LossSum in which nothing counts is NaN
             loss = whole[LOSS] + np.sum(totals / counts) * whole[COUNT]
-        return Figures(float(loss), float(whole[CORRECT]), float(whole[COUNT]), counted=bool(whole[-1]))
+        return Totals(float(loss), float(whole[CORRECT]), float(whole[COUNT]), counted=bool(whole[-1]))
 
 
 def apart(model: Any, objective: Objective, data: Source, world: World, settings: Settings, check: Any) -> Evaluation:

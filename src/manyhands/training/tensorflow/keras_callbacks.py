@@ -1,9 +1,9 @@
 """Keras's own callbacks in ``Trainer(callbacks=[keras.callbacks.EarlyStopping(...)])``.
 
-Their moments of a training, an epoch and an evaluation are called as in ``model.fit``, with Keras's names of figures
+Their moments of a training, an epoch and an evaluation are called as in ``model.fit``, with Keras's names of metrics
 (``loss``, ``accuracy``, ``val_loss``, ``val_accuracy``, ``val_<metric>``). At the end of an epoch the model has the
 weights of that moment, so that it can be saved; ``model.stop_training = True`` ends the job. What is called at every
-batch is refused, because its figures would have to be waited for, and so is what writes to the optimizer, which is not
+batch is refused, because its metrics would have to be waited for, and so is what writes to the optimizer, which is not
 the one that trains.
 
 A checkpoint keeps the plain numbers of a callback and its lists of arrays (``wait``, ``best`` and ``best_weights`` of
@@ -27,7 +27,7 @@ _OF_BATCHES = [name for name in dir(keras.callbacks.Callback) if "_batch_" in na
 _INSTEAD = {
     "LearningRateScheduler": "give the trainer schedule=, a function from how much of the training is done (0 to 1) to "
     "a factor of the rate, or the optimizer a keras.optimizers.schedules object",
-    "ReduceLROnPlateau": "no rate follows a figure here. Give the trainer schedule=mh.one_cycle, or another function "
+    "ReduceLROnPlateau": "no rate follows a metric here. Give the trainer schedule=mh.one_cycle, or another function "
     "of how much of the training is done; keras.callbacks.EarlyStopping ends it at a plateau",
     "TensorBoard": "give the trainer loggers=[mh.loggers.TensorBoardLogger()]",
     "BackupAndRestore": "give the trainer run= and resume='auto'",
@@ -37,7 +37,7 @@ _INSTEAD = {
 }
 _NAMES = {"train_loss": "loss", "train_acc": "accuracy", "val_acc": "val_accuracy"}
 _PART = "callbacks"  # of a checkpoint
-_NO_FIGURES = ("epoch", "step", "samples", "seconds", "whole")
+_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
 
 
 class KerasCallback(Callback):
@@ -64,9 +64,9 @@ class KerasCallback(Callback):
     def on_epoch_start(self, training: Training) -> None:
         self.callback.on_epoch_begin(training.epoch - 1, {})
 
-    def on_evaluation(self, training: Training, figures: Values) -> None:
+    def on_evaluation(self, training: Training, metrics: Values) -> None:
         self.callback.on_test_begin({})
-        self.callback.on_test_end({name.removeprefix("val_"): value for name, value in _logs(figures).items()})
+        self.callback.on_test_end({name.removeprefix("val_"): value for name, value in _logs(metrics).items()})
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         if self.update_caller_model is not None:
@@ -108,15 +108,15 @@ def _check(callback: keras.callbacks.Callback) -> None:
     for moment in _OF_BATCHES:
         if moment in vars(callback) or getattr(type(callback), moment) is not getattr(plain, moment):
             raise BadSettings(
-                f"{name} has {moment}, which Keras calls with the figures of every batch, and waiting for these would "
-                "stall every step: derive a class from mh.Callback with every=100 and on_steps(training, figures), "
+                f"{name} has {moment}, which Keras calls with the metrics of every batch, and waiting for these would "
+                "stall every step: derive a class from mh.Callback with every=100 and on_steps(training, metrics), "
                 "which gets them late"
             )
 
 
 def _logs(row: Row) -> dict[str, Any]:
-    figures = {name: value for name, value in row.items() if name not in _NO_FIGURES and value is not None}
-    return {_NAMES.get(name, name): value for name, value in figures.items()}
+    metrics = {name: value for name, value in row.items() if name not in _NO_METRICS and value is not None}
+    return {_NAMES.get(name, name): value for name, value in metrics.items()}
 
 
 def pack(callbacks: Sequence[KerasCallback]) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
 """TensorFlow's learner: one process of a job, with all of its devices.
 
 The step (:mod:`.step`) is one ``tf.function``. On CPU devices TensorFlow returns when the step is done; on GPUs the
-host runs ahead by what CUDA's queue holds. A separate thread reads the figures that are shown, so that no step waits.
+host runs ahead by what CUDA's queue holds. A separate thread reads the totals that are shown, so that no step waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 from manyhands.training.tensorflow import keras_callbacks, optimizers
 from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names, prepared_by
@@ -78,11 +78,11 @@ class KerasLearner:
         self.feed = Feed(job.train, world.replicas, job.labels)
         self._train = self.step_of.trainer(prepared_by(job.train))
         self.evaluation = None if job.test is None else Evaluation(self.step_of, world, job.test, job.labels)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
-        self._coming: Future[Figures] | None = None
-        self._shown: Figures | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-totals")
+        self._coming: Future[Totals] | None = None
+        self._shown: Totals | None = None
         self._counted = False
-        self._sent: collections.deque[tuple[int, Future[Figures]]] = collections.deque()
+        self._sent: collections.deque[tuple[int, Future[Totals]]] = collections.deque()
         self._last = 0, 1.0  # the last step, and its factor of the learning rate
         self.step_of.copy_from_first(world)
         rate = self.step_of.rate
@@ -123,15 +123,15 @@ class KerasLearner:
         self._last = window.step, float(rate)
         self._train(batch.data, batch.order, batch.bounds, np.int64(window.step), rate)
 
-    # Figures
+    # Totals
 
-    def peek(self) -> Figures | None:
+    def peek(self) -> Totals | None:
         """Read by another thread: reading waits for the device."""
         if self._coming is not None and self._coming.done():
             self._shown, self._coming = self._coming.result(), None
         if self._coming is None:
             snapshot = [variable.read_value() for variable in self.step_of.on_each(self.step_of.sums)]
-            self._coming = self._reader.submit(self._figures, snapshot)
+            self._coming = self._reader.submit(self._totals, snapshot)
         return self._shown
 
     def keep_average(self, averaging: Averaging) -> None:
@@ -153,16 +153,16 @@ class KerasLearner:
             for (weight, _), value in zip(pairs, weights, strict=True):
                 weight.assign(value)
 
-    def send_figures(self, step: int) -> None:
+    def send_totals(self, step: int) -> None:
         """Another thread reads them, like those that are shown. Devices add up the sums of several replicas."""
         sums = self.step_of.on_each(self.step_of.sums_together())[0]
-        self._sent.append((step, self._reader.submit(self._figures, [sums])))
+        self._sent.append((step, self._reader.submit(self._totals, [sums])))
 
-    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+    def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
         arrived = []
         while self._sent and (wait or self._sent[0][1].done()):
-            step, figures = self._sent.popleft()
-            arrived.append((step, dataclasses.replace(figures.result(), bad_step=None)))
+            step, totals = self._sent.popleft()
+            arrived.append((step, dataclasses.replace(totals.result(), bad_step=None)))
         return arrived
 
     def learning_rates(self) -> dict[str, float]:
@@ -173,27 +173,27 @@ class KerasLearner:
                 return named_rates([float(schedule(self._last[0]))])
         return {} if self._base_rate is None else named_rates([self._base_rate * self._last[1]])
 
-    def read(self) -> list[Figures]:
-        figures = self._figures(self.step_of.on_each(self.step_of.sums))
-        bad = _NONE_BAD if figures.bad_step is None else figures.bad_step
-        rows = self.world.gather([figures.loss_sum, figures.correct, figures.count, bad, figures.counted])
+    def read(self) -> list[Totals]:
+        totals = self._totals(self.step_of.on_each(self.step_of.sums))
+        bad = _NONE_BAD if totals.bad_step is None else totals.bad_step
+        rows = self.world.gather([totals.loss_sum, totals.correct, totals.count, bad, totals.counted])
         return [
-            Figures(a, b, c, None if bad == _NONE_BAD else int(bad), bool(counted)) for a, b, c, bad, counted in rows
+            Totals(a, b, c, None if bad == _NONE_BAD else int(bad), bool(counted)) for a, b, c, bad, counted in rows
         ]
 
     def reset(self) -> None:
-        self.step_of.set_sums(Figures())
+        self.step_of.set_sums(Totals())
         self._coming, self._shown = None, None
 
-    def _figures(self, parts: Sequence[Any]) -> Figures:
+    def _totals(self, parts: Sequence[Any]) -> Totals:
         """The sums of this process's replicas together."""
         values = [part.numpy() for part in parts]
         loss, correct, count = (float(total) for total in np.sum(values, axis=0)[:BAD_STEP])
         bad = min(float(value[BAD_STEP]) for value in values)
         counted = self.step_of.counts_correct or self._counted
-        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), counted)
+        return Totals(loss, correct, count, None if math.isinf(bad) else int(bad), counted)
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None:
         self._share_statistics()
         return None if self.evaluation is None else self.evaluation.evaluate(alive, take, counted=self._counted)
 
@@ -213,7 +213,7 @@ class KerasLearner:
     def _packed(self, variables: Mapping[str, Any]) -> bytes:
         return tensors.pack({name: self.step_of.value(variable) for name, variable in variables.items()})
 
-    def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], figures: Figures) -> None:
+    def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], totals: Totals) -> None:
         if self.step_of.average:  # a checkpoint without one begins with its weights
             self.notes += [] if "average" in parts else [NO_AVERAGE]
             self._fill(self.variables, parts.get("average", parts["model"]), "weights of another model")
@@ -224,8 +224,8 @@ class KerasLearner:
             rate = None if self.step_of.rate is None else str(self.step_of.rate)  # the job's own
             self._fill(self.memory, parts["optimizer"], "the memory of another optimizer", kept=rate)
         keras_callbacks.unpack(self.callbacks, parts)
-        self.step_of.set_sums(figures)
-        self._counted = figures.counted
+        self.step_of.set_sums(totals)
+        self._counted = totals.counted
 
     def _fill(self, variables: Mapping[str, Any], blob: bytes, contents: str, *, kept: str | None = None) -> None:
         expected = {name: self.step_of.value(variable) for name, variable in variables.items()}

@@ -30,7 +30,7 @@ from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.learner import check_average
 from manyhands.training.options import Settings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 from manyhands.training.tensorflow import optimizers
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.model import Function
@@ -38,11 +38,11 @@ from manyhands.training.tensorflow.world import World
 
 Prepare = Callable[[Batch], Batch]
 
-# Gradients of each term of the loss, statistics, and figures (see ``Step._figures``).
+# Gradients of each term of the loss, statistics, and totals (see ``Step._totals``).
 _Outcome = tuple[list[list[Any]], list[Any], Any]
 
 LOSS, CORRECT, COUNT, BAD_STEP = range(4)
-PLAIN = 3  # figures before the sums
+PLAIN = 3  # totals before the sums
 MOST_SUMS = 8  # losses with a divisor of their own: one for each masked output, or one of the user's
 WIDTH = PLAIN + 2 * MOST_SUMS
 _NONE_BAD = np.inf
@@ -156,10 +156,10 @@ class Step:
             first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)
             self.assign(variable, first)
 
-    def set_sums(self, figures: Figures) -> None:
-        """Begin with these figures, on the first of this process's replicas."""
+    def set_sums(self, totals: Totals) -> None:
+        """Begin with these totals, on the first of this process's replicas."""
         self.assign(self.sums, [0, 0, 0, math.inf])
-        self.on_each(self.sums)[0].assign([figures.loss_sum, figures.correct, figures.count, math.inf])
+        self.on_each(self.sums)[0].assign([totals.loss_sum, totals.correct, totals.count, math.inf])
 
     def trainer(self, prepare: Prepare) -> Any:
         """The step for one source: ``(data, order, bounds, number, factor)``."""
@@ -189,13 +189,13 @@ class Step:
                     targets = batch[-1] if loss and len(batch) > 1 else ()
                     pair = self.function.output(*values, batch, inputs), targets
                 pairs.append(pair if inputs is not None else ())
-                return self._figures(losses, end - begin), pairs[0]
+                return self._totals(losses, end - begin), pairs[0]
 
             def nothing() -> Any:
                 return tf.zeros(WIDTH, tf.float64), tf.nest.map_structure(_no_rows, pairs[0])
 
-            figures, pair = tf.cond(end > begin, work, nothing)
-            self.test_sums.assign_add(figures)
+            totals, pair = tf.cond(end > begin, work, nothing)
+            self.test_sums.assign_add(totals)
             context = tf.distribute.get_replica_context()
             return tf.nest.map_structure(lambda rows: context.all_gather(rows, 0), pair) if gathered else pair
 
@@ -219,8 +219,8 @@ class Step:
             both = zip(gradients, more, strict=True)
             gradients = [list(map(tf.add, *parts)) for parts in both] if gradients else more
             sums += now
-        figures, summed = self._divided(gradients, sums, whole)
-        share = tf.cast(figures[LOSS] / tf.cast(whole, tf.float64), summed[0].dtype)
+        totals, summed = self._divided(gradients, sums, whole)
+        share = tf.cast(totals[LOSS] / tf.cast(whole, tf.float64), summed[0].dtype)
         *summed, loss = _over_replicas([*summed, share])
         if self.settings.gradient_clip_val:
             summed, _ = tf.clip_by_global_norm(summed, self.settings.gradient_clip_val)
@@ -229,12 +229,12 @@ class Step:
         bad = tf.where(
             tf.math.is_finite(loss), before[BAD_STEP], tf.minimum(before[BAD_STEP], tf.cast(number, tf.float64))
         )
-        self.sums.assign(tf.concat([before[:BAD_STEP] + figures, [bad]], 0))
+        self.sums.assign(tf.concat([before[:BAD_STEP] + totals, [bad]], 0))
 
     def _part(
         self, rows: Callable[[], Batch], size: Any, whole: Any, weights: list[Any], statistics: list[Any], numbers: Any
     ) -> _Outcome:
-        """Gradients of each term of the loss, statistics and figures of a part of a shard, if it has samples."""
+        """Gradients of each term of the loss, statistics and totals of a part of a shard, if it has samples."""
 
         def work() -> _Outcome:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
@@ -242,7 +242,7 @@ class Step:
                 losses, after = self.function(weights, statistics, numbers, rows(), training=True)
                 terms = _terms(losses, size, whole)
             gradients = [tape.gradient(term, weights, unconnected_gradients="zero") for term in terms]
-            return list(map(_read, gradients)), after, self._figures(losses, size)
+            return list(map(_read, gradients)), after, self._totals(losses, size)
 
         if self.all_take_part or (self.replicas == 1 and self.settings.step.accumulate == 1):
             return work()
@@ -254,10 +254,10 @@ class Step:
         outcome: _Outcome = tf.cond(size > 0, work, nothing)
         return outcome
 
-    def _divided(self, gradients: list[list[Any]], figures: Any, whole: Any) -> tuple[Any, list[Any]]:
+    def _divided(self, gradients: list[list[Any]], totals: Any, whole: Any) -> tuple[Any, list[Any]]:
         """This replica's part of the loss and of its gradients, each sum divided by the count of all replicas."""
         first, *of_sums = gradients
-        plain, totals, counts = tf.split(figures, [PLAIN, MOST_SUMS, MOST_SUMS])
+        plain, totals, counts = tf.split(totals, [PLAIN, MOST_SUMS, MOST_SUMS])
         if not of_sums:
             return plain, first
         (counts,) = _over_replicas([counts])
@@ -291,7 +291,7 @@ class Step:
         moved = [mean + (value - mean) * (1 - self._decay) for mean, value in zip(average, values, strict=True)]
         return [tf.where(a == b, b, c) for a, b, c in zip(average, values, moved, strict=True)]
 
-    def _figures(self, losses: Losses, size: Any) -> Any:
+    def _totals(self, losses: Losses, size: Any) -> Any:
         """Loss, correct predictions and samples, then the totals of the sums and their counts; zero without samples."""
         self.sums_of_loss = len(losses.sums)
         if self.sums_of_loss > MOST_SUMS:
@@ -305,8 +305,8 @@ class Step:
         rest = [0.0] * (MOST_SUMS - self.sums_of_loss)
         totals, counts = ([getattr(part, name) for part in losses.sums] + rest for name in ("total", "count"))
         values = [loss, 0.0 if losses.correct is None else losses.correct, count, *totals, *counts]
-        figures = tf.stack([tf.cast(value, tf.float64) for value in values])
-        return tf.where(size > 0, figures, tf.zeros_like(figures))
+        totals = tf.stack([tf.cast(value, tf.float64) for value in values])
+        return tf.where(size > 0, totals, tf.zeros_like(totals))
 
     def _sums_together(self) -> Any:
         """The sums over all replicas of all processes, on each of them; without the first bad step."""

@@ -43,7 +43,7 @@ from manyhands.training.evaluation.metrics import (
 )
 from manyhands.training.learner import Say, Take
 from manyhands.training.loss.own_step import LossSum
-from manyhands.training.running_sums import Figures, add
+from manyhands.training.running_sums import Totals, add
 from manyhands.training.torch.data import dict_batches, feed
 from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
@@ -105,7 +105,7 @@ class Evaluation:
         return self.world.bytes_from_first(data)
 
     @torch.no_grad()
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals:
         """Loss and accuracy over all ranks; every sample counts once, and ``take`` gets the outputs and targets."""
         objective = self.objective
         self._sums.reset()
@@ -320,7 +320,7 @@ def _inputs(model: torch.nn.Module, batch: Any) -> int:
 
 
 def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """This rank's part: returns the figures over all ranks; a prediction goes to ``take`` and returns None."""
+    """This rank's part: returns the totals over all ranks; a prediction goes to ``take`` and returns None."""
     precision = job.settings.precision
     number_format = NumberFormat(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
     model = job.model.to(here.device, number_format.dtype)
@@ -334,9 +334,9 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
         assert take is not None
         evaluation.predict(job.inputs, alive, take)
         return None
-    figures, values = evaluate_with_metrics(evaluation, job.metrics, alive)
-    assert figures is not None
-    return named_results(figures, values)
+    totals, values = evaluate_with_metrics(evaluation, job.metrics, alive)
+    assert totals is not None
+    return named_results(totals, values)
 
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
@@ -359,7 +359,7 @@ def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
         say({"kind": "outputs", "step": 0, "bytes": job_bytes.dumps(outputs)})
 
     alive()
-    return {"kind": "done", "step": 0, "figures": computed(job, here, send, alive)}
+    return {"kind": "done", "step": 0, "metrics": computed(job, here, send, alive)}
 
 
 def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict[str, Any] | None:
@@ -370,8 +370,8 @@ def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict
         if event["kind"] == "outputs" and take is not None:
             take(pickle.loads(event["bytes"]), None)
 
-    figures: dict[str, Any] | None = pool.pool_for(ranks).run(job, event)["figures"]
-    return figures
+    metrics: dict[str, Any] | None = pool.pool_for(ranks).run(job, event)["metrics"]
+    return metrics
 
 
 # Metrics

@@ -21,7 +21,7 @@ from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.learner import Saved, Say, Take
 from manyhands.training.loop import Loop
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.evaluation import Evaluation
@@ -140,27 +140,27 @@ class Rank:
         if self.scheduler is not None:
             self.scheduler.after_step()
 
-    # Figures
+    # Totals
 
-    def peek(self) -> Figures | None:
+    def peek(self) -> Totals | None:
         return self.metrics.peek()
 
-    def send_figures(self, step: int) -> None:
+    def send_totals(self, step: int) -> None:
         self.metrics.send(step, self.world)
 
-    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+    def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
         return self.metrics.arrived(wait=wait)
 
     def learning_rates(self) -> dict[str, float]:
         return self.rates.by_name()
 
-    def read(self) -> list[Figures]:
-        return [pickle.loads(figures) for figures in self.world.gather_bytes(pickle.dumps(self.metrics.read()))]
+    def read(self) -> list[Totals]:
+        return [pickle.loads(totals) for totals in self.world.gather_bytes(pickle.dumps(self.metrics.read()))]
 
     def reset(self) -> None:
         self.metrics.reset()
 
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None:
         """Loss and accuracy on the validation data, each sample counted once, whatever the number of ranks."""
         self.share_buffers()
         if self.test is None:
@@ -207,8 +207,8 @@ class Rank:
     def save(self) -> Saved | None:
         return checkpoint.save(self)
 
-    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        checkpoint.restore(self, saved, blobs, figures)
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
+        checkpoint.restore(self, saved, blobs, totals)
 
     def become_double(self) -> None:
         """Compute in float64, as the job of the checkpoint did; called before its state is restored."""

@@ -174,7 +174,7 @@ def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
             "here. Leave it out, and give the scheduler longer intervals (StepLR(step_size=...))"
         )
     if config.get("strict", True) is not True:
-        raise BadSettings(f"{_WHO} gave 'strict': {config['strict']!r}: a figure that is missing is always an error")
+        raise BadSettings(f"{_WHO} gave 'strict': {config['strict']!r}: a metric that is missing is always an error")
     if interval == "step":
         return PerStep(scheduler)
     return PerEpoch(scheduler, config.get("monitor") or monitor or "val_loss")

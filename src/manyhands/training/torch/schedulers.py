@@ -78,23 +78,23 @@ class Scheduler:
         return scheduler
 
     def _check_plateau(self) -> None:
-        """Refuse a ReduceLROnPlateau that would not be stepped with its figure."""
+        """Refuse a ReduceLROnPlateau that would not be stepped with its metric."""
         plateaus = [isinstance(part, ReduceLROnPlateau) for part in _parts(self.scheduler)]
         if any(plateaus[1:]):
             raise BadSettings(
-                f"{type_in_words(self.scheduler)} with a ReduceLROnPlateau in it cannot be stepped with a figure: "
+                f"{type_in_words(self.scheduler)} with a ReduceLROnPlateau in it cannot be stepped with a metric: "
                 "give the ReduceLROnPlateau alone, schedule=mh.PerEpoch(make, monitor='val_loss')"
             )
         if plateaus[0] and self.per_step:
             raise BadSettings(
-                "ReduceLROnPlateau follows a figure, and there is none after every step: write "
+                "ReduceLROnPlateau follows a metric, and there is none after every step: write "
                 "schedule=mh.PerEpoch(make, monitor='val_loss') ('interval': 'epoch' in configure_optimizers). With "
                 "Limits(evaluate_every='100 steps') it is stepped after each of these evaluations"
             )
 
     @property
     def monitor(self) -> str | None:
-        """The figure that the scheduler follows; None: it follows none."""
+        """The metric that the scheduler follows; None: it follows none."""
         return self.schedule.monitor if isinstance(self.scheduler, ReduceLROnPlateau) else None  # type: ignore[union-attr]
 
     @property
@@ -122,12 +122,12 @@ class Scheduler:
                 elif name == "lr" or group[name] != value:
                     group[name] = value
 
-    def step(self, figure: float | None = None) -> None:
-        """The next step, epoch or figure."""
+    def step(self, metric: float | None = None) -> None:
+        """The next step, epoch or metric."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the stand-in makes no steps
             try:
-                self.scheduler.step() if figure is None else self.scheduler.step(figure)
+                self.scheduler.step() if metric is None else self.scheduler.step(metric)
             except ValueError as error:  # of a OneCycleLR that is over
                 name, unit = type(self.scheduler).__name__, "step" if self.per_step else "epoch"
                 raise BadSettings(f"{name} cannot go on after this {unit}: {error}") from error
@@ -176,7 +176,7 @@ class Schedulers:
 
     @property
     def monitors(self) -> list[str]:
-        """The figures that they follow."""
+        """The metrics that they follow."""
         return list(dict.fromkeys(part.monitor for part in self.parts.values() if part.monitor is not None))
 
     @property
@@ -207,7 +207,7 @@ class Schedulers:
             if not part.per_step and part.monitor is None:
                 part.step()
 
-    def after_figure(self, monitor: str, value: float) -> None:
+    def after_metric(self, monitor: str, value: float) -> None:
         for part in self.parts.values():
             if part.monitor == monitor:
                 part.step(value)

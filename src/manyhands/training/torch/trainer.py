@@ -278,9 +278,9 @@ class Trainer(BaseTrainer):
         with own_step.plots_taken_over(model), attached(model), _explained(job):
             with modes_preserved(model):
                 checks.check_labels(job)
-            figures = self._computed(job, None)
-        assert figures is not None
-        return figures
+            metrics = self._computed(job, None)
+        assert metrics is not None
+        return metrics
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_is_module(model)

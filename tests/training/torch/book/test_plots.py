@@ -1,4 +1,4 @@
-"""Models as the book writes them: they plot their figures, and a validation step returns nothing."""
+"""Models as the book writes them: they plot their metrics, and a validation step returns nothing."""
 
 import pytest
 import torch

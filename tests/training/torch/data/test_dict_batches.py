@@ -79,18 +79,18 @@ def texts(count: int = 40) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["object", "dict"])
 def test_an_output_with_a_loss_is_the_loss_written_by_hand(kind: str) -> None:
-    expected, figures = fit(mlp(), vectors(), 1)
+    expected, metrics = fit(mlp(), vectors(), 1)
     for data in (named(), samples(named()), DataLoader(samples(named()), 16, drop_last=True, shuffle=False)):
         weights, found = fit(Classifier(kind), data, 1)
         if not isinstance(data, DataLoader):
             assert difference(expected, {n.removeprefix("net."): one for n, one in weights.items()}) == 0
-            assert rows(found) == rows(figures)  # the accuracy, too
+            assert rows(found) == rows(metrics)  # the accuracy, too
 
 
 @pytest.mark.parametrize("kind", ["known", "sum"])
 def test_a_mean_over_tokens_is_exact_on_two_ranks(kind: str) -> None:
     """F.cross_entropy's mean is recognised within the model, and a LossSum says what it is."""
-    alone, figures = fit(Tokens(kind), texts(), 1)
+    alone, metrics = fit(Tokens(kind), texts(), 1)
     for data, options in (
         (samples(texts()), {"step": Step(shares=[0.7, 0.3])}),
         (texts(), {"step": Step(accumulate=3)}),
@@ -98,7 +98,7 @@ def test_a_mean_over_tokens_is_exact_on_two_ranks(kind: str) -> None:
         together, shared = fit(Tokens(kind), data, 2, **options)
         assert difference(alone, together) <= CLOSE
         assert [row["train_loss"] for row in rows(shared)] == pytest.approx(
-            [row["train_loss"] for row in rows(figures)], rel=CLOSE
+            [row["train_loss"] for row in rows(metrics)], rel=CLOSE
         )
 
 

@@ -101,9 +101,9 @@ def test_what_a_collate_function_makes_is_never_cut(name: str) -> None:
     weights, result = trained(1)
     assert [row["samples"] for row in result.rows] == [40, 40]
     for ranks, step in ((2, {}), (1, {"accumulate": 3}), (2, {"accumulate": 2, "shares": [3, 1]})):
-        divided, figures = trained(ranks, **step)
+        divided, metrics = trained(ranks, **step)
         assert difference(weights, divided) <= CLOSE, (ranks, step)
-        for expected, row in zip(rows(result), rows(figures), strict=True):
+        for expected, row in zip(rows(result), rows(metrics), strict=True):
             assert row == pytest.approx(expected, rel=1e-9)
 
 

@@ -60,12 +60,12 @@ def test_two_ranks_are_one_device_and_hold_a_half_each(tmp_path: Path) -> None:
         return Counting(parameters, str(tmp_path)) if dist.is_initialized() else torch.optim.AdamW(parameters, lr=0.01)
 
     how: dict[str, Any] = {"optimizer": optimizer, "gradient_clip_val": 0.1, "lr": None}
-    alone, figures = fit(Blocks(), (vectors(), vectors(33)), 1, **how)
+    alone, metrics = fit(Blocks(), (vectors(), vectors(33)), 1, **how)
     step = Step(shard=True, accumulate=2, shares=[0.7, 0.3], activation_checkpointing=True)
     model = Blocks()
     together, shared = fit(model, (vectors(), vectors(33)), 2, **how, step=step)
     assert difference(alone, together) <= CLOSE
-    for row, other in zip(rows(figures), rows(shared), strict=True):
+    for row, other in zip(rows(metrics), rows(shared), strict=True):
         assert [row[name] for name in row] == pytest.approx([other[name] for name in row], rel=CLOSE)
     whole = 3 * sum(parameter.nbytes for parameter in model.parameters())  # weights, and AdamW's two moments
     held = [json.loads((tmp_path / rank).read_text()) for rank in ("0", "1")]

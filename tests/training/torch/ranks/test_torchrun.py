@@ -65,9 +65,9 @@ class Calls(mh.Callback):
         self.steps, self.pid = [], None
     def on_fit_start(self, training):
         self.pid = os.getpid()
-    def on_steps(self, training, figures):
-        self.steps.append([training.step, figures["train_loss"]])
-    def on_evaluation(self, training, figures):
+    def on_steps(self, training, metrics):
+        self.steps.append([training.step, metrics["train_loss"]])
+    def on_evaluation(self, training, metrics):
         if training.epoch == 2:
             training.stop("enough")
     def on_model(self, training, model):
@@ -105,8 +105,8 @@ all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
 dist.all_gather(all_of_them, mine)  # the group is still there
 assert torch.equal(*all_of_them), all_of_them
 trainer = Trainer(1, devices=["cpu"], quiet=True, metrics={{"rows": lambda outputs, targets: len(outputs)}})
-figures, outputs = trainer.evaluate(model, vectors()), trainer.predict(model, vectors()[0])
-assert figures["rows"] == len(vectors()[0]), figures
+metrics, outputs = trainer.evaluate(model, vectors()), trainer.predict(model, vectors()[0])
+assert metrics["rows"] == len(vectors()[0]), metrics
 if dist.get_rank() == 0:
     torch.testing.assert_close(outputs, model.eval()(vectors()[0]).detach())
 else:
@@ -192,7 +192,7 @@ def test_the_same_script_on_two_ranks(launched: tuple[Path, str], plain: Path) -
 def test_the_first_rank_calls_and_all_stop(
     launched: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures are those over all ranks: the same as on one device."""
+    """The metrics are those over all ranks: the same as on one device."""
     folder, _ = launched
     out = folder / "callbacks-out"
     monkeypatch.setattr(sys, "argv", ["script.py", str(tmp_path / "run"), str(out)])

@@ -37,10 +37,10 @@ HALF: dict[str, Any] = {"precision": "fp16", "optimizer": adam}
 
 
 def test_half_precision_trains_as_full_precision_does() -> None:
-    exact, figures = fit(net(), data(), 1, **(HALF | {"precision": "fp32"}))
+    exact, metrics = fit(net(), data(), 1, **(HALF | {"precision": "fp32"}))
     weights, result = fit(net(), data(), 1, **HALF, gradient_clip_val=100.0)
     assert 0 < difference(exact, weights) < 0.02
-    assert result.rows[-1]["train_loss"] == pytest.approx(figures.rows[-1]["train_loss"], rel=0.01)
+    assert result.rows[-1]["train_loss"] == pytest.approx(metrics.rows[-1]["train_loss"], rel=0.01)
     assert "fp16: the loss scale is 65536; 0 steps skipped because gradients were too large for it" in result.notes
 
 

@@ -80,7 +80,7 @@ class Asks(TorchFunctionMode):
 
 
 class Arrived:
-    """The figures as they come from a device: on the host, where reading them waits for nothing."""
+    """The metrics as they come from a device: on the host, where reading them waits for nothing."""
 
     def __init__(self, waits: Waits, tensor: torch.Tensor) -> None:
         self.tensor = tensor.clone()
@@ -105,7 +105,7 @@ class WatchedStep(PlainStep):
 
 
 def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
-    """What happens between the first few steps and the end of the epoch: steps, rates, figures and the feed."""
+    """What happens between the first few steps and the end of the epoch: steps, rates, metrics and the feed."""
     found = Waits()
     kept: list[Arrived] = []  # an address that is used again would hide something
 
@@ -113,7 +113,7 @@ def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
         kept.append(Arrived(found, tensor))
         return kept[-1]
 
-    monkeypatch.setattr(events, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(events, "_SHOW_EVERY", 0.0)  # so that the metrics are looked at after every step
     monkeypatch.setattr(running_sums.backend, "start_move", start_move)
     said: list[Any] = []
     loop, rank = loop_of(job, World(0, 1, torch.device("cpu")), said.append)
@@ -174,7 +174,7 @@ def test_a_steady_step_waits_for_nothing(name: str, optimizer: Any, monkeypatch:
 
 
 def test_an_average_and_figures_of_steps_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What callbacks ask for: figures of every second step, the learning rate, an average of the weights."""
+    """What callbacks ask for: metrics of every second step, the learning rate, an average of the weights."""
     model = mlp(norm=True)
     settings = Settings(1, 8, step=Step(on_nan="continue"))
     job = Job(model, objective_for(model, None), source(vectors(80)), None, settings, adamw, schedule=one_cycle)

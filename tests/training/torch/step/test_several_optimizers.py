@@ -205,10 +205,10 @@ def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:
     """The last batch has one sample, so that one rank has none."""
     samples = tuple(part[:61] for part in data())
     how: dict[str, Any] = {"batch_size": 30, "gradient_clip_val": 0.3}
-    alone, figures = fit_gan(GAN(), samples, 1, **how)
+    alone, metrics = fit_gan(GAN(), samples, 1, **how)
     together, shared = fit_gan(GAN(), samples, 2, **how, step=Step(shares=[0.6, 0.4]))
     assert difference(alone, together) <= CLOSE
-    assert [row["train_loss"] for row in rows(figures)] == pytest.approx([row["train_loss"] for row in rows(shared)])
+    assert [row["train_loss"] for row in rows(metrics)] == pytest.approx([row["train_loss"] for row in rows(shared)])
 
 
 def test_a_rank_without_samples_of_the_first_batch_after_a_resume(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class _Together:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         alike = len(set(self.kinds)) == 1
-        return [replicas.figures_of(model, alike=alike) for model in self.models]
+        return [replicas.numbers_of(model, alike=alike) for model in self.models]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])

@@ -78,9 +78,9 @@ class Replicas:
 def check(model: torch.nn.Module, world: World) -> None:
     kinds = world.gather_bytes(_kind(world.device).encode())
     alike = len(set(kinds)) == 1
-    first, *others = world.gather(figures_of(model, alike=alike))
-    for rank, figures in enumerate(others, 1):
-        equal = figures == first if alike else torch.isclose(figures, first, rtol=_TOLERANCE, equal_nan=True)
+    first, *others = world.gather(numbers_of(model, alike=alike))
+    for rank, numbers in enumerate(others, 1):
+        equal = numbers == first if alike else torch.isclose(numbers, first, rtol=_TOLERANCE, equal_nan=True)
         if not bool(equal.all()):
             names = [name for name, _ in model.named_parameters()]
             name = names[int((~equal.all(1)).nonzero()[0])]
@@ -93,7 +93,7 @@ def check(model: torch.nn.Module, world: World) -> None:
             )
 
 
-def figures_of(model: torch.nn.Module, *, alike: bool) -> torch.Tensor:
+def numbers_of(model: torch.nn.Module, *, alike: bool) -> torch.Tensor:
     """A row for each parameter: the sums of its bits, or its norm."""
     parameters = [parameter.detach() for parameter in model.parameters()]
     if alike:

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.training.checkpoints import saving
 from manyhands.training.learner import Saved
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, module_state, randomness
 
@@ -68,7 +68,7 @@ def save(rank: Rank) -> Saved | None:
     )
 
 
-def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
     """Continue from a checkpoint, maybe on other devices."""
     if rank.settings.precision == "auto" and was_double(saved):
         rank.become_double()
@@ -94,7 +94,7 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], fi
     rank.steps.precision.half_before = saved.get("half")
     if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
         rank.feed.shares = saved["shares"]
-    rank.metrics.restore(figures)
+    rank.metrics.restore(totals)
 
 
 def _restore_randomness(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:

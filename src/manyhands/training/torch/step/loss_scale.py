@@ -11,7 +11,7 @@ case, and taken back as that of a bad batch (:mod:`.undo`). For example a scale 
 
 On several ranks gradients are checked after they are summed, so all ranks decide alike. A scale that has fallen to
 2**-10 falls no further: where 50 steps in a row were skipped and it stands there, nothing is learnt any more, and the
-job ends with an error. The device finds that out, too, and the host hears of it with the figures that it reads anyway.
+job ends with an error. The device finds that out, too, and the host hears of it with the totals that it reads anyway.
 """
 
 from __future__ import annotations

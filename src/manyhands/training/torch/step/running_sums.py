@@ -18,7 +18,7 @@ import torch.distributed as dist
 from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadSettings
-from manyhands.training.running_sums import Figures
+from manyhands.training.running_sums import Totals
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.step import logged
 
@@ -38,7 +38,7 @@ class RunningSums:
         self._names: dict[str, int] = {}  # that were logged, and where their sums are; in the same order on every rank
         self.logged_number: str | None = None  # a name whose value a graph would freeze
         self._arrival: Arrival[torch.Tensor] | None = None
-        self._shown: Figures | None = None
+        self._shown: Totals | None = None
         self._sent: deque[_Sent] = deque()
         self.reset()
 
@@ -101,10 +101,10 @@ class RunningSums:
         bad = torch.where(torch.isfinite(loss), self.sums.new_full((), math.inf), now)
         torch.minimum(self.sums[_BAD_STEP], bad, out=self.sums[_BAD_STEP])
 
-    def peek(self) -> Figures | None:
-        """The newest figures that are on the host already; never waits."""
+    def peek(self) -> Totals | None:
+        """The newest totals that are on the host already; never waits."""
         if self._arrival is not None and self._arrival.ready():
-            self._shown = self._figures(self._arrival.result().tolist())
+            self._shown = self._totals(self._arrival.result().tolist())
             self._arrival = None
         if self._arrival is None:
             self._arrival = backend.start_move(self.sums.clone(), torch.device("cpu"))
@@ -117,31 +117,31 @@ class RunningSums:
         sums[_RANKS].fill_(bool(self._names))
         self._sent.append(_Sent(step, sums, world))
 
-    def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        """The figures that have arrived on the host, with their steps; ``wait``: all that were sent."""
-        figures = []
+    def arrived(self, *, wait: bool) -> list[tuple[int, Totals]]:
+        """The totals that have arrived on the host, with their steps; ``wait``: all that were sent."""
+        totals = []
         while self._sent and (wait or self._sent[0].is_ready()):
             sent = self._sent.popleft()
-            figures.append((sent.step, dataclasses.replace(self._figures(sent.sums()), bad_step=None)))
-        return figures
+            totals.append((sent.step, dataclasses.replace(self._totals(sent.sums()), bad_step=None)))
+        return totals
 
-    def read(self) -> Figures:
-        return self._figures(self.sums.tolist())
+    def read(self) -> Totals:
+        return self._totals(self.sums.tolist())
 
-    def restore(self, figures: Figures) -> None:
+    def restore(self, totals: Totals) -> None:
         """Go on from the sums of a checkpoint."""
-        counts = (figures.loss_sum, figures.correct, figures.count)
+        counts = (totals.loss_sum, totals.correct, totals.count)
         self.sums[:_BAD_STEP] = torch.tensor(counts, dtype=torch.float64)
-        self.counts_correct = figures.counted
-        for name, sums in figures.logged.items():
+        self.counts_correct = totals.counted
+        for name, sums in totals.logged.items():
             place = self._place_of(name)
             self.sums[place : place + 2] = torch.tensor(sums, dtype=torch.float64)
 
-    def _figures(self, sums: Sequence[float]) -> Figures:
+    def _totals(self, sums: Sequence[float]) -> Totals:
         loss, correct, count, bad, names, ranks, *_ = sums
         same = names == ranks * _digest(self._names)  # on all ranks whose sums these are
         by_name = {name: (sums[place], sums[place + 1]) for name, place in self._names.items()} if same else {}
-        return Figures(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct, by_name)
+        return Totals(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct, by_name)
 
 
 class _Sent:
