@@ -1,6 +1,6 @@
 """The plan of one graph: how it is run, why, and what it costs. It is built once, by :mod:`.planner`.
 
-Ways, and how close their results are to plain execution's, are data; text is for people.
+Methods, and how close their results are to plain execution's, are data; text is for people.
 
 >>> print(Method(Executor.GRAPH, "3 lanes", compiled=True))
 fused, 3 lanes, one graph

@@ -133,7 +133,8 @@ def test_a_loader_keeps_its_workers_options() -> None:
     )
     found = source(loader)
     assert isinstance(found, Samples)
-    assert found.options == {"multiprocessing_context": "fork", "prefetch_factor": 3, "timeout": 50}
+    kept = {"persistent_workers": True, "prefetch_factor": 3, "timeout": 50}
+    assert found.options == {"multiprocessing_context": "fork", **kept}
     assert difference(fit(mlp(), loader, 1)[0], fit(mlp(), DataLoader(Rows(), 8), 1)[0]) <= 1e-12
 
 

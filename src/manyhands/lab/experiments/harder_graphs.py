@@ -85,7 +85,7 @@ def run(bench: Bench) -> Finding:
         if fast.planned.schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_graph_svg(fast)))
             timeline = fast.measured()
-            plots.append(Plot("timeline", f"{name}: {timeline.title or fast.planned.way}", spans=timeline.spans))
+            plots.append(Plot("timeline", f"{name}: {timeline.title}", spans=timeline.spans))
     table = sweep.table("graph", "Two graphs", gain=_PLANNED, to=_PLAIN)
     same = "Both give the numbers of the plain functions, to the bit."
     return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], plots, notes)

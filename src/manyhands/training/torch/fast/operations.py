@@ -76,7 +76,7 @@ def multiplications(tensor: torch.Tensor, other: torch.Tensor) -> int:
 def is_cast_of_weight_gradient() -> bool:
     """Whether the current operation casts a gradient on its way to a parameter."""
     node = _node()
-    return node is not None and node.name() in _PASSED and _way(node) is not None
+    return node is not None and node.name() in _PASSED and _path(node) is not None
 
 
 def _of_convolution(args: tuple[Any, ...]) -> str | None:
@@ -130,21 +130,21 @@ def _node() -> Any:
 
 def _is_straight(node: Any, number: int) -> bool:
     """Whether a result of the node goes to a parameter without hooks, at most through casts."""
-    way = _way(node.next_functions[number][0])
-    if way is None:
+    path = _path(node.next_functions[number][0])
+    if path is None:
         return False
-    return not has_hook(way[-1].variable, compat.HOOKS_OF_PARAMETERS)
+    return not has_hook(path[-1].variable, compat.HOOKS_OF_PARAMETERS)
 
 
 def leads_to(node: Any, parameter: torch.Tensor) -> list[Any] | None:
     """The nodes from this one to the parameter: casts and transpositions. None if it leads elsewhere."""
-    way = _way(node)
-    return way if way is not None and way[-1].variable is parameter else None
+    path = _path(node)
+    return path if path is not None and path[-1].variable is parameter else None
 
 
-def _way(node: Any) -> list[Any] | None:
+def _path(node: Any) -> list[Any] | None:
     """The nodes from this one to a leaf, both included; None if it does not go straight to a leaf."""
-    way = [node]
-    while way[-1] is not None and way[-1].name() in _PASSED:
-        way.append(way[-1].next_functions[0][0])
-    return way if way[-1] is not None and way[-1].name() == _LEAF else None
+    path = [node]
+    while path[-1] is not None and path[-1].name() in _PASSED:
+        path.append(path[-1].next_functions[0][0])
+    return path if path[-1] is not None and path[-1].name() == _LEAF else None
