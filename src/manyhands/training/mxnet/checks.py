@@ -21,8 +21,8 @@ from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import replicas
-from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.objective import Objective, checked_output
+from manyhands.training.mxnet.step import Look
 
 _FEW = 2
 

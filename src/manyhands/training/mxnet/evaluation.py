@@ -21,9 +21,8 @@ from manyhands.training.evaluation.metrics import (
     whole_size,
 )
 from manyhands.training.learner import Take
-from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.objective import Objective, checked_output
-from manyhands.training.mxnet.step import RunningSums, evaluate
+from manyhands.training.mxnet.step import Feed, RunningSums, evaluate
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 

@@ -23,9 +23,8 @@ from manyhands.training.data.sources import Source
 from manyhands.training.learner import Saved, Take, named_rates
 from manyhands.training.mxnet import optimizers, replicas
 from manyhands.training.mxnet.evaluation import Evaluation
-from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.step import RunningSums, Step
+from manyhands.training.mxnet.step import Feed, Look, RunningSums, Shards, Step
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 

@@ -25,9 +25,9 @@ from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, 
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, evaluation, optimizers, replicas
 from manyhands.training.mxnet.evaluation import Evaluation
-from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
+from manyhands.training.mxnet.step import Feed
 from manyhands.training.options import Settings
 from manyhands.training.result import Result
 from manyhands.training.trainer import BaseTrainer

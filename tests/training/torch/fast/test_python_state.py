@@ -13,7 +13,7 @@ from training_cases import CLASSES, mlp, vectors
 
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.step.running_sums import RunningSums
-from manyhands.training.torch.step.undo import StepUndo
+from manyhands.training.torch.step.update import StepUndo
 
 
 class Changing(nn.Module):

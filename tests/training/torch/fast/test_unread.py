@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.training.torch.fast.unread import unread
+from manyhands.training.torch.fast.python_state import unread
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.extension import Extension, Passes
 from manyhands.training.torch.fast.inputs import Inputs, MicroBatch, Place
 from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.python_state import unread
 from manyhands.training.torch.fast.recorder import NotRecorded, Recorder, Replay, error_in_words
-from manyhands.training.torch.fast.unread import unread
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.part import LossOf, Step, Turn, enter_all
-from manyhands.training.torch.step.snapshot import StepSnapshot
+from manyhands.training.torch.step.update import StepSnapshot
 
 WARM_UP = 3
 _AS_WRITTEN = 2  # steps before the warm-up, if something is searched for (in the last of these steps)

@@ -25,7 +25,7 @@ from manyhands.errors import CannotCompile, type_in_words
 from manyhands.training.data.order import Window
 from manyhands.training.torch.data.batches import Batch, Shard
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.fast.unread import unread
+from manyhands.training.torch.fast.python_state import unread
 
 _PLAIN = (str, bytes, bool, int, float)
 

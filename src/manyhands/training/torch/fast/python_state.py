@@ -12,18 +12,30 @@ model with ``self.calls += 1`` in its forward pass, after each of three steps::
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
 It does not cover globals, closures and attributes of objects that are not modules: set ``optimize="off"`` with those.
+
+A plain value of a batch (its number, the name of a file in it) may change from replay to replay only if no code looks
+at it. While steps warm up they get an :class:`Unread` instead::
+
+    value = unread(7, reads.append)
+    names = [value]             nothing
+    value % 2, f"{value}"       reads: ["train.py:31", "train.py:31"]
 """
 
 from __future__ import annotations
 
+import functools
 import random
+import sys
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import manyhands
+from manyhands import tree
 from manyhands.backends.torch import compat
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.state.module_state import OF_EVERY_MODULE
@@ -135,3 +147,69 @@ def _random_numbers() -> tuple[Any, Any, Any]:
     # The state words and position of NumPy's default generator; a caller may have replaced the generator.
     numpy = (array[1].tobytes(), *array[2:]) if isinstance(array, tuple) else repr(array)
     return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+
+
+# Plain values
+
+
+Report = Callable[[str], object]
+_LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, manyhands))
+# What every object has, and what says nothing about the value.
+_UNTOUCHED = {
+    *("__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class__", "__del__", "__dict__", "__slots__"),
+    *("__getattribute__", "__getattr__", "__setattr__", "__delattr__", "__class_getitem__", "__getnewargs__"),
+}
+
+
+class Unread:
+    """A value that reports where it is read."""
+
+    __slots__ = ("_report", "_value")
+
+    def __init__(self, value: Any, report: Report) -> None:
+        self._value, self._report = value, report
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_read(self), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree.map_leaves(_value_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def unread(value: Any, report: Report) -> Any:
+    """Something that can be used as the value can; ``report`` gets the line of each use."""
+    return _class_for(value.__class__)(value, report)
+
+
+@functools.cache
+def _class_for(kind: Any) -> type[Unread]:
+    """A class with the special methods of this one; ``isinstance`` takes its instances for this one's."""
+    special = {name for name in dir(kind) if name.startswith("__") and callable(getattr(kind, name))} - _UNTOUCHED
+    methods: dict[str, Any] = {name: _forwarded(name) for name in special}
+    return type("Unread", (Unread,), {"__slots__": (), **methods, "__class__": property(lambda _: kind)})
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: Unread, *args: Any) -> Any:
+        return getattr(_read(self), name)(*map(_value_of, args))
+
+    return method
+
+
+def _value_of(value: Any) -> Any:
+    return _read(value) if issubclass(type(value), Unread) else value
+
+
+def _read(value: Any) -> Any:
+    object.__getattribute__(value, "_report")(_line_outside())
+    return object.__getattribute__(value, "_value")
+
+
+def _line_outside() -> str:
+    """The line of the user's code that is running, as ``file.py:31``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -35,7 +35,7 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.step.number_format import NumberFormat
-from manyhands.training.torch.step.snapshot import StepSnapshot
+from manyhands.training.torch.step.update import StepSnapshot
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank

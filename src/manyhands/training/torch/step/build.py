@@ -17,8 +17,7 @@ from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.part import Part, Step
 from manyhands.training.torch.step.plain import PlainStep
 from manyhands.training.torch.step.several_optimizers import OwnUpdates
-from manyhands.training.torch.step.undo import StepUndo
-from manyhands.training.torch.step.update import Clip, UpdateDraws
+from manyhands.training.torch.step.update import Clip, StepUndo, UpdateDraws
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank

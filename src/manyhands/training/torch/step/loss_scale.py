@@ -4,7 +4,7 @@ float16 has no numbers below 6e-8. The loss is multiplied by a large scale befor
 are divided by it afterwards. Where one of them is infinite or NaN the scale was too large: the update is taken back and
 the scale halved; after 2,000 good steps it is doubled. These are the rules of ``torch.amp.GradScaler``, whose ``step``
 makes the host wait to know whether a gradient is infinite. Here the device alone knows it: the update is made in any
-case, and taken back as that of a bad batch (:mod:`.undo`). For example a scale of 65536 that is too large once::
+case, and taken back as that of a bad batch (:mod:`.update`). For example a scale of 65536 that is too large once::
 
     step 0   gradients inf   update taken back, scale 32768, skipped 1
     step 1   gradients fine  update stays

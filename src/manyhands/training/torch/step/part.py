@@ -138,20 +138,8 @@ class Step:
         """The forward pass of a micro-batch: a :data:`LossOf`."""
         raise NotImplementedError
 
-    def passes(
-        self,
-        turn: Turn,
-        batch: Batch,
-        size: int,
-        *,
-        last: bool,
-        loss_of: LossOf | None = None,
-        around_backward: AbstractContextManager[Any] | None = None,
-    ) -> torch.Tensor:
-        """Forward and backward of a micro-batch of ``size`` samples, and its loss; ``last``: no other comes after it.
-
-        A captured step has a function of its own for the loss, and acts around the backward pass.
-        """
+    def passes(self, turn: Turn, batch: Batch, size: int, *args: Any, **how: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch of ``size`` samples, and its loss; ``how``: see :mod:`.plain`."""
         raise NotImplementedError
 
     def sum_up(self, turn: Turn) -> None:

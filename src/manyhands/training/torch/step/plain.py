@@ -87,6 +87,10 @@ class PlainStep(Step):
         loss_of: LossOf | None = None,
         around_backward: AbstractContextManager[Any] | None = None,
     ) -> torch.Tensor:
+        """``last``: no other micro-batch comes after it.
+
+        A captured step has a function of its own for the loss, and acts around the backward pass.
+        """
         self.gradients.arm(last)
         with logged.collected() as values:
             loss, count, correct = (loss_of or self.loss_of)(batch, size)
