@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 NOTEBOOKS = Path(__file__).resolve().parent / "notebooks"
 SOURCES = NOTEBOOKS / "source"
 REPOSITORY = NOTEBOOKS.parent.parent
+REPORTS = REPOSITORY / "docs" / "reports"  # pages that a notebook writes: *-report.html
 SMALL_DATA = REPOSITORY / "src" / "manyhands" / "training" / "data" / "fashion-mnist-small"
 
 _HEADER = re.compile(r"^# %%(?: \[(?P<kind>[^\]]+)\])?$", flags=re.MULTILINE)
@@ -119,6 +121,8 @@ def build(name: str) -> Path:
         notebook = execute(from_source(name), Path(folder))
         if problems := complaints(notebook, Path(folder)):
             raise SystemExit(f"{name} is not written:\n" + "\n".join(problems))
+        for report in Path(folder).glob("*-report.html"):
+            shutil.copy(report, REPORTS)
     nbformat.validate(notebook)
     path = NOTEBOOKS / f"{name}.ipynb"
     nbformat.write(notebook, path)

@@ -32,12 +32,12 @@ print("mean loss:", sum(losses) / len(losses))
 # stand in for the GPU and predicts the times from the figures of an H200.
 
 # %% [bash]
-# manyhands audit --as-if-gpu --html report.html train.py 2>&1
+# manyhands audit --as-if-gpu --html audit-report.html train.py 2>&1
 
 # %% [markdown]
 # Each row has the line, how often it waited, what it cost and what to write instead. `waited` is the host's time in that line;
-# `gained` is what a step would gain without it, which is less where the wait only moves to the next line. `report.html` has a
-# timeline of the steps with the waits in red.
+# `gained` is what a step would gain without it, which is less where the wait only moves to the next line.
+# [The report](../../docs/reports/audit-report.html) has a timeline of the steps with the waits in red.
 #
 # The cured program copies all data once and keeps the losses on the device. They are read once, after the loop.
 

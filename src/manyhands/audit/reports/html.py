@@ -18,12 +18,14 @@ td, th { border-bottom: 1px solid var(--line); padding: 0.4rem; text-align: left
 td.figure, th.figure { text-align: right; white-space: nowrap; }
 .source { border: 1px solid var(--line); border-radius: 4px; padding: 0.5rem; }
 .source mark { background: var(--mark); color: inherit; display: block; }
-td code { overflow-wrap: anywhere; white-space: pre-wrap; } td[data-name="cure"] { width: 32%; }
+td code { display: inline-block; min-width: 14rem; overflow-wrap: anywhere; white-space: pre-wrap; }
+td[data-name="cure"] { width: 32%; }
 .small { font-size: 0.85rem; opacity: 0.8; } svg { width: 100%; height: auto; display: block; }
 @media (max-width: 40rem) {
   thead { display: none; } tr { display: block; padding: 0.5rem 0; border-bottom: 2px solid var(--line); }
   td, td.figure { display: block; border: 0; padding: 0.1rem 0; text-align: left; white-space: normal;
     overflow-wrap: anywhere; }
+  td[data-name="cure"] { width: auto; }
   td[data-name]::before { content: attr(data-name) ": "; font-weight: 600; }
 }
 """
