@@ -6,7 +6,7 @@ FRAMEWORKS := torch jax tensorflow mxnet
 TORCH := $(VENVS)/torch/bin
 VIRTUAL := 3
 CORE := tests/test_structure.py tests/test_words.py tests/test_benchmark_limits.py tests/test_size.py tests/benchmarks \
-	tests/schedule tests/forecast tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli tests/audit/neutral tests/lab tests/docs/test_pages.py
+	tests/schedule tests/forecast tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli tests/audit/neutral tests/lab tests/docs/test_pages.py tests/docs/test_options.py
 
 # MXNet 1.9.1 stops at Python 3.11, TensorFlow 2.21 at 3.13; what cannot be installed here is named and skipped.
 SKIPPED := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \

@@ -48,6 +48,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return "".join(part if part.startswith("```") else _NAMED.sub(linked, part) for part in parts)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """A trainer's signature has the name that users write, not that of the class behind it."""
+    return html.replace(">BaseTrainer<", ">Trainer<")
+
+
 def _markdown(path: Path) -> str:
     text = path.read_text()
     if path.suffix == ".md":

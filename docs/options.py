@@ -1,25 +1,30 @@
-"""Writes ``docs/trainer-options.md``: every option of a trainer with its default, from the docstrings.
+"""Writes every option of a trainer and of each command into ``docs/``, from docstrings and ``--help``.
 
-``python docs/trainer_options.py`` after a change of them; ``tests/training/neutral/test_trainer_options.py`` compares.
+``python docs/options.py`` after a change of them; ``tests/docs/test_options.py`` compares.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from manyhands.cli import parser
 from manyhands.names import loaded_late
 from manyhands.training import options
 from manyhands.training.callbacks import loggers
 from manyhands.training.trainer import BaseTrainer
 
 PAGE = Path(__file__).with_name("trainer-options.md")
+COMMANDS = PAGE.parent / "reference" / "commands.md"
+MARK = "## Options of each command\n"
 HEAD = """# Every option of a trainer
 
-Made from the docstrings by `python docs/trainer_options.py`; `help(mh.Trainer)` shows the same.
+Made from the docstrings by `python docs/options.py`; `help(mh.Trainer)` shows the same.
 [Training in detail](training.md) explains what the options are for. All but the first three of `Trainer` are given by
 name. An option that a framework cannot do is refused, with the reason.
 """
@@ -81,5 +86,33 @@ def plain(text: str) -> str:
     return re.sub(r":(?:attr|class|func|meth|mod|data):`~?([^`]*)`", r"`\1`", text).replace("``", "`")
 
 
+def commands_page() -> str:
+    """The page of commands with every option behind its mark."""
+    before, _, _ = COMMANDS.read_text().partition(MARK)
+    return (
+        f"{before}{MARK}\nMade from `--help` by `python docs/options.py`.\n{''.join(_commands('manyhands', parser()))}"
+    )
+
+
+def _commands(name: str, command: argparse.ArgumentParser) -> Iterator[str]:
+    """A section for each command below this one."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield f"\n### {name} {word}\n\n{plain(' '.join((below.description or '').split()))}\n"
+                if rows := [_row(each) for each in below._actions if each.help and each.dest not in ("help", "action")]:
+                    yield "\n".join(["", "| option | |", "|---|---|", *rows, ""])
+                yield from _commands(f"{name} {word}", below)
+
+
+def _row(action: argparse.Action) -> str:
+    names = ", ".join(action.option_strings) or (action.metavar if isinstance(action.metavar, str) else action.dest)
+    value = f" {action.metavar or ''}".rstrip() if action.option_strings and action.nargs != 0 else ""
+    choices = f" One of `{'`, `'.join(map(str, action.choices))}`." if action.choices else ""
+    meaning = plain((action.help or "").replace("%%", "%")).replace("|", "\\|")
+    return f"| `{names}{value}` | {meaning[:1].upper()}{meaning[1:]}.{choices} |"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    COMMANDS.write_text(commands_page())

@@ -1,4 +1,4 @@
-"""The reference of a trainer's options: every one is explained, and the page is the docstrings'."""
+"""The reference of all options: every one is explained, and the pages say what docstrings and ``--help`` say."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from manyhands.training import options
 from manyhands.training.trainer import BaseTrainer
 
-SCRIPT = Path(__file__).parents[3] / "docs" / "trainer_options.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "options.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trainer_options", SCRIPT)
+    spec = importlib.util.spec_from_file_location("options", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,8 +26,9 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date(script: Any) -> None:
-    assert script.PAGE.read_text() == script.page(), "run: python docs/trainer_options.py"
+def test_the_pages_are_up_to_date(script: Any) -> None:
+    assert script.PAGE.read_text() == script.page(), "run: python docs/options.py"
+    assert script.COMMANDS.read_text() == script.commands_page(), "run: python docs/options.py"
 
 
 @pytest.mark.parametrize("kind", [BaseTrainer, *options.TOPICS.values()])
