@@ -58,7 +58,7 @@ class Graphs:
                 planned.plan = planner.plan(trace, tensors_in(arguments), options, progress, instead_of)
             except Exception as error:  # also one of ours: the graph runs as it was captured
                 why = str(error) if isinstance(error, CannotTrace) else first_line(error)
-                planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {why}",), writes=True)
+                planned.plan = Plan(_not_run, notes=(f"it cannot be planned: {why}",))
         if _log.isEnabledFor(logging.DEBUG):  # a user of torch.compile has no object to call explain() on
             _log.debug("%s", explain.explain(planned.role.place, planned.plan))
         return self._graph_plan(planned, planned.plan)
@@ -75,7 +75,7 @@ class Graphs:
             return self._plan(planned, graph, arguments, instead_of=plan)
 
         later = None if plan.left_after is None else (plan.left_after, rest)
-        return GraphPlan(plan.run, plan.method.executor is Executor.GRAPH, plan.writes, later, failed)
+        return GraphPlan(plan.run, plan.method.executor is Executor.GRAPH, later, failed)
 
     def plans_of(self, pieces: Sequence[object]) -> list[tuple[str, Plan]]:
         """The plans of these pieces, each with its name, forward passes first."""

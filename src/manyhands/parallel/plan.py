@@ -86,7 +86,6 @@ class Plan:
     advice: Sequence[str] = ()
     costs: str = ""  # where the costs of its tasks come from, in words
     planning: str = ""  # how long planning took, in words
-    writes: bool = False  # to its arguments, so that a run that failed cannot be repeated
     left_after: int | None = None  # calls after which trying the candidates that are left pays; None: none are left
     # Runs the schedule once more and returns when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None

@@ -63,7 +63,7 @@ def plan(
         note = f"{why}: {first_line(error)}"
         if instead_of is not None:
             return replace(instead_of, notes=(*instead_of.notes, note), left_after=None)
-        return Plan(planning.as_written(trace), notes=(note,), writes=bool(planning.written_memories(trace)))
+        return Plan(planning.as_written(trace), notes=(note,))
 
 
 def _try_candidates(
@@ -139,7 +139,6 @@ def _build(trials: Trials, best: Tried, progress: Progress, left_after: int | No
         advice=explain.advice(trials.measured, cost_keys(trials.trace), hint),
         costs=trials.costed.summary(),
         planning=progress.summary(),
-        writes=bool(planning.written_memories(trials.trace)),
         left_after=left_after,
         timed=functools.partial(planning.task_moments, trace, candidate.schedule, trials.devices, candidate.threads),
     )

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.call import Call, call
 from manyhands.backends.torch.capture.whole import Whole, trace_whole
+from manyhands.backends.torch.run.cuda_graph import NoMemoryForResults
 from manyhands.errors import CannotTrace, NotYet, first_line
 from manyhands.parallel import planner
 from manyhands.parallel.plan import AS_WRITTEN, Plan
@@ -49,20 +49,12 @@ class Pure:
         self.last = traced.plan
         if traced.whole is None:
             return self._function(*arguments, **keywords)
-        restore = planning.random_states(traced.whole.trace)
         try:
             return traced.whole.result(traced.plan.run(made.tensors))
-        except Exception as error:  # plain execution raises what the function raises, or takes its branch for an error
-            if traced.plan.writes and not getattr(error, "nothing_was_done", False):
-                error.add_note("the plan failed after writing to your tensors, so the call cannot be repeated")
-                raise
-            without_memory = planning.is_out_of_memory(error)
+        except NoMemoryForResults as error:
             note = f"{traced.plan.how} ran out of memory: plain execution is used instead ({error})"
-        if restore is not None:
-            restore()
-        if without_memory:  # only here has the failed run freed its memory
-            traced.plan = self.last = replace(traced.plan, method=AS_WRITTEN, exactness=None, notes=(note,))
-            traced.whole = None
+        traced.plan = self.last = replace(traced.plan, method=AS_WRITTEN, exactness=None, notes=(note,))
+        traced.whole = None
         return self._function(*arguments, **keywords)
 
     def _find(self, signature: tuple[object, ...]) -> _Traced | None:

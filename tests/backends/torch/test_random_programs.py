@@ -17,7 +17,7 @@ from support import examples
 
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun, operation_threads
-from manyhands.errors import CannotTrace, UnsafeSchedule
+from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import schedule, schedule_chains
 from manyhands.schedule.task import Task
@@ -166,22 +166,6 @@ ODD_STEPS = st.lists(
     min_size=1,
     max_size=6,
 )
-_CHECKING, _WRITING = ("cholesky", "inv", "assert"), ("whole_", "rest_")
-
-
-def _checks_after_writing(steps: list[tuple[str, int, int]]) -> bool:
-    """Whether a check comes after a write to an argument, or a view of one, or to the array."""
-    mine = [True, True, True]  # whether values are in memory of the caller's
-    written = False
-    for way, one, _ in steps:
-        of_caller = mine[one % len(mine)]
-        if way in _CHECKING and written:
-            return True
-        written |= way in _WRITING or (way == "add_" and of_caller)
-        mine.append(of_caller and way in ("view", "add_"))
-    return False
-
-
 PLAIN_VALUES = st.lists(st.sampled_from([None, True, 1, 1.0, 2.5, float("nan"), "a", torch.float32]), max_size=3)
 
 
@@ -202,10 +186,6 @@ def test_random_programs_with_checks_and_hidden_memory(
     with operation_threads(1):  # as a lane has
         expected = outcome(lambda given: function(*given), plain)
     left, state = ARRAY.copy(), torch.get_rng_state()
-    if _checks_after_writing(steps):
-        with pytest.raises(CannotTrace, match="after it has written"):
-            traced(function, *inputs)
-        return
     trace = traced(function, *inputs)
     tasks = [replace(task, seconds=chance.random()) for task in threads.tasks(trace)]
     run = ThreadRun(trace, scheduled(trace, lanes, tasks), lanes)
@@ -214,7 +194,7 @@ def test_random_programs_with_checks_and_hidden_memory(
             mine.copy_(first)
         ARRAY[:] = 1
         assert outcome(run.replay, own) == expected
-        if isinstance(expected, list):  # otherwise it is done again, plainly
+        if isinstance(expected, list):  # after an error, what it writes to is undefined
             assert np.array_equal(ARRAY, left, equal_nan=True)
             assert [bits(value) for value in own] == [bits(value) for value in plain]
             assert torch.equal(torch.get_rng_state(), state)

@@ -64,14 +64,9 @@ def footprint(trace: Trace) -> Footprint:
     return Footprint(sizes, trace.callers_memories() & sizes.keys(), trace.memories_of(trace.outputs) & sizes.keys())
 
 
-def written_memories(trace: Trace) -> frozenset[int]:
-    """The memories of arguments and of tensors from outside that the function writes to."""
-    return trace.callers_memories() & trace.written_memories()
-
-
 def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments and the tensors from outside that the function writes to."""
-    written = written_memories(trace)
+    written = trace.callers_memories() & trace.written_memories()
     places = [*zip(trace.inputs, tensors, strict=True)]
     places += [(node, trace.constant(node)) for node in trace.constants]
     changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
@@ -179,24 +174,6 @@ def task_moments(trace: Trace, schedule: Schedule, devices: Gpus | None, threads
         if devices is None:
             return timed_threads(trace, schedule, inputs, threads)
         return timed_streams(trace, schedule, inputs, devices)
-
-
-def random_states(trace: Trace) -> Callable[[], None] | None:
-    """A function that restores the random states of the devices on which the graph draws; None if it draws nothing."""
-    places = {step.task.device for step in trace.steps if step.task.token is not None}
-    if not places:
-        return None
-    state = torch.get_rng_state()
-    generators = [torch.cuda.default_generators[int(name.partition(":")[2])] for name in places if name[:3] == "gpu"]
-    known = [(generator, generator.initial_seed(), generator.get_offset()) for generator in generators]
-
-    def restore() -> None:
-        torch.set_rng_state(state)
-        for generator, seed, offset in known:
-            generator.manual_seed(seed)
-            generator.set_offset(offset)
-
-    return restore
 
 
 def is_out_of_memory(error: BaseException) -> bool:

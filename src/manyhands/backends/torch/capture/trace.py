@@ -8,8 +8,7 @@ Memory is identified by the storages of the fake results: a view shares its base
 argument's. Tensors from outside share memory where their bytes overlap, as two ``from_numpy`` of one array do.
 
 Some operations return nothing and only check something (``cholesky`` calls ``_linalg_check_errors``). They are tasks,
-too. A write to the caller's memory waits for all checks before it: if a check fails, the run has changed nothing, and
-the function can be called again as it is written.
+too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import bisect
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ _CHECKS = (
 )
 # Checks with the same outcome in every call of a signature.
 _STATIC_CHECKS = (_aten._assert_tensor_metadata, _aten.sym_constrain_range, _aten.sym_constrain_range_for_size)
-_CHECKED = 1 << 22  # stands for "all checks so far are passed": above a trace's handles, below any address
 
 
 @dataclass
@@ -233,21 +231,8 @@ def describe_graph(module: GraphModule) -> Trace:
             continue
         step_of[node] = Step([node], _task(node, storages))
         steps.append(step_of[node])
-    _writes_after_checks(steps, frozenset().union(*(storages[node] for node in [*inputs, *constants])))
     output = next(node for node in nodes if node.op == "output").args[0]
     return Trace(module, steps, inputs, constants, list(output), storages)
-
-
-def _writes_after_checks(steps: Sequence[Step], inputs: frozenset[int]) -> None:
-    """Make tasks that write to the caller's memory wait for all checks before them."""
-    if not any(is_check(step.node) for step in steps):
-        return
-    for step in steps:
-        task = step.task
-        if is_check(step.node):
-            step.task = replace(task, writes=task.writes | {_CHECKED})
-        elif task.writes & inputs:
-            step.task = replace(task, reads=task.reads | {_CHECKED})
 
 
 def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.call import BY_VALUE, Call, first_of_each
 from manyhands.backends.torch.capture.reasons import why
-from manyhands.backends.torch.capture.trace import Trace, is_check, trace_of_graph
+from manyhands.backends.torch.capture.trace import Trace, trace_of_graph
 from manyhands.backends.torch.compat import (
     FakeTensor,
     FakeTensorMode,
@@ -131,16 +131,9 @@ def _value(value: Any, derives: bool) -> Any:
 
 
 def _refuse_memory(trace: Trace, call: Call, count: int) -> None:
-    """Refuse to return the caller's memory, and to write to it where arguments share it, or before a check."""
+    """Refuse to return the caller's memory, and to write to it where arguments share it."""
     if trace.memories_of(trace.outputs[:count]) & trace.callers_memories():
         raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")
-    checks = [number for number, step in enumerate(trace.steps) if is_check(step.node)]
-    of_caller = trace.callers_memories()
-    if checks and any(step.task.writes & of_caller for step in trace.steps[: checks[-1]]):
-        raise CannotTrace(
-            f"it checks values ({trace.steps[checks[0]].task.name}) after it has written to one of the caller's "
-            "tensors: if the check fails, only plain execution leaves the right values behind; check before writing"
-        )
     if call.shares_memory and trace.memories_of(trace.inputs) & trace.written_memories():
         raise CannotTrace("two of the arguments share memory, and it writes to an argument")
 

@@ -34,7 +34,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.captured_graph import CapturedGraph
 from manyhands.backends.torch.capture.reasons import lines_of
 from manyhands.backends.torch.dynamo import rewrites
-from manyhands.backends.torch.planning import is_out_of_memory
+from manyhands.backends.torch.run.cuda_graph import NoMemoryForResults
 
 Function = Callable[..., Any]
 _RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
@@ -49,10 +49,9 @@ class GraphPlan:
 
     run: Callable[[Sequence[Any]], list[Any]]
     in_graph: bool  # a CUDA graph: results lie in its memory if they may be overwritten
-    writes: bool = False  # to arguments, so that a run that failed cannot be repeated
     # After how many calls it pays to look for a better plan, and what does so; None: there is nothing left to try.
     later: tuple[int, Planner] | None = None
-    # Called when it ran out of memory: it is not used any more.
+    # Called when there was no memory for its results: it is not used any more.
     failed: Callable[[Exception], None] = lambda error: None
 
 
@@ -217,12 +216,10 @@ class _PlannedGraph:
                 return self._whole(*arguments)
             try:
                 planned_results = self._own_results(bound, bound.plan, arguments)
-            except Exception as error:
-                if not is_out_of_memory(error) or not (bound.plan.writes is False or _nothing_was_done(error)):
-                    raise
+            except NoMemoryForResults as error:
                 bound.plan.failed(error)
                 bound.plan, planned_results = None, []
-            if bound.plan is None:  # only here has the failed run freed its memory
+            if bound.plan is None:  # only here is the memory free that the failed run has already taken
                 return self._whole(*arguments)
         results = list(self._pick((None, *arguments, *planned_results)))
         if self._others:
@@ -303,10 +300,6 @@ class _Bound:
 
     def fits(self, arguments: tuple[Any, ...], sizes: Any) -> bool:
         return bool(sizes == self._sizes) and self._same_addresses(arguments)
-
-
-def _nothing_was_done(error: Exception) -> bool:
-    return getattr(error, "nothing_was_done", False)
 
 
 def _is_tensor_of_known_size(value: Any) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch.fx import Node
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.trace import is_check
 from manyhands.backends.torch.compat import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch_modes
 
 # In-place updates of all weights of an optimizer; their first two arguments are the weights and the gradients.
@@ -35,8 +34,6 @@ def native(node: Node) -> Callable[..., Any]:
         return _of_any_layout(target)
     if target is _aten.mkldnn_rnn_layer.default:
         return _recurrent_layer
-    if is_check(node):
-        return _checking(target)
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not _is_simple(node):
         return target
     key = node_key(node)
@@ -75,19 +72,6 @@ def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
     with torch.enable_grad():
         results = _aten.mkldnn_rnn_layer.default(*arguments, **named)
     return tuple(result.detach() if isinstance(result, torch.Tensor) else result for result in results)
-
-
-def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks the error of a failed check: writes wait for the checks before them, so nothing has been written yet."""
-
-    def checked(*arguments: Any, **named: Any) -> Any:
-        try:
-            return check(*arguments, **named)
-        except Exception as error:
-            error.nothing_was_done = True  # type: ignore[attr-defined]
-            raise
-
-    return checked
 
 
 def _is_simple(node: Node) -> bool:

@@ -29,6 +29,10 @@ from manyhands.schedule.lanes import Schedule
 _MULTIPLIES = re.compile(r"mm|mv|matmul|linear|dot|attention|transformer|lstm|gru|rnn|linalg|solve|cholesky|manyhands")
 
 
+class NoMemoryForResults(torch.OutOfMemoryError):
+    """Raised by a replay before anything has run: the call can be made in another way."""
+
+
 @dataclass(frozen=True)
 class _Captured:
     """A graph with its results, and its copies, whose addresses are set before a replay."""
@@ -205,12 +209,10 @@ class GraphRun:
 
 
 def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Memory for results, allocated before anything runs."""
     try:
         return allocate()
     except torch.OutOfMemoryError as error:
-        error.nothing_was_done = True  # type: ignore[attr-defined]
-        raise
+        raise NoMemoryForResults(str(error)) from None
 
 
 def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
