@@ -8,9 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from graph_cases import traced  # noqa: E402
-
-from manyhands.backends.torch.capture.trace import results_share  # noqa: E402
 from manyhands.backends.torch.run import copies  # noqa: E402
 
 CHUNK = copies._CHUNK
@@ -28,15 +25,6 @@ def test_copies_of_results_share_memory_where_results_do() -> None:
     assert not made[4].any()
     assert y.all()
     assert torch.equal(made[3], other)
-    x, weight = torch.rand(4, 4), torch.rand(4, 4)
-    sharing = traced(lambda x, w: (x @ w, (x @ w).t(), (x @ w)[0]), x, weight)
-    assert not results_share(sharing)
-
-    def function(x: Any, w: Any) -> Any:
-        y = x @ w
-        return y, y.t()
-
-    assert results_share(traced(function, x, weight))
 
 
 @pytest.mark.parametrize(

@@ -370,10 +370,3 @@ def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu" if device.index is None else f"virtual:{device.index}"
     return f"gpu:{device.index or 0}"
-
-
-def results_share(trace: Trace) -> bool:
-    """Whether results share memory with each other, according to the trace."""
-    nodes = {value for value in trace.outputs if isinstance(value, Node)}
-    memories = [memory for node in nodes for memory in trace.storages[node]]
-    return len(set(memories)) < len(memories)

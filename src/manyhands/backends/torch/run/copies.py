@@ -45,15 +45,12 @@ _NEEDED = (  # of CUDA's driver
 # Copies of results
 
 
-def copy_all(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
-    """Copies of the values. A tensor that occurs twice stays one tensor; tensors that share memory share it again.
-
-    ``sharing``: whether tensors may occur twice or share memory.
-    """
+def copy_all(values: Sequence[Any]) -> list[Any]:
+    """Copies of the values. A tensor that occurs twice stays one tensor; tensors that share memory share it again."""
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
     copies: dict[int, torch.Tensor] = {}
     by_form: dict[Any, list[int]] = {}
-    for keys in _sharing(tensors) if sharing else ():
+    for keys in _sharing(tensors):
         storage = tensors[keys[0]].untyped_storage().clone()
         for key in keys:
             tensor = tensors[key]

@@ -6,7 +6,6 @@ caller. The graph makes both copies itself if it can (:mod:`.copies`); otherwise
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.trace import Trace, results_share
+from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import generate, gpu_lanes
 from manyhands.backends.torch.run.copies import Copies, allocator, can_be_copied, copy_all, has_no_gaps, prepare
 from manyhands.backends.torch.run.graph_nodes import instantiate
@@ -78,9 +77,8 @@ class GraphRun:
         self._before: list[int] = []
         self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
         self._forms: list[Any] = []  # of that memory
-        self._repeats: list[int] | None = None  # which of these each result is, if a tensor is returned twice
-        self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: copies them after the graph
-        self._prepare_copies(inputs, self._warm_up(), reuse_outputs, results_share(trace))
+        self._keeps = reuse_outputs  # its results in its memory; otherwise they are copied, by the graph or after it
+        self._prepare_copies(inputs, self._warm_up())
         try:
             self._graph = self._capture(self._static, self._moving)
         except CannotCompile:  # the copies cannot be identified in the graph
@@ -100,26 +98,19 @@ class GraphRun:
         torch.cuda.synchronize(self._device)
         return results
 
-    def _prepare_copies(
-        self, inputs: Sequence[torch.Tensor], results: list[Any], reuse_outputs: bool, sharing: bool
-    ) -> None:
+    def _prepare_copies(self, inputs: Sequence[torch.Tensor], results: list[Any]) -> None:
         """Decide what the graph copies itself, and compile the kernels for it."""
         moving = [n for n, tensor in enumerate(inputs) if tensor.is_cuda and type(tensor) is not torch.nn.Parameter]
         self._moving = moving if self._can_copy([inputs[number] for number in moving]) else []
         self._before = sorted({*range(len(inputs))} - {*self._moving})
-        if reuse_outputs:
+        if self._keeps or not all(type(result) is torch.Tensor for result in results):
             return
-        self._keep = functools.partial(copy_all, sharing=sharing)
-        if sharing or not all(type(result) is torch.Tensor for result in results):
+        if len({*map(compat.memory_id, results)}) < len(results):  # results that share memory stay so
             return
-        distinct = _distinct(results)
-        dense = [_without_gaps(result) for result in distinct]
+        dense = [_without_gaps(result) for result in results]
         if self._can_copy(dense):
             self._fresh = allocator(dense)
             self._forms = [_form(tensor) for tensor in dense]
-            numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
-            if len(distinct) < len(results):  # a tensor that is returned twice stays one tensor
-                self._repeats = [numbers[id(result)] for result in results]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         if not can_be_copied(tensors, self._device):
@@ -141,7 +132,7 @@ class GraphRun:
                 copies_in.launch()
             outputs: list[Any] = self._issue(inputs)
             if self._fresh is not None:
-                dense = [_without_gaps(output) for output in _distinct(outputs)]
+                dense = [_without_gaps(output) for output in outputs]
                 copies_out = Copies("copy_out", self._as_before(dense), self._device)
                 copies_out.launch()
         instantiate(graph, self._device)
@@ -177,9 +168,9 @@ class GraphRun:
             self._over.record(self._stream)
         if self._to_host:
             self._stream.synchronize()
-        if fresh is None:
-            return self._graph.outputs if self._keep is None else self._keep(self._graph.outputs)
-        return fresh if self._repeats is None else [fresh[number] for number in self._repeats]
+        if fresh is not None:
+            return fresh
+        return self._graph.outputs if self._keeps else copy_all(self._graph.outputs)
 
     def _copy_in(self, inputs: Sequence[torch.Tensor]) -> None:
         """The graph copies arguments on the GPU, if it can; arguments already at the graph's addresses are skipped."""
@@ -213,10 +204,6 @@ def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]
         return allocate()
     except torch.OutOfMemoryError as error:
         raise NoMemoryForResults(str(error)) from None
-
-
-def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(value): value for value in values}.values())
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
