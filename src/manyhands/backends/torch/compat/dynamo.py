@@ -401,32 +401,15 @@ def is_dynamo_loaded() -> bool:
 
 
 class DispatchModeWithoutDynamo(TorchDispatchMode):
-    """A dispatch mode that Dynamo leaves alone. PyTorch's own modes load Dynamo for that at the first operation.
-
-    Loading it takes seconds. A subclass defines ``dispatch``.
-    """
+    """A dispatch mode that Dynamo leaves alone. PyTorch's own modes load Dynamo for that, which takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_dynamo_loaded():
-            self.leave_to_dynamo()
-        return self.dispatch(func, args, kwargs or {})
-
-    @classmethod
-    def leave_to_dynamo(cls) -> None:
-        """Dynamo is loaded: let it skip this mode from now on, in PyTorch's own way."""
-
-        def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return mode.dispatch(func, args, kwargs or {})
-
-        if "__torch_dispatch__" not in vars(cls):
-            cls.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign]
-
-    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)  # type: ignore[no-untyped-call]
+        skip_code(cls.__torch_dispatch__.__code__)
 
 
 def register_dynamo_backend(name: str, backend: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +49,6 @@ def start(number: int, *, as_cuda: bool) -> None:
     for owner, name, value in lazy.replaced():
         _changes.replace(owner, name, value)
     _changes.replace(threading.Thread, "start", _start_thread)  # modes hold for one thread
-    _changes.replace(torch, "compile", _compiling(torch.compile))  # Dynamo would trace our hook
     enter_thread()
 
 
@@ -136,7 +134,8 @@ def only_known_functions() -> bool:
 class _Factories(DispatchModeWithoutDynamo):
     """Sees operations without a virtual operand whose result is to be on a virtual device."""
 
-    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not count():
             return func(*args, **kwargs)
         if func.overloadpacket is _TO:  # in inference mode it is not decomposed
@@ -147,14 +146,6 @@ class _Factories(DispatchModeWithoutDynamo):
         # PyTorch skips function modes inside its own Python functions, so that names of devices arrive here, too.
         device = actual(device)
         return compute(func, args, {**kwargs, "device": device}) if is_virtual(device) else func(*args, **kwargs)
-
-
-def _compiling(compile: Callable[..., Any]) -> Callable[..., Any]:
-    def compile_without_hooks(*args: Any, **kwargs: Any) -> Any:
-        _Factories.leave_to_dynamo()
-        return compile(*args, **kwargs)
-
-    return functools.wraps(compile)(compile_without_hooks)
 
 
 class NameTranslation(TorchFunctionMode):
