@@ -9,7 +9,6 @@ chooses layouts. Whether that is faster than lanes of PyTorch's own kernels is m
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,10 +73,9 @@ def _gives_both(node: Node) -> bool:
 class Compiled:
     """A compiled graph, called like an operation."""
 
-    def __init__(self, words: str, digest: str, compiled: Callable[..., Any]) -> None:
-        self.words = f"{words} [{digest}]"  # the key under which its cost is stored
-        self.__name__ = f"compiled_{digest}"
-        self.__module__ = __name__
+    def __init__(self, words: str, compiled: Callable[..., Any]) -> None:
+        self.words = words
+        self.__name__ = "compiled"
         self._compiled = compiled
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -167,10 +165,8 @@ def _compiled(trace: Trace, sources: Sequence[Node], results: Sequence[Node], co
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in results))
     module, metas = GraphModule({}, graph), [node.meta["val"] for node in sources]
-    key = module.code, *((tuple(meta.shape), meta.stride(), meta.dtype, str(meta.device)) for meta in metas)
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
     function = _in_form(compiler(module, metas), [node.meta["val"] for node in results])
-    return Compiled(f"compiled {counted(len(trace.steps), 'operation')}", digest, function)
+    return Compiled(f"compiled {counted(len(trace.steps), 'operation')}", function)
 
 
 def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Callable[..., Any]:

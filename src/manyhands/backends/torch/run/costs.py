@@ -33,6 +33,7 @@ from manyhands.backends.torch.run.threads import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
 from manyhands.schedule.task import Task
 
+_LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _ISSUE = 8e-6  # seconds that Python takes to issue an operation
 _CROWD = 8  # copies of an operation that run at once, to measure how much of the chip one fills
 _LAUNCH = 1e-6  # seconds that the smallest operation takes
@@ -70,24 +71,13 @@ def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, flo
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():
-                return None if _needs_saved_bytes(step) else _on_cpu(step)
+                # The backward pass of an LSTM reads bytes that its forward pass saves, and a trace does not know how many.
+                return None if step.node.target is _LSTM_BACKWARD else _on_cpu(step)
         if all(0 <= memory < 1 << 20 for memory in step.task.writes):
             return 0.0, 0.0  # a view: it creates a handle (capture/trace.py) and writes to no memory
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
     except Exception:  # the operation does not accept substitute numbers
         return None
-
-
-def _needs_saved_bytes(step: Step) -> bool:
-    """Whether a step reads opaque bytes that another operation saved for it.
-
-    A trace does not know how many bytes these are. With substitute bytes, an operation (the backward pass of an LSTM)
-    would read out of bounds.
-    """
-    computed = [source.meta.get("val") for source in step.node.all_input_nodes if source.op == "call_function"]
-    return any(
-        isinstance(value, torch.Tensor) and value.dtype is torch.uint8 and not value.numel() for value in computed
-    )
 
 
 def _gpu(step: Step) -> torch.device:
