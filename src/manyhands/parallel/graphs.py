@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
 from manyhands.backends.torch.compat import tensors_in
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole, Planner
+from manyhands.backends.torch.dynamo.graphs import CapturedGraph, trace_captured
 from manyhands.backends.torch.planning import Tensor
 from manyhands.errors import CannotTrace, first_line
 from manyhands.parallel import explain, planner

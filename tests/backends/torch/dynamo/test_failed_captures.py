@@ -12,8 +12,8 @@ from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture import captured_graph, whole
-from manyhands.backends.torch.dynamo import backend, rewrites
+from manyhands.backends.torch.capture import whole
+from manyhands.backends.torch.dynamo import backend, graphs
 from manyhands.parallel import planner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -45,9 +45,9 @@ PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
     "Dynamo traces": in_dynamo,
     "Dynamo ends a graph": in_guards,
     "aot_autograd begins": in_aot_autograd,
-    "a graph is rewritten": lambda: (rewrites, "keep_effects"),
+    "a graph is rewritten": lambda: (graphs, "keep_effects"),
     "a graph is split": lambda: (backend, "_PlannedGraph"),
-    "a graph is described": lambda: (captured_graph, "_as_captured"),
+    "a graph is described": lambda: (graphs, "_as_captured"),
     "a graph is planned": lambda: (planner, "Trials"),
     "candidates are tried": lambda: (planner.candidates, "candidates"),
 }

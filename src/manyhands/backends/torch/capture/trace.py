@@ -1,6 +1,6 @@
 """From a PyTorch function to tasks: every ATen operation, with the memories it reads and writes.
 
-Graphs come from ``aot_autograd`` (:mod:`.captured_graph`), or from ``make_fx`` (:mod:`.whole`), both with fake tensors:
+Graphs come from ``aot_autograd`` (:mod:`..dynamo.graphs`), or from ``make_fx`` (:mod:`.whole`), both with fake tensors:
 nothing is computed. Tensors that a function takes from outside its arguments (closures, a module's parameters) become
 constants of the trace, read anew at every run.
 

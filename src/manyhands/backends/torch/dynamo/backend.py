@@ -31,9 +31,8 @@ import torch
 from torch.fx import GraphModule as GraphModule  # what Dynamo passes to a backend
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.captured_graph import CapturedGraph
 from manyhands.backends.torch.capture.reasons import lines_of
-from manyhands.backends.torch.dynamo import rewrites
+from manyhands.backends.torch.dynamo import graphs
 from manyhands.backends.torch.run.cuda_graph import NoMemoryForResults
 
 Function = Callable[..., Any]
@@ -56,7 +55,7 @@ class GraphPlan:
 
 
 # Plans a captured graph for arguments; None: it runs without a plan.
-Planner = Callable[[CapturedGraph, tuple[Any, ...]], GraphPlan | None]
+Planner = Callable[[graphs.CapturedGraph, tuple[Any, ...]], GraphPlan | None]
 
 
 @dataclass(frozen=True)
@@ -80,17 +79,17 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     if to_compile:
         compat.prepare_inductor(inputs)
     spent, cleared = compat.facts_of_step(module.graph)
-    rewrites.detach(module, spent)
-    if rewrites.only_detaches(module):
+    graphs.detach(module, spent)
+    if graphs.only_detaches(module):
         return module.forward
-    rewrites.keep_effects(module)
+    graphs.keep_effects(module)
     places = _Places()
     name = lines_of(module, "a graph")
 
     def compiler(*, is_backward: bool) -> Callable[[GraphModule, Any], Function]:
         def compiled(graph: GraphModule, _: Any) -> Function:
             known = None if is_backward else compat.forward_graph()
-            rewrites.take_gradients(graph)
+            graphs.take_gradients(graph)
             return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name, is_backward=is_backward))
 
         return compiled
@@ -147,15 +146,15 @@ class _PlannedGraph:
         nodes = module.graph.nodes
         outputs: Any = next(node for node in nodes if node.op == "output").args[0]
         arguments = [node for node in nodes if node.op == "placeholder"]
-        of_arguments = {memory for node in arguments for memory in rewrites.memories(node)}
+        of_arguments = {memory for node in arguments for memory in graphs.memories(node)}
         self._whole, self._places = module, places
-        self._computed = [number for number, value in enumerate(outputs) if rewrites.is_computed(value, of_arguments)]
+        self._computed = [number for number, value in enumerate(outputs) if graphs.is_computed(value, of_arguments)]
         number_of = {node: number for number, node in enumerate(arguments)}
         # The other results that are arguments, as (result, argument); the rest are computed from the arguments.
         same = [(number, number_of[value]) for number, value in enumerate(outputs) if value in number_of]
         left = {*range(len(outputs))} - {*self._computed} - {number for number, _ in same}
-        self._others = sorted(number for number in left if not rewrites.is_nothing(outputs[number]))
-        self._make_views = rewrites.part(module, [outputs[number] for number in self._others])
+        self._others = sorted(number for number in left if not graphs.is_nothing(outputs[number]))
+        self._make_views = graphs.part(module, [outputs[number] for number in self._others])
         # The index of each result in [None, *arguments, *planned results].
         sources = [0] * len(outputs)
         for at, number in enumerate(self._computed):
@@ -163,17 +162,17 @@ class _PlannedGraph:
         for number, argument in same:
             sources[number] = 1 + argument
         self._pick = _picker(sources)
-        effects = [*map(rewrites.has_effect, nodes)]
+        effects = [*map(graphs.has_effect, nodes)]
         # Views are computed outside of the plan, so they must not repeat its effects.
-        repeated = any(map(rewrites.has_effect, self._make_views.graph.nodes))
-        moves = any(map(rewrites.replaces_memory, nodes))  # of the tensor itself, which a plan does not get
+        repeated = any(map(graphs.has_effect, self._make_views.graph.nodes))
+        moves = any(map(graphs.replaces_memory, nodes))  # of the tensor itself, which a plan does not get
         self._is_nothing_planned = moves or repeated or not (self._computed or any(effects))
         self._is_backward = is_backward
         # Given to a backward pass: the only arguments whose conjugation and negation nobody has checked.
         self._gradients = [number for number, node in enumerate(arguments) if node.name.startswith("tangents")]
         if not is_backward:
             places.are_known = self._is_nothing_planned
-        self._planned_part = rewrites.part(
+        self._planned_part = graphs.part(
             module, [outputs[number] for number in self._computed], name, with_effects=True
         )
         self._fixed = frozenset() if forward is None else forward.fixed

@@ -71,7 +71,7 @@ def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, flo
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():
-                # The backward pass of an LSTM reads bytes that its forward pass saves, and a trace does not know how many.
+                # It reads bytes that the forward pass has saved, and a trace does not know how many.
                 return None if step.node.target is _LSTM_BACKWARD else _on_cpu(step)
         if all(0 <= memory < 1 << 20 for memory in step.task.writes):
             return 0.0, 0.0  # a view: it creates a handle (capture/trace.py) and writes to no memory

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.backends.torch.capture import captured_graph
-from manyhands.backends.torch.capture.captured_graph import CapturedGraph, trace_captured
 from manyhands.backends.torch.dynamo import backend as dynamo
+from manyhands.backends.torch.dynamo import graphs as tested
+from manyhands.backends.torch.dynamo.graphs import CapturedGraph, trace_captured
 from manyhands.schedule.graph import graph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -69,7 +69,7 @@ def test_forward_and_backward_have_the_tasks_of_a_new_trace(net: str) -> None:
     assert len(graphs) == 2
     for function, tensors in graphs:
         tensors = [tensor.detach() for tensor in tensors]
-        direct, again = captured_graph._as_captured(function, tensors), captured_graph._traced_again(function, tensors)
+        direct, again = tested._as_captured(function, tensors), tested._traced_again(function, tensors)
         assert direct is not None
         assert described(direct) == described(again)
         assert len(direct.outputs) == len(again.outputs)
@@ -79,7 +79,7 @@ def test_planning_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (function, tensors), *_ = captured(
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.rand(2, 4)
     )
-    monkeypatch.setattr(captured_graph, "make_fx", lambda *_, **__: pytest.fail("it is traced again"))
+    monkeypatch.setattr(tested, "make_fx", lambda *_, **__: pytest.fail("it is traced again"))
     found = trace_captured(function, tensors)
     assert [task.name for task in found.tasks if not task.is_view] == ["addmm", "relu"]
 
@@ -87,12 +87,12 @@ def test_planning_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arguments_of_another_form_are_traced() -> None:
     """The forms that PyTorch predicts are not always those that it computes."""
     (function, tensors), *_ = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4))
-    assert captured_graph._as_captured(function, tensors) is not None
+    assert tested._as_captured(function, tensors) is not None
     for number, tensor in enumerate(tensors):
         for other in (tensor.double(), torch.cat([tensor, tensor]), tensor.flatten()[:1]):
-            assert captured_graph._as_captured(function, [*tensors[:number], other, *tensors[number + 1 :]]) is None
-    assert captured_graph._as_captured(function, tensors[:-1]) is None
-    assert captured_graph._as_captured(function, [*tensors, 3]) is None
+            assert tested._as_captured(function, [*tensors[:number], other, *tensors[number + 1 :]]) is None
+    assert tested._as_captured(function, tensors[:-1]) is None
+    assert tested._as_captured(function, [*tensors, 3]) is None
 
 
 def test_graphs_for_any_size_are_traced() -> None:
@@ -100,6 +100,6 @@ def test_graphs_for_any_size_are_traced() -> None:
     assert graphs
     for function, arguments in graphs:
         assert isinstance(function, CapturedGraph)
-        assert captured_graph._as_captured(function, arguments) is None
+        assert tested._as_captured(function, arguments) is None
         sizes = {step.node.meta["val"].shape[0] for step in trace_captured(function, arguments).steps[-1:]}
         assert sizes <= {2, 3, 4}
