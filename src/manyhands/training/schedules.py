@@ -79,6 +79,7 @@ class PerEpoch(_Scheduler):
     monitor: str = "val_loss"
 
 
+_OF_RATES = ("keras.src.optimizers.schedules", "mxnet.lr_scheduler", "optax.")
 Schedule = Callable[[float], float] | by_step | PerStep | PerEpoch
 
 
@@ -95,10 +96,11 @@ def check_option(schedule: Any, *, schedulers: bool) -> None:
         )
     if schedule is None or isinstance(schedule, by_step | _Scheduler):
         return
-    if type(schedule).__module__.startswith("keras.") or getattr(schedule, "__module__", "").startswith("optax."):
+    modules = [getattr(schedule, "__module__", "") or "", *(kind.__module__ for kind in type(schedule).__mro__)]
+    if any(module.startswith(_OF_RATES) for module in modules):
         raise BadSettings(
-            f"schedule={schedule!r} is a schedule of learning rates: give it to the optimizer, as its learning rate; "
-            "here a schedule gives factors of it"
+            f"schedule={schedule!r} is a schedule of learning rates, and here a schedule gives factors of the rate: "
+            "give it to the optimizer (keras.optimizers.SGD(schedule), mx.optimizer.SGD(lr_scheduler=schedule))"
         )
     if isinstance(schedule, type) or not callable(schedule):
         raise BadSettings(f"schedule={schedule!r}: {HINT}")

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.placement.moves import Placement
 from manyhands.training import devices as device_choice
@@ -31,7 +29,6 @@ from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import as_number, first_batches
 from manyhands.training.data.sources import not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
-from manyhands.training.evaluation.metrics import MetricCalls, Metrics, metrics_of
 from manyhands.training.loss import own_step
 from manyhands.training.options import ENDLESS, BatchStats, Checkpoints, Limits, Precision, Settings, Step, Workers
 from manyhands.training.result import Result
@@ -40,6 +37,8 @@ from manyhands.training.schedules import Schedule
 
 if TYPE_CHECKING:
     from manyhands.training.callbacks.events import Dispatcher
+    from manyhands.training.learner import Learner
+    from manyhands.training.loop import Loop
 
 DEFAULT_BATCH = 256
 
@@ -216,19 +215,6 @@ class BaseTrainer(Evaluating):
         limits = self.options.limits
         return 10 if epochs is None and not (isinstance(limits, Limits) and limits.ends_training) else epochs
 
-    def _metrics(self, model: Any = None) -> Metrics:
-        """The metrics of a job, those of a compiled model included."""
-        return metrics_of(self.options.metrics, self._own_meter, self._joined)
-
-    def _own_meter(self, metric: Any) -> MetricCalls | None:
-        """A meter of a metric of the framework's own kind; None for any other."""
-        return None
-
-    @staticmethod
-    def _joined(arrays: list[Any]) -> Any:
-        """Arrays on the host as one, along the first axis."""
-        return np.concatenate(arrays)
-
     def _check_topics(self) -> None:
         """Refuse values that are not option objects, and options that the framework does not have."""
         topics = {topic: getattr(self.options, topic) for topic in options.TOPICS}
@@ -370,6 +356,13 @@ class BaseTrainer(Evaluating):
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self.options.quiet or not first
         return Dispatcher(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
+
+    def _loop(self, learner: Learner, model: Any, settings: Settings, dispatcher: Dispatcher, **files: Any) -> Loop:
+        """The loop of a learner in this process; ``files``: the run's folder, and the checkpoint to resume."""
+        from manyhands.training.loop import Loop
+
+        options: dict[str, Any] = {"schedule": self.options.schedule, "metrics": self._metrics(model), **files}
+        return Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options)
 
     def _check_monitors(self, model: Any) -> None:
         """Refuse callbacks that follow a metric that there will not be."""

@@ -222,7 +222,20 @@ class _Table:
         self._may_be_torn = False
 
 
-class TensorBoardLogger(Logger):
+class _Series(Logger):
+    """Metrics by name and step; those of steps are in a separate group."""
+
+    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
+        self._log(step, {"epoch": epoch, **metrics})
+
+    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        self._log(step, {f"step/{name}": value for name, value in metrics.items()})
+
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardLogger(_Series):
     """Write metrics for TensorBoard: ``tensorboard --logdir runs`` shows them.
 
     Metrics of epochs have the names of ``result.rows`` (``train_loss``, ``val_acc``), those of steps are in a
@@ -253,13 +266,7 @@ class TensorBoardLogger(Logger):
         if step is not None:  # TensorBoard leaves out what was written of later steps
             self._event(step + 1, session_log={"status": "START"})
 
-    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
-        self._scalars(step, {"epoch": epoch, **metrics})
-
-    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        self._scalars(step, {f"step/{name}": value for name, value in metrics.items()})
-
-    def _scalars(self, step: int, metrics: dict[str, Any]) -> None:
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         values = [{"tag": name, "simple_value": float(value)} for name, value in numbers.items()]
         self._event(step, summary={"value": values})
@@ -276,7 +283,7 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
 
-class _Service(Logger):
+class _Service(_Series):
     """A service that has one run per job; a resumed job continues it, by the id that the checkpoint keeps."""
 
     _id: str | None = None
@@ -286,15 +293,6 @@ class _Service(Logger):
         if not training.resumed:
             self._id = self._own_id
         super().on_fit_start(training)
-
-    def write_row(self, epoch: int, step: int, metrics: dict[str, Any]) -> None:
-        self._log(step, {"epoch": epoch, **metrics})
-
-    def write_steps(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        self._log(step, {f"step/{name}": value for name, value in metrics.items()})
-
-    def _log(self, step: int, metrics: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     def saved_state(self) -> dict[str, Any]:
         return {"id": self._id}

@@ -132,10 +132,12 @@ class Inputs:
         return lambda batch: self.of(prepare(batch))
 
 
-def inputs_of(call: Callable[..., Any], name: str = "the model", targets: bool | None = None) -> Inputs:
-    """The inputs of a model that is called in this way."""
+def inputs_of(
+    call: Callable[..., Any], name: str = "the model", targets: bool | None = None, *, ignored: Sequence[str] = ()
+) -> Inputs:
+    """The inputs of a model that is called in this way; arguments that are ``ignored`` are none."""
     try:
-        parameters = list(inspect.signature(call).parameters.values())
+        parameters = [each for each in inspect.signature(call).parameters.values() if each.name not in ignored]
     except (TypeError, ValueError):
         return Inputs(name, 1, 1, math.inf, targets)
     positional = [
@@ -151,23 +153,6 @@ def inputs_of(call: Callable[..., Any], name: str = "the model", targets: bool |
         arrays += 1
     endless = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     return Inputs(name, needed, math.inf if endless else arrays, math.inf if endless else len(positional), targets)
-
-
-def argument_range(function: Callable[..., Any], ignored: Sequence[str] = ()) -> tuple[int, float]:
-    """The fewest and the most positional arguments of a function, at least one; without those that are ``ignored``.
-
-    >>> argument_range(lambda x, mask=None: x), argument_range(lambda *inputs: inputs)
-    ((1, 2), (1, inf))
-    """
-    fewest: int = 0
-    most: float = 0
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            most = math.inf
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and name not in ignored:
-            most += 1
-            fewest += parameter.default is parameter.empty
-    return max(1, fewest), max(1, most)
 
 
 def _may_be_array(optional: inspect.Parameter) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import functools
 from typing import Any
+
+import numpy as np
 
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings
@@ -13,6 +17,7 @@ from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import first_batches
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import is_array
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics, collect_outputs, evaluate_to_dict, metrics_of
 from manyhands.training.options import Settings
 
 
@@ -111,11 +116,34 @@ class Evaluating(abc.ABC):
         settings = self._settings_with(source.batch_size if size is None else size)
         return first_batches(source, limit, settings.batch_size, option), settings
 
-    @abc.abstractmethod
-    def _evaluate(self, model: Any, source: Any, settings: Settings) -> dict[str, Any]: ...
+    def _evaluate(self, model: Any, source: Any, settings: Settings) -> dict[str, Any]:
+        with self._evaluating(model, source, settings, tests=True) as evaluation:
+            return evaluate_to_dict(evaluation, self._metrics(model))
 
-    @abc.abstractmethod
-    def _predict(self, model: Any, source: Any, settings: Settings, inputs: Inputs) -> Any: ...
+    def _predict(self, model: Any, source: Any, settings: Settings, inputs: Inputs) -> Any:
+        with self._evaluating(model, source, settings, tests=False) as evaluation:
+            return collect_outputs(functools.partial(evaluation.predict, inputs), self._joined)
+
+    def _evaluating(
+        self, model: Any, source: Any, settings: Settings, *, tests: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        """The model on all devices; ``tests``: the loss is computed, and not only the model's outputs."""
+        raise NotImplementedError  # PyTorch's may be in other processes
+
+    # Metrics
+
+    def _metrics(self, model: Any = None) -> Metrics:
+        """The metrics of a job, those of a compiled model included."""
+        return metrics_of(self.options.metrics, self._own_meter, self._joined)
+
+    def _own_meter(self, metric: Any) -> MetricCalls | None:
+        """A meter of a metric of the framework's own kind; None for any other."""
+        return None
+
+    @staticmethod
+    def _joined(arrays: list[Any]) -> Any:
+        """Arrays on the host as one, along the first axis."""
+        return np.concatenate(arrays)
 
     # The user's model and data
 

@@ -7,7 +7,6 @@ its own, and the same script runs on several machines unchanged (:mod:`.world`).
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,13 +22,11 @@ from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source
-from manyhands.training.evaluation.metrics import collect_outputs, evaluate_to_dict
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.evaluation import Evaluation, apart
 from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import call_of, cross_entropy, explained, objective_for
 from manyhands.training.jax.skeleton import Skeleton
-from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats, Settings
 from manyhands.training.result import Result
 from manyhands.training.trainer import DEFAULT_BATCH, BaseTrainer
@@ -127,9 +124,7 @@ class Trainer(BaseTrainer):
             if settings.step.accumulate > 1:
                 note = checks.check_loss(model, job.skeleton, job.objective, job.train)
                 learner.notes += [] if note is None else [note]
-            options: dict[str, Any] = {"schedule": self.options.schedule, "run": run, "resume": resume}
-            options |= {"callbacks": dispatcher.plan, "metrics": self._metrics()}
-            loop = Loop(learner, settings, dispatcher.event, **options)
+            loop = self._loop(learner, model, settings, dispatcher, run=run, resume=resume)
             if settings.precision == "auto":
                 learner.chosen_precision = _chosen(learner.job.dtype)
             result = loop.fit()
@@ -144,23 +139,14 @@ class Trainer(BaseTrainer):
         with jax.enable_x64(True) if settings.precision == "fp64" else contextlib.nullcontext(), world.without_mesh():
             yield world.World(self._natives())
 
-    def _evaluate(self, model: nnx.Module, source: Source, settings: Settings) -> dict[str, Any]:
-        with self._evaluating(model, source, settings) as evaluation:
-            return evaluate_to_dict(evaluation, self._metrics())
-
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         call: Any = call_of(model) if callable(model) else None
         return inputs_of(call, type(model).__name__, targets)
 
-    def _predict(self, model: nnx.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
-        with self._evaluating(model, source, settings, tests=False) as evaluation:
-            return collect_outputs(functools.partial(evaluation.predict, inputs), self._joined)
-
     @contextlib.contextmanager
     def _evaluating(
-        self, model: nnx.Module, source: Source, settings: Settings, *, tests: bool = True
+        self, model: nnx.Module, source: Source, settings: Settings, *, tests: bool
     ) -> Iterator[Evaluation]:
-        """``tests``: the loss is computed, and not only the model's outputs."""
         model = linen.with_weights(model)
         objective = objective_for(model, self.options.loss)
         if tests:

@@ -6,23 +6,19 @@ All devices are driven by the calling process: MXNet's engine runs them side by 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import mxnet as mx
 from mxnet import gluon
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.roles import Inputs, inputs_of
 from manyhands.training.data.sources import Source
-from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs, evaluate_to_dict
-from manyhands.training.loop import Loop
+from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.mxnet import checks, evaluation, optimizers, replicas
 from manyhands.training.mxnet.evaluation import Evaluation
 from manyhands.training.mxnet.learner import GluonLearner
@@ -64,12 +60,6 @@ class Trainer(BaseTrainer):
 
     def _check_options(self) -> None:
         optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
-        if isinstance(self.options.schedule, mx.lr_scheduler.LRScheduler):
-            raise BadSettings(
-                f"schedule: {type_in_words(self.options.schedule)} returns learning rates, and a schedule returns "
-                "factors of the rate: give it to the optimizer, mx.optimizer.SGD(lr_scheduler=...), or a function "
-                "from how much of the training is done (0 to 1) to a factor"
-            )
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         if isinstance(data, gluon.data.ArrayDataset):
@@ -85,21 +75,12 @@ class Trainer(BaseTrainer):
     def _joined(arrays: list[Any]) -> Any:
         return evaluation.joined(arrays)
 
-    def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
-        with self._evaluating(model, source, settings, tests=True) as evaluation:
-            return evaluate_to_dict(evaluation, self._metrics())
-
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_block(model)
         return inputs_of(evaluation.call_of(model), type(model).__name__, targets)
 
-    def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
-        with self._evaluating(model, source, settings, tests=False) as evaluation:
-            return collect_outputs(functools.partial(evaluation.predict, inputs), self._joined)
-
     @contextlib.contextmanager
     def _evaluating(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
-        """The model on all devices; ``tests``: the loss is computed, and not only the model's outputs."""
         checks.refuse_launcher()
         checks.check_values(model)
         objective, devices = objective_for(model, self.options.loss), self._natives()
@@ -127,7 +108,6 @@ class Trainer(BaseTrainer):
             )
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
-            options: dict[str, Any] = {"schedule": schedule, "run": run, "resume": resume, "metrics": self._metrics()}
-            result = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
+            result = self._loop(learner, model, settings, dispatcher, run=run, resume=resume).fit()
         result.devices = self.device_names
         return result

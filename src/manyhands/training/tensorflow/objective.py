@@ -21,8 +21,9 @@ from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 from manyhands.amounts import counted
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
+from manyhands.training.data import roles
 from manyhands.training.data.labels import ClassLabels
-from manyhands.training.data.roles import Inputs, argument_range
+from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Batch, is_nested
 from manyhands.training.loss.own_step import call_step, is_default, step_name
 from manyhands.training.tensorflow.losses import KerasLoss, Losses, are_of_keras, reduced
@@ -86,7 +87,8 @@ def _inputs(model: Any) -> tuple[int, float]:
             net = getattr(model, "net", None)
             return _inputs(net) if isinstance(net, keras.Layer) else (1, math.inf)
         call = model.forward
-    return argument_range(call, ("training", "mask"))
+    inputs = roles.inputs_of(call, ignored=("training", "mask"))
+    return max(1, inputs.needed), max(1, inputs.arrays)
 
 
 def output_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:

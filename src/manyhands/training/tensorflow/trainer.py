@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,18 +11,18 @@ import keras
 import tensorflow as tf
 
 from manyhands.backends.tensorflow import devices as backend
-from manyhands.errors import BadSettings, WorkerFailed, type_in_words
+from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
 from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.roles import Inputs
 from manyhands.training.data.sources import Source, Structure, is_dataset, source
-from manyhands.training.evaluation.metrics import MetricCalls, Metrics, collect_outputs, evaluate_to_dict
-from manyhands.training.loop import Loop
+from manyhands.training.evaluation.metrics import MetricCalls, Metrics
 from manyhands.training.options import Settings
 from manyhands.training.result import Result
 from manyhands.training.tensorflow import checks, evaluation, losses, optimizers, world
 from manyhands.training.tensorflow.dataset import repeatable
+from manyhands.training.tensorflow.evaluation import Evaluation
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
 from manyhands.training.tensorflow.learner import Job, KerasLearner
 from manyhands.training.tensorflow.model import changed, of_batch_stats, of_precision
@@ -57,12 +56,6 @@ class Trainer(BaseTrainer):
     }
 
     def _check_options(self) -> None:
-        if isinstance(self.options.schedule, keras.optimizers.schedules.LearningRateSchedule):
-            raise BadSettings(
-                f"schedule= is {type_in_words(self.options.schedule)} of Keras, a function of the step that gives "
-                "a learning rate: give it to the optimizer, keras.optimizers.SGD(your_schedule). Here a schedule is a "
-                "function from how much of the training is done (0 to 1) to a factor of the learning rate"
-            )
         optimizers.OPTIMIZERS.check(self.options.optimizer, self.options.lr)
         losses.check(self.options.loss)
         world.read_tf_config()
@@ -92,9 +85,7 @@ class Trainer(BaseTrainer):
             learner.callbacks = [callback for callback in dispatcher.callbacks if isinstance(callback, KerasCallback)]
             for callback in learner.callbacks:
                 callback.of_model(model, learner.update_caller_model)
-            options: dict[str, Any] = {"schedule": self.options.schedule, "run": run, "resume": resume}
-            options |= {"callbacks": dispatcher.plan, "metrics": self._metrics(model)}
-            result = Loop(learner, settings, dispatcher.event, **options).fit()
+            result = self._loop(learner, model, settings, dispatcher, run=run, resume=resume).fit()
         if job.optimizer.use_ema:  # as Keras's fit does at its end
             job.optimizer.finalize_variable_values(model.trainable_variables)
         kind = backend.neutral(here.devices[0]).kind
@@ -114,30 +105,22 @@ class Trainer(BaseTrainer):
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         return Job(model, objective, optimizer, self.train_source, self.test_source, settings, labels)
 
-    def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
-        checks.check_compiled(model, loss=self.options.loss, tests=True)
-        with changed(of_precision(model, settings.precision)):
-            evaluator = self._evaluator(model, source, settings, tests=True)
-            return evaluate_to_dict(evaluator, self._metrics(model))
-
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_model(model)
         return inputs_for(model, targets)
 
-    def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
-        with changed(of_precision(model, settings.precision)):
-            evaluator = self._evaluator(model, source, settings, tests=False)
-            return collect_outputs(functools.partial(evaluator.predict, inputs), self._joined)
-
-    def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluation:
-        """``tests``: the loss is computed, and not only the model's outputs."""
+    @contextlib.contextmanager
+    def _evaluating(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
         checks.check_model(model)
+        if tests:
+            checks.check_compiled(model, loss=self.options.loss, tests=True)
         if not model.built:
             raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         objective = objective_for(model, self.options.loss)
-        labels = checks.check_labels(model, objective, source) if tests else None
-        return evaluation.apart(model, objective, source, here, settings, labels)
+        with changed(of_precision(model, settings.precision)):
+            labels = checks.check_labels(model, objective, source) if tests else None
+            yield evaluation.apart(model, objective, source, here, settings, labels)
 
     def _resolved_callbacks(self, callbacks: Any) -> Any:
         return adapted(callbacks)

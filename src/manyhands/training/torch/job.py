@@ -71,24 +71,18 @@ class Job:
                 f"configure_optimizers of {type(model).__name__} gave {len(several.optimizers)} optimizers: then the "
                 f"model makes the updates itself: {SEVERAL}"
             )
-        if self.settings.step.accumulate > 1:
-            raise BadSettings(
-                "Step(accumulate=...) with training_step(batch, optimizers): it makes updates of all samples that it "
-                "is given. Give smaller batches"
-            )
+        step = self.settings.step
+        refused = {
+            "Step(accumulate=...)": step.accumulate > 1,
+            "Step(on_nan='continue')": step.on_nan == "continue",
+            "precision='fp16'": self.settings.precision == "fp16",
+        }
+        for option in [option for option, is_given in refused.items() if is_given]:
+            raise BadSettings(f"{option} with several optimizers, each of which makes updates of its own: leave it out")
         if self.test is not None and not hasattr(model, "validation_step"):
             raise BadSettings(
                 f"{type(model).__name__} has several optimizers, each with a loss, and there are data to test with: "
                 "give it a validation_step(self, batch) that returns the loss to show"
-            )
-        if self.settings.precision == "fp16":
-            raise BadSettings(
-                "precision='fp16' with several optimizers: each would need a scale. Give 'bf16' or 'fp32'"
-            )
-        if self.settings.step.on_nan == "continue":
-            raise BadSettings(
-                "Step(on_nan='continue') with several optimizers: a batch that is skipped would have to take back the "
-                "updates of all of them. Leave it out"
             )
 
 
