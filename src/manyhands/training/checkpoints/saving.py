@@ -186,7 +186,7 @@ def changed_settings(before: Mapping[str, Any], settings: Settings, learner: Lea
     now, then = ({name: each[name] for name in _ANNOUNCED if name in each} for each in flat)
     if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
         del now["lr"]
-    if now["precision"] == "auto" and getattr(learner, "keeps_precision", False):
+    if now["precision"] == "auto" and then["precision"] != "fp64" and getattr(learner, "keeps_precision", False):
         del now["precision"]
     now |= learner.optimizer_options
     then |= before.get("optimizer_options", {})

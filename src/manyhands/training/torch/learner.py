@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
@@ -209,15 +208,6 @@ class Rank:
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
         checkpoint.restore(self, saved, blobs, totals)
-
-    def become_double(self) -> None:
-        """Compute in float64, as the job of the checkpoint did; called before its state is restored."""
-        self.number_format.dtype = torch.float64
-        self.model.double()
-        self.objective = placed(self.job.objective, self.world.device, self.number_format.dtype)
-        self._evaluation = None
-        job_state.settle(self.optimizer)
-        self.steps.build_again()
 
     def begin_anew(self) -> None:
         """Between two epochs: other parameters are trained, or the model is another one to a captured step."""

@@ -22,7 +22,7 @@ from manyhands.training.loss.own_step import LossSum, is_default, plots_of, plot
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.ranks.whole_batch import Rows
-from manyhands.training.torch.step.known_means import ClassWeightsCast, KnownMeans, function_and_options
+from manyhands.training.torch.step.known_means import KnownMeans, function_and_options
 
 if TYPE_CHECKING:
     from manyhands.training.torch.preflight.checks import LabelRange
@@ -44,13 +44,10 @@ class Objective(abc.ABC):
     samples. None: not known, because no batch is processed in parts.
 
     ``rows`` are gathered from all ranks for a loss that needs the whole batch. None: each rank's loss is of its part.
-
-    ``dtype``: that of the model, where the trainer has changed it; class weights of a loss are then cast to it.
     """
 
     sums: bool | None = None
     rows: Rows | None = None
-    dtype: torch.dtype | None = None
     batch_idx: int = 0  # the number of the batch in its epoch, for a step that takes it
 
     @abc.abstractmethod
@@ -80,7 +77,7 @@ class Objective(abc.ABC):
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, Scored | None]:
         """The mean loss of the batch, and the class scores, for a caller that counts the correct predictions later."""
-        value, scored = self.value(model, batch, ClassWeightsCast() if self.dtype is not None else None)
+        value, scored = self.value(model, batch)
         if not isinstance(value, LossSum):
             return value, scored
         if part:
@@ -312,8 +309,6 @@ def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None
 
     ``dtype``: that of the model, where the trainer has changed it. The caller's own loss stays as it is.
     """
-    if dtype is not None:
-        objective = dataclasses.replace(objective, dtype=dtype)
     if not isinstance(objective, Supervised):
         return objective
 

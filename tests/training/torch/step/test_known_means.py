@@ -70,18 +70,6 @@ def test_weights_follow_the_model() -> None:
     assert loss.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_within_a_function_follow_the_model(ranks: int) -> None:
-    """In float64, with the weights of a lambda in float32."""
-    narrow = WEIGHT.float()
-    expected, _ = fit(mlp(), vectors(), ranks, loss=nn.CrossEntropyLoss(weight=narrow), max_epochs=1)
-    for loss in (
-        lambda scores, y: functional.cross_entropy(scores, y, narrow),
-        lambda scores, y: functional.cross_entropy(scores, y, weight=narrow),
-    ):
-        assert difference(fit(mlp(), vectors(), ranks, loss=loss, max_epochs=1)[0], expected) < 1e-12
-
-
 def marked(count: int = 90) -> tuple[torch.Tensor, torch.Tensor]:
     X, y = vectors(count)
     y[::3] = -100

@@ -144,7 +144,7 @@ def test_what_cannot_be() -> None:
         fit_gan(OneByOne(), data(), 2)
     with pytest.raises(BadSettings, match=r"data to test with: give it a validation_step\(self, batch\)"):
         fit_gan(GAN(), (data(), data()), 1)
-    with pytest.raises(BadSettings, match="with several optimizers: a batch that is skipped"):
+    with pytest.raises(BadSettings, match="with several optimizers, each of which"):
         fit_gan(GAN(), data(), 1, step=Step(on_nan="continue"))
     model = GAN()
     model.configure_optimizers = lambda: [torch.optim.SGD(model.parameters(), 0.1)] * 2  # type: ignore[method-assign]
@@ -228,7 +228,7 @@ def test_what_updates_cannot_be() -> None:
 
     with pytest.raises(BadSettings, match=r"optimizers\['critic'\].minimize\(float\): give the loss, a tensor of one"):
         fit_gan(Wrong(), data(), 1)
-    with pytest.raises(BadSettings, match=r"Step\(accumulate=...\) with training_step\(batch, optimizers\)"):
+    with pytest.raises(BadSettings, match=r"Step\(accumulate=...\) with several optimizers, each of which"):
         fit_gan(GAN(), data(), 1, step=Step(accumulate=2))
     with pytest.raises(BadSettings, match=r"Step\(batch_stats='global'\) with training_step\(batch, optimizers\)"):
         fit_gan(GAN(), data(), 2, step=Step(batch_stats="global"))

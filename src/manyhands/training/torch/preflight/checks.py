@@ -51,16 +51,9 @@ def check_trainable(model: Any) -> None:
     # By name: a model may have a `parameters` of its own, which lists tensors that PyTorch does not know to be weights.
     if any(parameter.requires_grad for _, parameter in model.named_parameters()):
         return
-    plain = [name for name, value in vars(model).items() if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not plain:
-        raise BadSettings(
-            f"{type_in_words(model)} has no parameters that could be trained: call requires_grad_(True) of a layer "
-            "that has weights"
-        )
     raise BadSettings(
-        f"{type_in_words(model)} has no parameters that could be trained: its tensors {', '.join(plain)} are not known "
-        f"to PyTorch as weights, so no device and no checkpoint gets them. Write self.{plain[0]} = "
-        "torch.nn.Parameter(...)"
+        f"{type_in_words(model)} has no parameters that could be trained: call requires_grad_(True) of a layer that "
+        "has weights, and make weights of your own torch.nn.Parameter(...)"
     )
 
 

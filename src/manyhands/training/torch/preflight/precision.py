@@ -138,9 +138,6 @@ class AutoPrecision:
         rank = self._rank
         if rank.settings.precision != "auto":
             return
-        if rank.number_format.dtype is torch.float64:
-            self._report(Choice("fp64", CONTINUED), as_a_note=True)
-            return
         choice = choose(rank.job, rank.model, rank.world, self.half_before)
         self._report(choice, as_a_note=choice.bf16)
         self._unproven = choice.bf16 and rank.size == 1

@@ -52,7 +52,6 @@ def save(rank: Rank) -> Saved | None:
             "devices": devices,
             "half": rank.number_format.autocast is torch.bfloat16,
             **of_parts,
-            "double": rank.number_format.dtype is torch.float64,
             "optimizer": numbers,
             "scheduler": None if rank.scheduler is None else rank.scheduler.state(),
             "optimizer_groups": job_state.optimizer_groups(rank.optimizer),
@@ -70,8 +69,6 @@ def save(rank: Rank) -> Saved | None:
 
 def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
     """Continue from a checkpoint, maybe on other devices."""
-    if rank.settings.precision == "auto" and was_double(saved):
-        rank.become_double()
     job_state.restore_model(rank.model, blobs["model"])
     if "module_state" in saved:
         module_state.restore(rank.model, saved["module_state"], blobs["module_state"])
@@ -112,8 +109,3 @@ def _restore_randomness(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str
 def _device_types(world: World) -> list[str]:
     """The kind of device of each rank."""
     return [kind.decode() for kind in world.gather_bytes(world.device.type.encode())]
-
-
-def was_double(saved: Mapping[str, Any]) -> bool:
-    """Whether the job of the checkpoint computed in float64."""
-    return bool(saved.get("double", saved["settings"].get("precision") == "fp64"))

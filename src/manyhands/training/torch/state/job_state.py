@@ -5,6 +5,7 @@ Tensors become safetensors, everything else JSON. Nothing is pickled.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -128,25 +129,19 @@ def parameter_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _same_parameters(
+def _check_parameters(
     optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str | None]], saved: Sequence[Sequence[str | None]]
-) -> dict[int, int]:
-    """From the number of each parameter in a checkpoint to its number now; refuses other parameters than before."""
-    prefixes = _prefixes(optimizer)
-    for prefix, group, before in zip(prefixes, names, saved, strict=False):
-        if set(group) != set(before):
+) -> None:
+    """Refuse an optimizer that has other parameters than in the checkpoint, or the same in another order."""
+    for prefix, group, before in zip(_prefixes(optimizer), names, saved, strict=False):
+        if list(group) != list(before):
             which = f"the optimizer (or group of parameters) {prefix[:-1]!r}" if prefix else "the optimizer"
-            new = [f"{name} is new" for name in group if name not in before]
-            gone = [f"{name} is missing" for name in before if name not in group]
-            shown = "; ".join([*new, *gone][:4]) + ("; ..." if len(new) + len(gone) > 4 else "")
+            pairs = [(new, old) for new, old in itertools.zip_longest(group, before) if new != old]
             raise WrongCheckpoint(
-                f"{which} has other parameters than in the checkpoint: {shown}. Keep each optimizer's parameters, and "
-                "the order of a list of optimizers; optimizers in a dict have names and may be in any order"
+                f"{which} has other parameters than in the checkpoint: {pairs[0][0]} where it had {pairs[0][1]}. Keep "
+                "each optimizer's parameters, and the order of a list of optimizers; optimizers in a dict have names "
+                "and may be in any order"
             )
-    now, then = [name for group in names for name in group], [name for group in saved for name in group]
-    if len(now) != len(then) or None in now or len(set(now)) != len(now):
-        return {}
-    return {number: now.index(name) for number, name in enumerate(then)}
 
 
 def _as_lists(value: Any) -> Any:
@@ -173,7 +168,7 @@ def restore_optimizer(
 
     ``names``: those of the optimizer's parameters (:func:`parameter_names`), now and in the checkpoint.
     """
-    now = _same_parameters(optimizer, *names)
+    _check_parameters(optimizer, *names)
     state: dict[int, dict[str, Any]] = {}
     of_groups: list[tuple[int, str, torch.Tensor]] = []
     for name, value in [*unpack(blob).items(), *numbers.items()]:
@@ -182,7 +177,7 @@ def restore_optimizer(
             group_number, _, key = key.partition(".")
             of_groups.append((int(group_number), key, value))
             continue
-        state.setdefault(now.get(int(index), int(index)), {})[key] = value
+        state.setdefault(int(index), {})[key] = value
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
         raise WrongCheckpoint(

@@ -57,19 +57,6 @@ class KnownMeans(TorchFunctionMode):
         return next((both for mean, both in self._sums if mean is loss), None)
 
 
-class ClassWeightsCast(TorchFunctionMode):
-    """Within it, class weights are cast to the scores' dtype: a function of the user's may hold some in float32."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in _MEANS:
-            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
-            bound.arguments["weight"] = _like(bound.arguments.get("weight"), bound.arguments["input"])
-            args, kwargs = bound.args, bound.kwargs
-        return func(*args, **(kwargs or {}))
-
-
 def _like(weight: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | None:
     return None if weight is None else weight.to(scores.device, scores.dtype)
 

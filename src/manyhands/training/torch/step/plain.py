@@ -52,7 +52,7 @@ class PlainStep(Step):
         self._after_backward = self.acting("after_backward")
         self.objective, self.gradients = objective, gradients or LocalGradients(optimizer)
         self._several_ranks = self.gradients.loss_mark is not None
-        _check_optimizer(optimizer, several=self._several_ranks)
+        _check_optimizer(optimizer)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._in_parts, self._counts = self._several_ranks or accumulates, counts
         self._in_sums = self._in_parts and objective.sums is True
@@ -202,7 +202,7 @@ class PlainStep(Step):
         )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that wants another kind of step than this one."""
     name = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -211,9 +211,4 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None
             f"{name} works out the loss several times within one step (its step wants a closure), and a step of the "
             "trainer is one forward and one backward pass: give an optimizer such as SGD or AdamW, or write the loop "
             f"for {name} by hand"
-        )
-    if several and isinstance(optimizer, torch.optim.SparseAdam):
-        raise BadSettings(
-            "SparseAdam takes sparse gradients only, and those that are summed over several devices are dense: give "
-            "Adam, or train on one device"
         )
