@@ -57,7 +57,7 @@ test: environments
 
 environments: $(patsubst %,$(VENVS)/%/.ready,$(HERE) docs)
 
-everything: lint types $(SUITES_HERE) docs test-package skipped
+everything: lint types test-package $(SUITES_HERE) skipped
 
 # The site in site/; a warning is an error. Nothing is loaded from the network, here or in a reader's browser.
 docs: $(VENVS)/docs/.ready
@@ -67,7 +67,7 @@ docs: $(VENVS)/docs/.ready
 pictures: $(VENVS)/torch/.ready
 	$(TORCH)/python docs/pictures/make.py
 
-# The wheel: its size, its metadata and the files in it.
+# The wheel, its size and the files in it; the site, built with warnings as errors and looked at in a browser.
 test-package: $(VENVS)/docs/.ready
 	$(VENVS)/docs/bin/pytest tests/package
 
