@@ -27,12 +27,11 @@ from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
 from manyhands.training.torch.fast.build import captured_step  # noqa: E402
 from manyhands.training.torch.fast.inputs import ResidentInputs  # noqa: E402
 from manyhands.training.torch.fast.recorder import CudaRecorder  # noqa: E402
-from manyhands.training.torch.job import Job  # noqa: E402
+from manyhands.training.torch.job import Job, NumberFormat  # noqa: E402
 from manyhands.training.torch.learner import loop_of  # noqa: E402
 from manyhands.training.torch.objective import Supervised  # noqa: E402
 from manyhands.training.torch.ranks.gradient_sum import GradientSum  # noqa: E402
 from manyhands.training.torch.ranks.world import World  # noqa: E402
-from manyhands.training.torch.step.number_format import NumberFormat  # noqa: E402
 from manyhands.training.torch.step.plain import PlainStep  # noqa: E402
 from manyhands.training.torch.step.running_sums import RunningSums  # noqa: E402
 from manyhands.training.torch.trainer import Trainer  # noqa: E402

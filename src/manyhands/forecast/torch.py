@@ -28,7 +28,7 @@ from manyhands.training.loss import own_step
 from manyhands.training.options import Settings
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.batches import Batch, as_the_model, cut, map_tensors, pick, rows, tensors_in
-from manyhands.training.torch.job import Job, number_format_for
+from manyhands.training.torch.job import Job, NumberFormat, number_format_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.preflight import checks, precision
@@ -36,7 +36,6 @@ from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.logged import attached
-from manyhands.training.torch.step.number_format import NumberFormat
 
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most

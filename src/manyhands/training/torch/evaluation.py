@@ -46,14 +46,14 @@ from manyhands.training.loss.own_step import LossSum
 from manyhands.training.running_sums import Totals, add
 from manyhands.training.torch.data import dict_batches, feed
 from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
+from manyhands.training.torch.data.feed import Division
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
-from manyhands.training.torch.job import HALVES, Job, placement_preserved
+from manyhands.training.torch.job import HALVES, Job, NumberFormat, placement_preserved
 from manyhands.training.torch.objective import Objective, mixes_samples, placed, widened
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step import logged, steps
-from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
 
@@ -102,7 +102,7 @@ class Evaluation:
         return self.world.rank
 
     def from_first(self, data: bytes) -> bytes:
-        return self.world.bytes_from_first(data)
+        return self.world.value_of_first(data)
 
     @torch.no_grad()
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals:
@@ -123,7 +123,7 @@ class Evaluation:
                 outputs.add(measure((shard.whole, number), shard.size), shard.size)
                 alive()
         outputs.finish()
-        of_all = add([pickle.loads(part) for part in self.world.gather_bytes(pickle.dumps(self._sums.read()))])
+        of_all = add(self.world.values(self._sums.read()))
         return of_all.weighed(sum(float(part) for part in self.world.gather(self._counts)))
 
     def _measure(self, numbered: tuple[Batch, int], size: int, *, with_outputs: bool = False) -> Any:
@@ -168,12 +168,12 @@ class Evaluation:
         data = self.data
         if isinstance(data, Stream):
             batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
-            shards = feed.stream_shards(batches, self.world)
+            shards = feed.stream_shards(batches, Division(self.world))
             return (shard for _, shard in loader_batches.agreed(shards, self.world.all_have))
         assert data.count is not None
         size = whole_size(data, self.batch_size) if whole else batch_size_for(self.batch_size)
         every = list(windows(Cursor(), data.count, size, whole=whole))
-        return feed.shards(data, np.arange(data.count), every, self.world)
+        return feed.shards(data, np.arange(data.count), every, Division(self.world))
 
     def _rounded(self, outputs: Any) -> Any:
         """Outputs that are in half precision only because the trainer computes in it, as float32."""
@@ -237,7 +237,7 @@ class _Outputs:
         moving, structure = coming
         pair = structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
         if self.world.size > 1:
-            parts = self.world.bytes_to_first(job_bytes.dumps(map_tensors(_compact, pair)))
+            parts = self.world.values_at_first(job_bytes.dumps(map_tensors(_compact, pair)))
             pair = _joined([pickle.loads(part) for part in parts]) if self.world.first else None
         if pair is not None and self.take_pair is not None:
             self.take_pair(*pair)

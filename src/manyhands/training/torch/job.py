@@ -1,4 +1,4 @@
-"""A job: what to train, and how. It is sent to its workers as a whole."""
+"""A job: what to train, how, and in which format its numbers are held. It is sent to its workers as a whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from manyhands import tree
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
@@ -17,10 +18,10 @@ from manyhands.training.data.roles import Inputs
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.options import Settings
 from manyhands.training.schedules import Schedule
+from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, check_arguments, makes_updates
 from manyhands.training.torch.optimizers import Configured, MakeOptimizer, Several, configured
-from manyhands.training.torch.step.number_format import NumberFormat
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -146,3 +147,45 @@ def _products() -> list[Any]:
     """Where PyTorch keeps how exact products of float32 are."""
     backends: Any = torch.backends
     return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv]
+
+
+@dataclass
+class NumberFormat:
+    """How numbers are held: the precision of products, and the memory format of images."""
+
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    dtype: torch.dtype | None = None
+
+    @contextlib.contextmanager
+    def scope(self, device: torch.device) -> Iterator[None]:
+        if self.autocast is None:
+            yield
+        else:
+            with torch.autocast(device.type, dtype=self.autocast):
+                yield
+
+    def cast(self, batch: Batch) -> Batch:
+        """The batch in the model's dtype and memory format; tensors that fit already are not copied."""
+        if not self.channels_last and self.dtype is None:
+            return batch
+        if type(batch) is tuple:  # the usual one, without a tree: the compiler cannot look into those
+            return tuple(
+                self._cast_part(part) if isinstance(part, torch.Tensor) else self._cast_tree(part) for part in batch
+            )
+        return self._cast_tree(batch)
+
+    def _cast_tree(self, part: Any) -> Any:
+        return tree.map_leaves(self._cast_part, part)
+
+    def _cast_part(self, part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        if self.dtype is not None and part.is_floating_point():
+            part = part.to(self.dtype)
+        if not self.channels_last or part.dim() != 4:
+            return part
+        part = part.contiguous(memory_format=torch.channels_last)
+        _, channels, height, width = part.shape
+        # With one channel both formats are the same memory: only the strides tell a convolution which one to choose.
+        return part.as_strided(part.shape, (height * width, 1, width, 1)) if channels == 1 else part

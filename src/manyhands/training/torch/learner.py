@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,8 +22,9 @@ from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Totals
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.batches import Shard
+from manyhands.training.torch.data.feed import Division
 from manyhands.training.torch.evaluation import Evaluation
-from manyhands.training.torch.job import Job, number_format_for
+from manyhands.training.torch.job import Job, NumberFormat, number_format_for
 from manyhands.training.torch.objective import OwnStep, makes_updates, placed
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.ranks import division, global_batch_norm
@@ -35,7 +35,6 @@ from manyhands.training.torch.schedulers import Rates, schedulers_of
 from manyhands.training.torch.state import checkpoint, job_state, lent_model, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step.average import Average
-from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.steps import Steps
 
@@ -106,7 +105,9 @@ class Rank:
         all_meet = global_stats or self.sharded or isinstance(self.optimizer, Several) or job.objective.rows is not None
         least = 2 if several and not global_stats and global_batch_norm.normalises_batches(self.model) else 1
         empty = several and all_meet
-        return RankFeed(job.train, job.settings, world, empty=empty, least=least, measure=self._measured_shares)
+        settings = job.settings
+        division = Division(world, settings.fixed_shares, least, settings.step.accumulate, empty)
+        return RankFeed(job.train, settings, division, self._measured_shares)
 
     def _measured_shares(self, shard: Shard | None) -> list[float]:
         shares, note = division.measure_shares(self.model, self.objective, shard, self.number_format, self.world)
@@ -154,7 +155,7 @@ class Rank:
         return self.rates.by_name()
 
     def read(self) -> list[Totals]:
-        return [pickle.loads(totals) for totals in self.world.gather_bytes(pickle.dumps(self.metrics.read()))]
+        return self.world.values(self.metrics.read())
 
     def reset(self) -> None:
         self.metrics.reset()
@@ -215,7 +216,7 @@ class Rank:
         self.steps.begin_anew()
 
     def from_first(self, data: bytes) -> bytes:
-        return self.world.bytes_from_first(data)
+        return self.world.value_of_first(data)
 
     def all_have(self, number: int) -> bool:
         return self.world.all_have(number)

@@ -16,8 +16,8 @@ from training_cases import Rows, difference, fit, mlp, same
 
 from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints
-from manyhands.training.torch.data.drawn_samples import DrawnSamples
 from manyhands.training.torch.data.sources import Samples, source
+from manyhands.training.torch.state.randomness import DrawnSamples
 
 
 class Augmented(Rows):

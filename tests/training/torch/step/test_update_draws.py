@@ -126,7 +126,7 @@ class _Together:
     def __init__(self, kinds: list[bytes], models: list[nn.Module]) -> None:
         self.kinds, self.models = kinds, models
 
-    def gather_bytes(self, _: bytes) -> list[bytes]:
+    def values(self, _: str) -> list[bytes]:
         return self.kinds
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

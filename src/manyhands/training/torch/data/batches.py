@@ -45,13 +45,6 @@ class Shard:
         return part
 
 
-def micro_batches(start: int, stop: int, count: int, *, empty: bool = False) -> list[tuple[int, int]]:
-    """Where each of ``count`` micro-batches begins and ends; ``empty``: there are as many, also without samples."""
-    size = stop - start
-    count = count if empty else min(count, size)
-    return [(start + size * n // count, start + size * (n + 1) // count) for n in range(count)]
-
-
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors of a tree, in order."""
     return [leaf for leaf in tree.flatten(values)[0] if isinstance(leaf, torch.Tensor)]

@@ -10,6 +10,7 @@ import collections
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from manyhands.training.torch.data.batches import (
     Shard,
     cut,
     map_tensors,
-    micro_batches,
     rows_or_none,
 )
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
@@ -49,30 +49,38 @@ def resident(source: Source, device: torch.device) -> Source:
     return source.to(device)
 
 
-def shards(
-    source: Source,
-    order: NDArray[np.int64],
-    windows: Sequence[Window],
-    world: World,
-    shares: Sequence[float] | None = None,
-    *,
-    seed: int = 0,
-    empty: bool = False,
-    least: int = 1,
-    accumulate: int = 1,
-) -> Iterator[Shard | None]:
-    """This rank's shard of every window of an epoch, on its device; for an empty one None, or a batch of no samples.
+@dataclass
+class Division:
+    """How batches are divided over the ranks of a job, and the shard of this one into micro-batches."""
 
-    ``seed``: the job's; what a dataset draws follows from it.
-    ``least``: no shard has fewer samples than that, unless it has none (normalisation over a shard needs two).
-    ``accumulate``: in so many micro-batches.
-    """
-    spans = [window.part(world.rank, world.size, shares, least=least) for window in windows]
-    parts = [micro_batches(*span, accumulate, empty=empty) for span in spans]
-    batches = _taken(source, order, windows, world, [each for part in parts for each in part], seed)
-    for window, cuts in zip(windows, parts, strict=True):
-        sizes, of_ranks = tuple(stop - start for start, stop in cuts), window.sizes(world.size, shares, least=least)
-        yield Shard(tuple(itertools.islice(batches, len(cuts))), sizes, tuple(of_ranks)) if cuts else None
+    world: World
+    shares: list[float] | None = None  # None: equal ones
+    least: int = 1  # no shard has fewer samples, unless it has none: normalisation over a shard needs two
+    accumulate: int = 1  # micro-batches of a shard
+    empty: bool = False  # whether a rank without samples gets a batch of none
+
+    def spans(self, window: Window) -> list[tuple[int, int]]:
+        """Where each micro-batch of this rank begins and ends in the epoch's order."""
+        start, stop = window.part(self.world.rank, self.world.size, self.shares, least=self.least)
+        size = stop - start
+        count = self.accumulate if self.empty else min(self.accumulate, size)
+        return [(start + size * n // count, start + size * (n + 1) // count) for n in range(count)]
+
+    def shard(self, window: Window, parts: Iterable[Batch]) -> Shard | None:
+        """This rank's shard of a batch, of which these are the micro-batches; None without samples."""
+        sizes = tuple(stop - start for start, stop in self.spans(window))
+        of_ranks = window.sizes(self.world.size, self.shares, least=self.least)
+        return Shard(tuple(parts), sizes, tuple(of_ranks)) if sizes else None
+
+
+def shards(
+    source: Source, order: NDArray[np.int64], windows: Sequence[Window], division: Division, *, seed: int = 0
+) -> Iterator[Shard | None]:
+    """This rank's shard of every window of an epoch, on its device; ``seed``: what a dataset draws follows from it."""
+    spans = [division.spans(window) for window in windows]
+    batches = _taken(source, order, windows, division.world, [span for each in spans for span in each], seed)
+    for window, each in zip(windows, spans, strict=True):
+        yield division.shard(window, itertools.islice(batches, len(each)))
 
 
 def _taken(
@@ -132,26 +140,16 @@ def _pieces(batch: Batch) -> Iterator[bytes]:
             yield leaf.flat[loader_batches.sampled(leaf.size)].tobytes()
 
 
-def stream_shards(
-    batches: Iterable[tuple[Window, Batch]],
-    world: World,
-    shares: Sequence[float] | None = None,
-    *,
-    empty: bool = False,
-    least: int = 1,
-    accumulate: int = 1,
-) -> Iterator[tuple[Window, Shard | None]]:
-    """The batches of a stream, cut for this rank into ``accumulate`` micro-batches."""
-
-    is_cut = world.size > 1 or accumulate > 1
+def stream_shards(batches: Iterable[tuple[Window, Batch]], division: Division) -> Iterator[tuple[Window, Shard | None]]:
+    """The batches of a stream, and this rank's shard of each."""
+    world = division.world
+    is_cut = world.size > 1 or division.accumulate > 1
 
     def parts() -> Iterator[tuple[Window, Shard | None]]:
         for window, batch in batches:
-            start, stop = (place - window.start for place in window.part(world.rank, world.size, shares, least=least))
-            spans = micro_batches(start, stop, accumulate, empty=empty)
+            spans = [(start - window.start, stop - window.start) for start, stop in division.spans(window)]
             cuts = [cut(batch, *span) if is_cut and not window.whole else batch for span in spans]
-            sizes, of_ranks = (end - begin for begin, end in spans), window.sizes(world.size, shares, least=least)
-            yield window, Shard(tuple(cuts), tuple(sizes), tuple(of_ranks)) if spans else None
+            yield window, division.shard(window, cuts)
 
     # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
     return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()
@@ -201,14 +199,12 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
         moving, structure = started
         return structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
 
-    coming = None
+    coming = collections.deque[Any]()
     for value in values:
-        started = start(value)
-        if coming is not None:
-            yield finish(coming)
-        coming = started
-    if coming is not None:
-        yield finish(coming)
+        coming.append(start(value))
+        if len(coming) > 1:
+            yield finish(coming.popleft())
+    yield from map(finish, coming)
 
 
 def _started(leaf: Any, device: torch.device) -> Any:

@@ -30,8 +30,8 @@ from manyhands.training.data.order import spread
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
 from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none
 from manyhands.training.torch.data.dict_batches import Named
-from manyhands.training.torch.data.drawn_samples import DrawnSamples, draws_nothing, start_worker
 from manyhands.training.torch.state import randomness
+from manyhands.training.torch.state.randomness import DrawnSamples, draws_nothing, start_worker
 
 _KINDS = "(X, y) tensors or arrays, a Dataset, or a DataLoader"
 Prepare = Callable[[Batch], Batch]

@@ -68,7 +68,7 @@ def step_of_rank(rank: Rank, recorder: Recorder) -> CapturedStep:
         step.gradients = GradientSum(rank.model.parameters(), alone=True)
     inputs: Inputs = LoaderInputs()
     if isinstance(rank.data, Arrays) and rank.data.tensors[0].device == step.device:
-        inputs = ResidentInputs(rank.data, step.device, rank.feed.spans)
+        inputs = ResidentInputs(rank.data, step.device, rank.feed.division.spans)
     usual_size = -(-settings.batch_size // (rank.size * settings.step.accumulate))
     return captured_step(step, inputs, recorder, usual_size, compiled=settings.step.optimize == "max")
 

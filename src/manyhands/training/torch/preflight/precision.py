@@ -21,9 +21,8 @@ With several ranks the others would wait for its gradients: there the error says
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,10 +30,9 @@ import torch
 from manyhands import machine
 from manyhands.backends.torch import compat
 from manyhands.errors import ManyhandsError
-from manyhands.training.torch.job import Job
+from manyhands.training.torch.job import Job, NumberFormat
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.update import StepSnapshot
 
 if TYPE_CHECKING:
@@ -66,8 +64,7 @@ def choose(job: Job, model: torch.nn.Module, world: World, before: bool | None) 
     """
     if before is not None:
         return Choice("bf16" if before else _of_weights(model), CONTINUED)
-    choices = world.gather_bytes(json.dumps(asdict(_of_this_rank(job, model, world.device))).encode())
-    return agreed([Choice(**json.loads(each)) for each in choices])
+    return agreed(world.values(_of_this_rank(job, model, world.device)))
 
 
 def agreed(choices: Sequence[Choice]) -> Choice:

@@ -22,13 +22,14 @@ from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
 from manyhands.training.options import Settings
 from manyhands.training.torch.data import feed
-from manyhands.training.torch.data.batches import Shard, micro_batches, tensors_in
+from manyhands.training.torch.data.batches import Shard, tensors_in
+from manyhands.training.torch.data.feed import Division
 from manyhands.training.torch.data.sources import Samples, Source, Stream
+from manyhands.training.torch.job import NumberFormat
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step.number_format import NumberFormat
 
 _PASSES = 3
 _LEAST = 0.01  # of a batch
@@ -40,28 +41,21 @@ class RankFeed:
     """The batches of a job as one rank gets them: its shard of each, on its device."""
 
     def __init__(
-        self,
-        data: Source,
-        settings: Settings,
-        world: World,
-        *,
-        empty: bool,
-        least: int,
-        measure: Callable[[Shard | None], list[float]],
+        self, data: Source, settings: Settings, division: Division, measure: Callable[[Shard | None], list[float]]
     ) -> None:
-        """``empty``: a rank without samples gets a batch of none; ``least``: no smaller shard has samples.
-
-        ``measure`` gives the shares of all ranks, where they are to be measured with this rank's shard of a batch.
-        """
-        self.data, self.shares = feed.resident(data, world.device), settings.fixed_shares
-        self._settings, self._world, self._measure = settings, world, measure
-        self._cutting: dict[str, Any] = {"empty": empty, "least": least, "accumulate": settings.step.accumulate}
+        """``measure``: from this rank's shard of a batch to the shares of all ranks."""
+        self.data, self.division = feed.resident(data, division.world.device), division
+        self._settings, self._measure = settings, measure
         self._order: tuple[int, _Numbers | None] = -1, None  # the newest epoch's
+
+    @property
+    def shares(self) -> list[float] | None:
+        return self.division.shares
 
     @property
     def _is_to_measure(self) -> bool:
         """A resumed job on the same devices has its shares."""
-        return self._settings.step.shares == "measured" and self._world.size > 1 and self.shares is None
+        return self._settings.step.shares == "measured" and self.division.world.size > 1 and self.shares is None
 
     def order(self, epoch: int) -> _Numbers:
         """The numbers of all samples in the order of an epoch."""
@@ -73,44 +67,34 @@ class RankFeed:
         assert order is not None
         return order
 
-    def windows(self, cursor: Cursor) -> list[Window]:
-        """The remaining batches of the epoch."""
-        assert self.data.count is not None
-        return list(windows(cursor, self.data.count, self._settings.batch_size))
-
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
         """The remaining batches of the epoch, with this rank's shard of each."""
         if isinstance(self.data, Stream):
             yield from self._of_stream(self.data, cursor)
             return
-        left = self.measured_windows(cursor)
+        left = self.windows(cursor)
         yield from zip(left, self._shards(left), strict=True)
 
-    def measured_windows(self, cursor: Cursor) -> list[Window]:
-        """The same as :meth:`windows`; before the first step shares are measured, if they are to be."""
-        left = self.windows(cursor)
+    def windows(self, cursor: Cursor) -> list[Window]:
+        """The remaining batches of the epoch; before the first step shares are measured, if they are to be."""
+        assert self.data.count is not None
+        left = list(windows(cursor, self.data.count, self._settings.batch_size))
         if self._is_to_measure and left:
-            self.shares = self._measure(next(self._shards(left[:1])))
+            self.division.shares = self._measure(next(self._shards(left[:1])))
         return left
 
     def _shards(self, these: list[Window]) -> Iterator[Shard | None]:
         order = self.order(these[0].epoch) if these else np.zeros(0, np.int64)
-        return feed.shards(self.data, order, these, self._world, self.shares, seed=self._settings.seed, **self._cutting)
-
-    def spans(self, window: Window) -> list[tuple[int, int]]:
-        """Where each micro-batch of this rank begins and ends in the epoch's order."""
-        cutting = self._cutting
-        span = window.part(self._world.rank, self._world.size, self.shares, least=cutting["least"])
-        return micro_batches(*span, cutting["accumulate"], empty=cutting["empty"])
+        return feed.shards(self.data, order, these, self.division, seed=self._settings.seed)
 
     def _of_stream(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
         seed = randomness.mixed_seed(self._settings.seed, cursor.epoch)
         batches: Iterator[tuple[Window, Any]] = feed.stream_windows(stream, cursor, seed=seed)
         first = next(batches, None) if self._is_to_measure else None
         if first is not None:
-            self.shares = self._measure(next(feed.stream_shards([first], self._world, **self._cutting))[1])
+            self.division.shares = self._measure(next(feed.stream_shards([first], self.division))[1])
             batches = itertools.chain([first], batches)
-        yield from feed.stream_shards(batches, self._world, self.shares, **self._cutting)
+        yield from feed.stream_shards(batches, self.division)
 
     def shard(self, window: Window) -> Shard | None:
         """This rank's samples of one batch."""

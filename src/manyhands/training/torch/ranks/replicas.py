@@ -17,11 +17,10 @@ import torch
 
 from manyhands import machine
 from manyhands.errors import ResultsDiffer
-from manyhands.training.torch.job import Job
+from manyhands.training.torch.job import Job, NumberFormat
 from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.gradient_sum import Gradients, GradientSum, LocalGradients
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.step.number_format import NumberFormat
 
 _AT_ONCE = 1 << 22  # numbers that are summed at once: each takes 16 bytes meanwhile
 _TOLERANCE = 1e-2  # of a norm
@@ -76,7 +75,7 @@ class Replicas:
 
 
 def check(model: torch.nn.Module, world: World) -> None:
-    kinds = world.gather_bytes(_kind(world.device).encode())
+    kinds = world.values(_kind(world.device))
     alike = len(set(kinds)) == 1
     first, *others = world.gather(numbers_of(model, alike=alike))
     for rank, numbers in enumerate(others, 1):

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ PATIENCE_IN_POOL = 30
 PATIENCE_UNDER_LAUNCHER = 10
 _MEETING_SECONDS = 300
 _jobs = itertools.count()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +58,12 @@ class World:
                     if dense.data_ptr() != tensor.data_ptr() or dense.stride() != tensor.stride():
                         job_state.write(tensor, dense)
 
-    def bytes_from_first(self, data: bytes) -> bytes:
-        """The bytes of the first rank; those of the others are ignored."""
-        if self.size == 1:
-            return data
-        length = torch.tensor([len(data)], device=self.device)
-        self.broadcast_([length])
-        sent = torch.empty(int(length), dtype=torch.uint8)
-        if self.first:
-            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        sent = sent.to(self.device)
-        self.broadcast_([sent])
-        return bytes(sent.cpu().numpy())
+    def value_of_first(self, value: T) -> T:
+        """The value of the first rank; those of the others are ignored."""
+        sent = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(sent)
+        return sent[0]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """One tensor from each rank, on the host of every rank. Same shape and dtype everywhere."""
@@ -79,31 +74,23 @@ class World:
         dist.all_gather(gathered, staged)
         return [part.cpu() for part in gathered]
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of each rank, of any length."""
-        lengths, padded = self._pad(data)
-        return [bytes(part[:length].numpy()) for part, length in zip(self.gather(padded), lengths, strict=True)]
+    def values(self, value: T) -> list[T]:
+        """The value of each rank."""
+        gathered = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, value)
+        return gathered
 
-    def bytes_to_first(self, data: bytes) -> list[bytes]:
-        """The bytes of each rank, of any length, at the first; an empty list elsewhere."""
-        if self.size == 1:
-            return [data]
-        lengths, padded = self._pad(data)
-        staged = padded if dist.get_backend() == "gloo" else padded.to(self.device)
-        gathered = [torch.empty_like(staged) for _ in range(self.size)] if self.first else None
-        dist.gather(staged, gathered)
-        return [bytes(part[:length].cpu().numpy()) for part, length in zip(gathered or (), lengths, strict=False)]
+    def values_at_first(self, value: T) -> list[T]:
+        """The value of each rank, at the first; an empty list elsewhere."""
+        gathered = [value] * self.size if self.first else []
+        if self.size > 1:
+            dist.gather_object(value, gathered or None)
+        return gathered
 
     def all_have(self, number: int) -> bool:
         """Whether every rank has this number."""
         return self.size == 1 or all(int(gathered) == number for gathered in self.gather(torch.tensor([number])))
-
-    def _pad(self, data: bytes) -> tuple[list[int], torch.Tensor]:
-        """How many bytes each rank has, and this rank's bytes padded to the longest."""
-        lengths = [int(length) for length in self.gather(torch.tensor([len(data)]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return lengths, padded
 
 
 def join(rank: int, size: int, device: torch.device, backend: str, *, address: str | None, seconds: float) -> World:

@@ -13,7 +13,6 @@ import torch
 from manyhands.training.checkpoints import saving
 from manyhands.training.learner import Saved
 from manyhands.training.running_sums import Totals
-from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, module_state, randomness
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ def save(rank: Rank) -> Saved | None:
     world = rank.world
     rank.replicas.check()
     rank.share_buffers()
-    generators = world.gather_bytes(job_state.pack(randomness.as_tensors(world.device)))
-    devices = _device_types(world)
+    generators = world.values(job_state.pack(randomness.as_tensors(world.device)))
+    devices = world.values(world.device.type)
     weights = rank.replicas.whole(job_state.model_tensors(rank.model))
     tensors, numbers = job_state.optimizer_state(rank.optimizer)
     tensors = rank.replicas.whole(tensors)
@@ -86,11 +85,11 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], to
         )
     notes = [part.restore(saved, blobs) for part in rank.steps.plain.parts]
     rank.notes += [note for note in notes if note is not None]
-    devices = _device_types(rank.world)
+    devices = rank.world.values(rank.world.device.type)
     _restore_randomness(rank, saved, blobs)
     rank.steps.precision.half_before = saved.get("half")
     if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
-        rank.feed.shares = saved["shares"]
+        rank.feed.division.shares = saved["shares"]
     rank.metrics.restore(totals)
 
 
@@ -104,8 +103,3 @@ def _restore_randomness(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str
     else:
         step = saved["cursor"]["step"]
         randomness.seed_all(randomness.mixed_seed(rank.settings.seed, world.rank, step))
-
-
-def _device_types(world: World) -> list[str]:
-    """The kind of device of each rank."""
-    return [kind.decode() for kind in world.gather_bytes(world.device.type.encode())]

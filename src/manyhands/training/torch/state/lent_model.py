@@ -13,7 +13,6 @@ Then the first rank's model is sent to all ranks.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,7 @@ def lend(rank: Rank, show: Callable[[torch.nn.Module], None]) -> None:
         show(model)
     attributes, tensors, _ = before.save()
     is_another = _places(model) != places or bool(attributes["attributes"])
-    changes = pickle.dumps((attributes, tensors, is_another))
-    attributes, tensors, is_another = pickle.loads(world.bytes_from_first(changes))
+    attributes, tensors, is_another = world.value_of_first((attributes, tensors, is_another))
     module_state.restore(model, attributes, tensors)
     world.broadcast_([*model.parameters(), *model.buffers()])
     if is_another:

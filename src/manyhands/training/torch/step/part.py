@@ -24,9 +24,9 @@ import torch
 
 if TYPE_CHECKING:  # ``mh.whole_batch`` is a part, and loads little
     from manyhands.training.torch.data.batches import Batch, Shard
+    from manyhands.training.torch.job import NumberFormat
     from manyhands.training.torch.objective import Objective
     from manyhands.training.torch.ranks.gradient_sum import Gradients
-    from manyhands.training.torch.step.number_format import NumberFormat
     from manyhands.training.torch.step.running_sums import RunningSums
 
 

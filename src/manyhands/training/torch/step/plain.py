@@ -21,11 +21,11 @@ from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors, tensors_in
+from manyhands.training.torch.job import NumberFormat
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import Gradients, LocalGradients
 from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step import logged
-from manyhands.training.torch.step.number_format import NumberFormat
 from manyhands.training.torch.step.part import LossOf, Part, Step, Turn
 from manyhands.training.torch.step.running_sums import RunningSums
 

@@ -60,7 +60,7 @@ class Steps:
         if self.captured is None or not self._has_resident_data:
             yield from feed.batches(cursor)
             return
-        windows = feed.measured_windows(cursor)
+        windows = feed.windows(cursor)
         self.captured.inputs.begin_epoch(feed.order(cursor.epoch))
         for window in windows:
             yield window, None
