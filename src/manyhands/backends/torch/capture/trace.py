@@ -105,6 +105,16 @@ class Trace:
         """The memories that some step writes to, new ones included."""
         return frozenset[int]().union(*(step.task.writes for step in self.steps))
 
+    def written_inputs(self) -> list[int]:
+        """The numbers of the arguments that some step writes to."""
+        written = self.written_memories()
+        return [number for number, node in enumerate(self.inputs) if self.storages[node] & written]
+
+    def written_constants(self) -> list[torch.Tensor]:
+        """The tensors from outside that some step writes to."""
+        written = self.written_memories()
+        return tensors_in([self.constant(node) for node in self.constants if self.storages[node] & written])
+
     def gpus(self) -> set[str]:
         """The names of the GPUs that steps run on."""
         return {step.task.device for step in self.steps if step.task.device.startswith("gpu")}

@@ -7,7 +7,6 @@ and Inductor have a file each; other modules get all names from here, as ``compa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -207,11 +206,6 @@ def arguments(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 def write_count(tensor: torch.Tensor) -> int:
     """How often PyTorch has written to a tensor in place; raises RuntimeError for a tensor of inference mode."""
     return tensor._version
-
-
-def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """A function that replays a graph: graph.replay without its detour through Python."""
-    return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 @contextmanager

@@ -12,16 +12,15 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from manyhands.backends.torch.replacements import Replacements
 
 # PyTorch marks in the process, not in the thread, that something is traced: two traces at once leave the mark behind,
 # and no compiled function can be called any more.
@@ -105,14 +104,11 @@ def replacing(*others: tuple[Any, str, Any]) -> Iterator[None]:
 
     The caller holds Dynamo's ``compile_lock``.
     """
-    replacements = Replacements()
-    try:
+    with ExitStack() as stack:
         for owner, name, other in others:
             if hasattr(owner, name):
-                replacements.replace(owner, name, other)
+                stack.enter_context(mock.patch.object(owner, name, other))
         yield
-    finally:
-        replacements.undo()
 
 
 def without_known_faults() -> AbstractContextManager[None]:

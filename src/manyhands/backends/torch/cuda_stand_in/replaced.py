@@ -9,22 +9,23 @@ Not replaced: ``torch.version.cuda``, ``torch.cuda.is_initialized`` and ``torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.cuda.comm
 
 from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.cuda_stand_in import answers, calls, comm, streams
-from manyhands.backends.torch.replacements import Replacements
 
-_changes = Replacements()
+_changes = ExitStack()
 
 
 def start() -> None:
     for owner, name, value in list(_list(torch.cuda.is_available())):
         if hasattr(owner, name):  # an older PyTorch may lack a name
-            _changes.replace(owner, name, value)
+            _changes.enter_context(mock.patch.object(owner, name, value))
     # By a function mode, not by replacing methods: only threads with our hooks see them.
     virtual.instead.update(
         {
@@ -39,7 +40,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    _changes.undo()
+    _changes.close()
     virtual.instead.clear()
     virtual.of_thread.current = 0
     virtual.of_thread.streams.clear()

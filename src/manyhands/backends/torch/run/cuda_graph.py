@@ -40,7 +40,6 @@ class _Captured:
     outputs: list[Any]
     copies_in: Copies | None
     copies_out: Copies | None
-    replay: Callable[[], None]
 
 
 class GraphRun:
@@ -60,10 +59,10 @@ class GraphRun:
     ) -> None:
         self._devices, self._device = devices, devices[0]
         self._static = [_static(tensor) for tensor in inputs]
-        self._written = _written_inputs(trace)
+        self._written = trace.written_inputs()
         # The graph holds addresses: keep that memory alive, whatever happens to the tensors.
         self._constants = [value.detach() for value in trace.constant_values()]
-        self._changed = _written_constants(trace)
+        self._changed = [value for value in trace.written_constants() if not value.is_inference()]
         streams = own_streams(self._device, len(schedule.lanes))
         multiplying = [streams[lane] for lane in _lanes_with_products(trace, schedule)]
         reserve_workspaces(multiplying, self._device, gradients=False)
@@ -110,7 +109,7 @@ class GraphRun:
         dense = [_without_gaps(result) for result in results]
         if self._can_copy(dense):
             self._fresh = allocator(dense)
-            self._forms = [_form(tensor) for tensor in dense]
+            self._forms = [*map(compat.tensor_form, dense)]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         if not can_be_copied(tensors, self._device):
@@ -140,12 +139,11 @@ class GraphRun:
             for copies in (copies_in, copies_out):
                 if copies is not None:
                     copies.find(graph)
-        replay = compat.cuda_graph_replay(graph)
-        return _Captured(graph, outputs, copies_in, copies_out, replay)
+        return _Captured(graph, outputs, copies_in, copies_out)
 
     def _as_before(self, outputs: list[Any]) -> list[Any]:
         """Refuse outputs whose form differs from that of the fresh memory: they are copied as bytes."""
-        if [_form(output) for output in outputs] != self._forms:
+        if [*map(compat.tensor_form, outputs)] != self._forms:
             raise CannotCompile("results came out in another form when they were captured")
         return outputs
 
@@ -159,7 +157,7 @@ class GraphRun:
         self._copy_in(inputs)
         if fresh is not None:
             self._graph.copies_out.retarget(fresh)  # type: ignore[union-attr]
-        self._graph.replay()
+        self._graph.graph.replay()
         self._copy_back(inputs)
         if self._changed or self._written:
             changed = [*self._changed, *(inputs[number] for number in self._written)]
@@ -195,7 +193,8 @@ class GraphRun:
         for number in self._back:
             tensor = inputs[number]
             # If the argument is the last call's result, its memory now holds this call's result.
-            if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._graph.outputs):
+            own = {compat.memory_id(output) for output in self._graph.outputs if isinstance(output, torch.Tensor)}
+            if tensor.data_ptr() != self._static[number].data_ptr() and compat.memory_id(tensor) not in own:
                 tensor.detach().copy_(self._static[number])
 
 
@@ -211,15 +210,6 @@ def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or has_no_gaps(tensor):
         return tensor
     return torch.empty_like(tensor).copy_(tensor)
-
-
-def _form(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _share(tensor: torch.Tensor, others: Sequence[Any]) -> bool:
-    memory = tensor.untyped_storage().data_ptr()
-    return any(isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == memory for other in others)
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,14 +228,3 @@ def _lanes_with_products(trace: Trace, schedule: Schedule) -> list[int]:
         return [0]  # compiled code does not say whether it calls cuBLAS
     calls = zip(schedule.lane_of, trace.steps, strict=True)
     return sorted({lane for lane, step in calls if _MULTIPLIES.search(str(step.node.target))})
-
-
-def _written_inputs(trace: Trace) -> list[int]:
-    written = trace.written_memories()
-    return [number for number, node in enumerate(trace.inputs) if trace.storages[node] & written]
-
-
-def _written_constants(trace: Trace) -> list[torch.Tensor]:
-    written = trace.written_memories()
-    values = [trace.constant(node) for node in trace.constants if trace.storages[node] & written]
-    return [value for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]

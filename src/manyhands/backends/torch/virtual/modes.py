@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -19,7 +20,6 @@ from manyhands.backends.torch.compat import (
     function_mode_stack,
     no_dispatch_modes,
 )
-from manyhands.backends.torch.replacements import Replacements
 from manyhands.backends.torch.virtual import lazy
 from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtual, of_thread, set_devices, stands_in
 from manyhands.backends.torch.virtual.tensor import (
@@ -33,7 +33,7 @@ from manyhands.backends.torch.virtual.tensor import (
     swap_tensors,
 )
 
-_changes = Replacements()
+_changes = ExitStack()  # what is replaced is put back exactly
 # Functions that replace calls while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
 instead: dict[Any, Callable[..., Any]] = {}
 _TO = torch.ops.aten.to
@@ -45,16 +45,18 @@ _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 def start(number: int, *, as_cuda: bool) -> None:
     """Make the devices ``cpu:0`` to ``cpu:<number - 1>``; Python sees ``cuda:0`` and so on where ``as_cuda``."""
     set_devices(number, as_cuda=as_cuda)
-    _changes.replace(torch.utils, "swap_tensors", swap_tensors)  # Module.to() calls it by this name
-    for owner, name, value in lazy.replaced():
-        _changes.replace(owner, name, value)
-    _changes.replace(threading.Thread, "start", _start_thread)  # modes hold for one thread
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.utils, "swap_tensors", swap_tensors)
+    ]  # Module.to() calls it by this name
+    changes += [*lazy.replaced(), (threading.Thread, "start", _start_thread)]  # modes hold for one thread
+    for owner, name, value in changes:
+        _changes.enter_context(mock.patch.object(owner, name, value))
     enter_thread()
 
 
 def stop() -> None:
     """Undo :func:`start`. Tensors that still exist stay usable; hooks of other threads no longer do anything."""
-    _changes.undo()
+    _changes.close()
     set_devices(0, as_cuda=False)
     leave_thread()
 

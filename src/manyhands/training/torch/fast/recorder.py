@@ -13,11 +13,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
+from unittest import mock
 
 import torch
 
-from manyhands.backends.torch import compat
-from manyhands.backends.torch.replacements import Replacements
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
 from manyhands.backends.torch.run.streams import capturing
@@ -71,15 +70,13 @@ class CudaRecorder:
         Libraries avoid such operations while ``torch.cuda.is_current_stream_capturing()``, so that is True here, too.
         """
         before = torch.cuda.get_sync_debug_mode()
-        answers = Replacements()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns that this mode does not detect every wait
             torch.cuda.set_sync_debug_mode("error")
         try:
-            answers.replace(torch.cuda, "is_current_stream_capturing", lambda: True)
-            yield
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", _always):
+                yield
         finally:
-            answers.undo()
             torch.cuda.set_sync_debug_mode(before)
 
     def record(self, work: Callable[[], object]) -> Replay:
@@ -91,10 +88,14 @@ class CudaRecorder:
             instantiate(graph, self._device)
         except Exception as error:
             raise NotRecorded from error
-        return compat.cuda_graph_replay(graph)
+        return graph.replay
 
     def signal(self) -> Signal:
         return _EventInGraph(self._beside)
+
+
+def _always() -> bool:
+    return True
 
 
 class _EventInGraph:
