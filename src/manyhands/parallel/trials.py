@@ -182,7 +182,7 @@ class Trials:
 
     def _judge(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
-        if planning.overlapping(results) - planning.overlapping(self.expected):
+        if planning.sharing(results) - planning.sharing(self.expected):
             return "two of its results share memory", Exactness(False, "not comparable")
         is_compiled = tolerance > self.trace.close
         same, difference = planning.equal(results, self.expected, is_compiled=is_compiled)

@@ -28,9 +28,3 @@ def reach(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def shown_by(tensor: torch.Tensor) -> Span:
-    """From a tensor's first number to behind its last one."""
-    start = tensor.data_ptr()
-    return Span(start, start + reach(tensor) * tensor.element_size())

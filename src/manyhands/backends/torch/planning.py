@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,6 @@ from torch.fx import Node
 
 from manyhands import machine
 from manyhands.backends.torch import compat, virtual
-from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture.trace import Trace, meaningless_outputs
 from manyhands.backends.torch.run import costs
 from manyhands.backends.torch.run.copies import copy_all
@@ -66,11 +66,8 @@ def footprint(trace: Trace) -> Footprint:
 
 def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments and the tensors from outside that the function writes to."""
-    written = trace.callers_memories() & trace.written_memories()
-    places = [*zip(trace.inputs, tensors, strict=True)]
-    places += [(node, trace.constant(node)) for node in trace.constants]
-    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
-    return list(changed.values())
+    changed = [*(tensors[number] for number in trace.written_inputs()), *trace.written_constants()]
+    return list({id(tensor): tensor for tensor in changed}.values())
 
 
 def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -222,20 +219,10 @@ def _size(tensor: torch.Tensor) -> float:
     return size if math.isfinite(size) else 0.0
 
 
-def overlapping(values: Sequence[Any]) -> set[tuple[int, int]]:
-    """Pairs of results, by number, that share bytes."""
-    spans = [(*shown_by(value), number) for number, value in enumerate(values) if _has_bytes(value)]
-    pairs: set[tuple[int, int]] = set()
-    reaching: list[tuple[int, int]] = []  # the ends and numbers of earlier spans
-    for start, end, number in sorted(spans):
-        reaching = [(behind, other) for behind, other in reaching if behind > start]
-        pairs |= {(min(other, number), max(other, number)) for _, other in reaching}
-        reaching.append((end, number))
-    return pairs
-
-
-def _has_bytes(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > 0
+def sharing(values: Sequence[Any]) -> set[tuple[int, int]]:
+    """Pairs of results, by number, that share memory."""
+    numbers = [(number, compat.memory_id(value)) for number, value in enumerate(values) if type(value) is torch.Tensor]
+    return {(one, other) for (one, first), (other, second) in itertools.combinations(numbers, 2) if first == second}
 
 
 def seconds(run: Callable[[], object], device: Gpus | None, put_back: Callable[[], None]) -> float:

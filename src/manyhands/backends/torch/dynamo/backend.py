@@ -18,7 +18,6 @@ needed, it runs unplanned.
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 import weakref
 from collections import Counter
@@ -161,7 +160,7 @@ class _PlannedGraph:
             sources[number] = 1 + len(arguments) + at
         for number, argument in same:
             sources[number] = 1 + argument
-        self._pick = _picker(sources)
+        self._sources = sources
         effects = [*map(graphs.has_effect, nodes)]
         # Views are computed outside of the plan, so they must not repeat its effects.
         repeated = any(map(graphs.has_effect, self._make_views.graph.nodes))
@@ -220,7 +219,8 @@ class _PlannedGraph:
                 bound.plan, planned_results = None, []
             if bound.plan is None:  # only here is the memory free that the failed run has already taken
                 return self._whole(*arguments)
-        results = list(self._pick((None, *arguments, *planned_results)))
+        values = (None, *arguments, *planned_results)
+        results = [values[number] for number in self._sources]
         if self._others:
             for number, value in zip(self._others, self._make_views(*arguments), strict=True):
                 results[number] = value
@@ -317,13 +317,6 @@ def _plain(value: Any, *, in_place: bool = False) -> Any:
     if in_place or type(value) is torch.nn.Parameter:
         return torch.nn.Parameter(value.detach(), requires_grad=False)
     return value.detach() if value.requires_grad else value
-
-
-def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that picks the values with these numbers."""
-    if len(numbers) > 1:
-        return operator.itemgetter(*numbers)
-    return lambda values: [values[number] for number in numbers]
 
 
 def _place(tensor: torch.Tensor) -> int:

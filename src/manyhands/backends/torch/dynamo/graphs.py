@@ -85,13 +85,9 @@ def take_gradients(module: GraphModule) -> None:
 
 def _is_dense_like(value: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether a tensor fills its memory, in the same form as another."""
-    form = value.dtype, value.device, value.shape, value.stride()
     size = value.untyped_storage().nbytes()
-    return (
-        form == (wanted.dtype, wanted.device, wanted.shape, wanted.stride())
-        and isinstance(size, int)
-        and size == value.numel() * value.element_size()
-    )
+    fills = isinstance(size, int) and size == value.numel() * value.element_size()
+    return fills and compat.tensor_form(value) == compat.tensor_form(wanted)
 
 
 def is_computed(value: Any, of_arguments: set[int]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch_modes
@@ -108,8 +109,8 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
     """Whether calling the candidate calls exactly this operation."""
     try:
         with no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
-            arguments = [_fake(value) for value in node.args]
-            named = {name: _fake(value) for name, value in node.kwargs.items()}
+            arguments: Any = map_arg(node.args, _fake)
+            named: Any = map_arg(node.kwargs, _fake)
             expected = _written_out(node.target, arguments, named)
             with _Listener(node) as listener:
                 candidate(*arguments, **named)
@@ -120,10 +121,8 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
     return all(map(_same_value, listener.heard[0][1], expected))
 
 
-def _fake(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_fake(item) for item in value)
-    return compat.empty_as(value.meta["val"]) if isinstance(value, Node) else value
+def _fake(node: Node) -> torch.Tensor:
+    return compat.empty_as(node.meta["val"])
 
 
 def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -142,14 +141,8 @@ def _same_value(first: Any, second: Any) -> bool:
 def node_key(node: Node) -> tuple[Any, ...]:
     """Equal for operations that take equally long: the target, and the shapes, strides and dtypes of its tensors."""
 
-    def described(value: Any) -> Any:
-        if isinstance(value, Node):
-            meta = value.meta.get("val")
-            if not isinstance(meta, torch.Tensor):
-                return str(type(meta))
-            return tuple(meta.shape), meta.stride(), str(meta.dtype), str(meta.device)
-        if isinstance(value, (list, tuple)):
-            return tuple(described(item) for item in value)
-        return repr(value)
+    def described(source: Node) -> Any:
+        meta = source.meta.get("val")
+        return str(compat.tensor_form(meta) if isinstance(meta, torch.Tensor) else type(meta))
 
-    return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))
+    return str(node.target), repr(map_arg(node.args, described)), repr(map_arg(node.kwargs, described))

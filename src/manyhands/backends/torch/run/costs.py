@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
@@ -106,8 +107,7 @@ def _on_cpu(step: Step) -> tuple[float, float]:
 
 def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
     """Times one copy, then several at once: the added time shows how much of the chip one copy fills."""
-    sets = [_arguments(step)]
-    sets += [([_substitute(a) for a in step.node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
+    sets = [_arguments(step) for _ in range(_CROWD)]
     target: Any = step.node.target
     with torch.no_grad(), torch.cuda.device(device):
         alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
@@ -157,8 +157,8 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
 # Substitute arguments
 
 
-def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
-    return [_substitute(a) for a in step.node.args], {k: _substitute(v) for k, v in step.node.kwargs.items()}
+def _arguments(step: Step) -> tuple[Any, Any]:
+    return map_arg(step.node.args, _substitute), map_arg(step.node.kwargs, _substitute)
 
 
 def substitute_inputs(trace: Trace) -> list[torch.Tensor]:
@@ -166,16 +166,12 @@ def substitute_inputs(trace: Trace) -> list[torch.Tensor]:
     return [_substitute(node) for node in trace.inputs]
 
 
-def _substitute(value: Any) -> Any:
+def _substitute(node: Node) -> torch.Tensor:
     """A real tensor of the shape that the trace saw: random numbers, or zeros for integers, which may be indices.
 
     The numbers are between zero and one: a probability outside that range makes some GPU kernels end the process.
     """
-    if isinstance(value, (list, tuple)):
-        return type(value)(_substitute(item) for item in value)
-    if not isinstance(value, Node):
-        return value
-    meta = value.meta["val"]
+    meta = node.meta["val"]
     # Fill the memory before applying the strides: an expanded tensor cannot be written to.
     count = reach(meta)
     if not meta.is_floating_point():
@@ -231,15 +227,9 @@ def _operations(node: Node) -> float:
     counted = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if counted is None:
         return 0.0
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(value(item) for item in argument)
-        return argument.meta["val"] if isinstance(argument, Node) else argument
-
     try:
-        arguments, named = value(node.args), {k: value(v) for k, v in node.kwargs.items()}
-        total = float(counted(*arguments, **named, out_val=node.meta["val"]))
+        values: list[Any] = [map_arg(part, lambda source: source.meta["val"]) for part in (node.args, node.kwargs)]
+        total = float(counted(*values[0], **values[1], out_val=node.meta["val"]))
     except Exception:  # the counter does not expect results of this form
         return 0.0
     return total if math.isfinite(total) else 0.0
