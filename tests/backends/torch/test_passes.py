@@ -97,27 +97,6 @@ def test_tensors_that_share_memory_are_not_compiled_as_one_task() -> None:
     assert compile_whole(traced(side_by_side, torch.ones(2, 4)), uncompiled).steps
 
 
-def test_copies_are_compiled_one_by_one() -> None:
-    """As one operation they would be a kernel of their own; the compiler writes each value where it computes it."""
-    means, compiled = [torch.zeros(4), torch.zeros(4)], list[Any]()
-
-    def averages(x: torch.Tensor) -> torch.Tensor:
-        torch._foreach_copy_(means, [x + 1, x.sin()])
-        return x * 2
-
-    def compiler(module: Any, metas: Any) -> Any:
-        compiled.extend(node.target for node in module.graph.nodes if node.op == "call_function")
-        return module
-
-    found = traced(averages, torch.ones(4))
-    whole = compile_whole(found, compiler)
-    assert compiled.count(torch.ops.aten.copy_.default) == 2
-    assert torch.ops.aten._foreach_copy_.default not in compiled
-    assert whole.callers_memories() & whole.written_memories() == found.callers_memories() & found.written_memories()
-    in_order(whole)([torch.ones(4)])
-    torch.testing.assert_close(means, [torch.full((4,), 2.0), torch.ones(4).sin()])
-
-
 def test_results_lie_in_memory_as_the_functions_do() -> None:
     def function(x: torch.Tensor) -> Any:
         return (x.sin() + 1).t() * 2, x.cos()

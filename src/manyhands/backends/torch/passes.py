@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from manyhands.addresses import Span, joined
 from manyhands.amounts import counted
@@ -156,13 +155,7 @@ def _compiled(trace: Trace, sources: Sequence[Node], results: Sequence[Node], co
     for number, node in enumerate(sources):
         new[node] = graph.placeholder(f"input_{number}")
     for node in (node for step in trace.steps for node in step.nodes):
-        if node.target is _aten._foreach_copy_.default and not node.kwargs:
-            # Compiled code writes each value where it computes it: one operation would be one more kernel.
-            targets: Any = map_arg(node.args, new.__getitem__)
-            for target, source in zip(*targets[:2], strict=True):
-                graph.call_function(_aten.copy_.default, (target, source))
-        else:
-            new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in results))
     module, metas = GraphModule({}, graph), [node.meta["val"] for node in sources]
     function = _in_form(compiler(module, metas), [node.meta["val"] for node in results])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -232,16 +231,7 @@ def seconds(run: Callable[[], object], device: Gpus | None, put_back: Callable[[
     """
     for _ in range(2):
         put_back()
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        spent = time.perf_counter() - start
+        spent = costs.seconds(run, device)
         if spent > _SHORT:
             break
     return spent
-
-
-def _wait(devices: Gpus | None) -> None:
-    for device in devices or ():
-        torch.cuda.synchronize(device)

@@ -243,28 +243,7 @@ def test_a_graph_that_only_writes_is_planned() -> None:
     assert counted.writes
 
 
-def test_buffers_are_written_together() -> None:
-    seen: list[str] = []
-
-    def make(role: GraphRole) -> Any:
-        def plan(graph: Any, arguments: Any) -> None:
-            seen.extend(str(node.target) for node in graph.graph.nodes if "copy_" in str(node.target))
-
-        return plan
-
-    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
-        return dynamo.compile_with(module, inputs, make)
-
-    net = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))
-    fast = torch.compile(net, backend=backend)
-    for _ in range(2):
-        fast(torch.rand(8, 4)).sum().backward()
-    assert seen == ["aten._foreach_copy_.default"] * 2  # statistics, and counters
-
-
 def test_buffers_that_change_places() -> None:
-    """A copy from an argument is not done together with a copy to it."""
-
     def swap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         before = a.clone()
         a.copy_(b)

@@ -31,7 +31,7 @@ from manyhands.backends.torch.compat import tensors_in, tree_leaves
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Kind, Task
 
-_aten = torch.ops.aten
+_aten, _profiler = torch.ops.aten, torch.ops.profiler
 # Operations that in training write to arguments although their schema does not say so: BatchNorm's statistics.
 _HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
     _aten.native_batch_norm.default: (3, 4),
@@ -55,8 +55,13 @@ _CHECKS = (
     _aten._functional_assert_async,
     _aten._functional_assert_scalar,
 )
-# Checks with the same outcome in every call of a signature.
-_STATIC_CHECKS = (_aten._assert_tensor_metadata, _aten.sym_constrain_range, _aten.sym_constrain_range_for_size)
+# Without effect in a run: checks with the same outcome in every call of a signature, marks for the profiler.
+_NEEDLESS = (
+    _aten._assert_tensor_metadata,
+    _aten.sym_constrain_range,
+    _aten.sym_constrain_range_for_size,
+    _profiler._record_function_exit,
+)
 
 
 @dataclass
@@ -132,18 +137,10 @@ class Trace:
 
 def trace_of_graph(module: GraphModule) -> Trace:
     """The trace of a graph of ATen operations that returns a list; its dead code is removed."""
-    _drop_profiling(module)
     _join_constants(module)
     _must_be_static(module)  # also unused nodes: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
     return describe_graph(module)
-
-
-def _drop_profiling(module: GraphModule) -> None:
-    """Remove the marks that optimizers set for the profiler."""
-    for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and str(node.target).startswith("profiler."):
-            module.graph.erase_node(node)
 
 
 def _join_constants(module: GraphModule) -> None:
@@ -175,8 +172,8 @@ def is_check(node: Node) -> bool:
 def _gives_nothing(node: Node) -> bool:
     """Whether an operation has neither a result nor a declared write: it can only be there for another effect."""
     schema = compat.schema(node.target)
-    static = getattr(node.target, "overloadpacket", None) in _STATIC_CHECKS
-    return schema is not None and not schema.returns and not schema.is_mutable and not static
+    needless = getattr(node.target, "overloadpacket", None) in _NEEDLESS
+    return schema is not None and not schema.returns and not schema.is_mutable and not needless
 
 
 def _must_be_static(module: GraphModule) -> None:

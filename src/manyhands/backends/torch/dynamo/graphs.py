@@ -121,7 +121,7 @@ def part(
 ) -> CapturedGraph:
     """A graph of the same arguments for some of the results, with only the operations that these need.
 
-    ``with_effects`` adds operations with effects: a check of values, a write to an argument. Such writes are batched.
+    ``with_effects`` adds operations with effects: a check of values, a write to an argument.
     """
     needed = {value for value in outputs if isinstance(value, Node)}
     needed |= {node for node in module.graph.nodes if with_effects and has_effect(node)}
@@ -131,45 +131,11 @@ def part(
         needed |= sources
         left += sources
     graph, new = Graph(), dict[Node, Node]()
-    together = _copies_together(module) if with_effects else []
     for node in module.graph.nodes:
-        if node.op == "placeholder" or (node in needed and not any(node in group for group in together)):
+        if node.op == "placeholder" or node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
-    for group in together:
-        lists: Any = [[new[cast(Node, node.args[part])] for node in group] for part in range(2)]
-        graph.call_function(_aten._foreach_copy_.default, tuple(lists)).meta["val"] = None
     graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
     return CapturedGraph(module, graph, name)
-
-
-def _copies_together(module: GraphModule) -> list[dict[Node, None]]:
-    """Copies of new values to arguments that can be one operation: on a GPU each would be a separate kernel.
-
-    They are a graph's last operations. Copies from an argument are left in place.
-    """
-    arguments = {node for node in module.graph.nodes if node.op == "placeholder"}
-    of_arguments = {memory for node in arguments for memory in memories(node)}
-    groups: dict[Any, dict[Node, None]] = {}
-    written = Counter(memory for node in module.graph.nodes if _writes(node) for memory in memories(node.args[0]))
-    for node in module.graph.nodes:
-        if not _writes(node) or node.users or len(node.args) != 2 or node.kwargs:
-            continue
-        target, source = (argument.meta.get("val") if isinstance(argument, Node) else None for argument in node.args)
-        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
-            continue
-        form = target.shape, target.dtype, target.device
-        same_form = form == (source.shape, source.dtype, source.device) and node.args[0] in arguments
-        if (
-            same_form
-            and not memories(node.args[1]) & of_arguments
-            and all(written[memory] == 1 for memory in memories(node.args[0]))
-        ):
-            groups.setdefault(form[1:], {})[node] = None
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _writes(node: Node) -> bool:
-    return node.target is _aten.copy_.default
 
 
 # Traces

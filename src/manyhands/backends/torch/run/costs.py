@@ -96,8 +96,8 @@ def _on_cpu(step: Step) -> tuple[float, float]:
         for calls in range(1, 21):
             start = time.perf_counter()
             target(*arguments, **named)
-            seconds = time.perf_counter() - start
-            least, spent = min(least, seconds), spent + seconds
+            now = time.perf_counter() - start
+            least, spent = min(least, now), spent + now
             # One call may take long because another program had the processor: a long operation takes so long again.
             if spent > 50e-3 or (spent > 2e-3 and calls >= 3):
                 break
@@ -194,20 +194,23 @@ def rates(device: Gpus | None) -> tuple[float, float]:
     size, count = (256, 1 << 20) if device is None else (4096, 1 << 27)
     with torch.no_grad(), operation_threads(1):
         a, b = torch.rand(size, size, device=where), torch.zeros(count, device=where)
-        product = _least(lambda: a @ a, device)
-        copy = _least(b.clone, device)
+        product = min(seconds(lambda: a @ a, device) for _ in range(4))
+        copy = min(seconds(b.clone, device) for _ in range(4))
     return 2 * size**3 / product, 8 * count / copy
 
 
-def _least(work: Callable[[], Any], device: Gpus | None) -> float:
-    least = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        work()
-        if device is not None:
-            torch.cuda.synchronize(device[0])
-        least = min(least, time.perf_counter() - start)
-    return least
+def seconds(work: Callable[[], object], devices: Gpus | None) -> float:
+    """The time of one call, including the work of these devices."""
+    _wait(devices)
+    start = time.perf_counter()
+    work()
+    _wait(devices)
+    return time.perf_counter() - start
+
+
+def _wait(devices: Gpus | None) -> None:
+    for device in devices or ():
+        torch.cuda.synchronize(device)
 
 
 def estimated(trace: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
@@ -217,9 +220,8 @@ def estimated(trace: Trace, number: int, device: Gpus | None, known: tuple[float
     touched = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
     if step.task.kind.startswith("copy"):
         return _LAUNCH + touched / 2 / _TO_HOST, 1.0
-    seconds = max(_operations(step.node) / known[0], touched / known[1])
     share = 1 / torch.get_num_threads() if device is None else 0.5
-    return _LAUNCH + seconds, share
+    return _LAUNCH + max(_operations(step.node) / known[0], touched / known[1]), share
 
 
 def _operations(node: Node) -> float:
