@@ -68,7 +68,7 @@ def lazy(module: str) -> tuple[list[str], Callable[[str], Any], Callable[[], lis
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
         value: Any = importlib.import_module(late[name])
         if name == "parallel" and framework != "torch":
-            value = value.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.handover"))
+            value = value.ParallelEntry(importlib.import_module(f"manyhands.backends.{framework}.parallel"))
         elif name != "loggers":  # itself a module
             value = getattr(value, name)
         here[name] = value

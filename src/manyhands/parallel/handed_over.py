@@ -8,7 +8,6 @@ what it reads from Python besides its arguments is read then. There is no plan o
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack, overload
 
 from manyhands.errors import EngineError
@@ -21,21 +20,20 @@ from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import parallel as Scope
 
 if TYPE_CHECKING:  # the type checker checks the three modules against the protocol
-    from manyhands.backends.jax import handover as _jax
-    from manyhands.backends.mxnet import handover as _mxnet
-    from manyhands.backends.tensorflow import handover as _tensorflow
+    from manyhands.backends.jax import parallel as _jax
+    from manyhands.backends.mxnet import parallel as _mxnet
+    from manyhands.backends.tensorflow import parallel as _tensorflow
 
     _RUNTIMES: tuple[Runtime, ...] = (_jax, _mxnet, _tensorflow)
 
 
 class Runtime(Protocol):
-    """The module ``handover`` of a framework."""
+    """The module ``parallel`` of a framework; it has the answers for explicit tasks, too."""
 
     name: str
     RUN_AS: str  # what runs a function: "jax.jit"
     SCHEDULER: str  # who decides what runs when
     PROFILER: str  # what shows when each operation ran
-    tasks: ModuleType  # the answers for explicit tasks
 
     def hand_over(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -78,7 +76,7 @@ class _ScopeOrDecorator(Scope):
     """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
 
     def __init__(self, runtime: Runtime, threads: int | None, synchronous: bool) -> None:
-        super().__init__(threads, synchronous=synchronous, hooks=Hooks.of(runtime.tasks))
+        super().__init__(threads, synchronous=synchronous, hooks=Hooks.of(runtime))
         self._runtime = runtime
 
     def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:

@@ -89,7 +89,7 @@ class Hooks:
     exclusive: Callable[[list[object]], Collection[object]] = lambda objects: ()
 
     @classmethod
-    def of(cls, module: types.ModuleType) -> Hooks:
+    def of(cls, module: object) -> Hooks:
         """The functions of these names in a framework's module."""
         return cls(**{name: answer for name, answer in vars(module).items() if name in cls.__slots__})
 

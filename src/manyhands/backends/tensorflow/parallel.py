@@ -1,4 +1,10 @@
-"""What explicit tasks need of TensorFlow (:mod:`manyhands.tasks.scope`): variables, layers, the scope of a thread."""
+"""What ``mh.parallel`` needs of TensorFlow: functions are handed to ``tf.function``; and answers for explicit tasks.
+
+Without AutoGraph, which would replace the type of many errors that the function raises: a branch on a tensor's value is
+an error, as in ``jax.jit``.
+
+Explicit tasks (:mod:`manyhands.tasks.scope`) ask about variables, layers and the scope of a thread.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,18 @@ from tensorflow.python.eager import record as _record
 
 from manyhands.addresses import Held
 from manyhands.backends.tensorflow import devices as adapter
+
+name = "tensorflow"
+RUN_AS = "tf.function"
+SCHEDULER = "TensorFlow optimizes the graph, and its inter-op threads run what is ready"
+PROFILER = "tf.profiler.experimental"
+
+
+def hand_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    return tf.function(function, autograph=False)  # type: ignore[no-any-return]
+
+
+# Explicit tasks
 
 
 def memory_of(value: Any) -> int:

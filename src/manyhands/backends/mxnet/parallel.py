@@ -1,4 +1,7 @@
-"""What explicit tasks need of MXNet (:mod:`manyhands.tasks.scope`): arrays, blocks, the modes of a thread."""
+"""What ``mh.parallel`` needs of MXNet: functions run as they are, for its engine runs operations asynchronously.
+
+Explicit tasks (:mod:`manyhands.tasks.scope`) ask about arrays, blocks and the modes of a thread.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,18 @@ import mxnet as mx
 import numpy as np
 
 from manyhands.addresses import Held
+
+name = "mxnet"
+RUN_AS = "written"
+SCHEDULER = "MXNet's engine runs operations asynchronously, and at once where they share no memory"
+PROFILER = "mx.profiler"
+
+
+def hand_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+# Explicit tasks
 
 _WHOLE = 1 << 20  # bytes of an array that are kept for comparison
 
