@@ -58,9 +58,7 @@ def plan(
         with planning.untouched(trace, tensors):
             return _try_candidates(trials, options, progress, instead_of, later=later)
     except Exception as error:  # whatever fails while plans are tried: the graph itself remains
-        without_memory = planning.is_out_of_memory(error)
-        why = "out of memory while planning" if without_memory else "it could not be planned"
-        note = f"{why}: {first_line(error)}"
+        note = f"it could not be planned: {first_line(error)}"
         if instead_of is not None:
             return replace(instead_of, notes=(*instead_of.notes, note), left_after=None)
         return Plan(planning.as_written(trace), notes=(note,))

@@ -172,11 +172,6 @@ def task_moments(trace: Trace, schedule: Schedule, devices: Gpus | None, threads
         return timed_streams(trace, schedule, inputs, devices)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a run failed because no memory was left."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
-
-
 def thread_run(trace: Trace, schedule: Schedule, count: int) -> ThreadRun:
     """The lanes of a schedule on threads of the CPU, ``count`` in all."""
     return (VirtualRun if virtual.count() else ThreadRun)(trace, schedule, count)

@@ -143,11 +143,5 @@ def lines_of(module: GraphModule, name: str) -> str:
 
 def _line_of(stack: str) -> tuple[str, int] | None:
     """The user's innermost line: PyTorch writes ``File "train.py", line 14, in step``."""
-    for line in reversed(stack.splitlines()):
-        if not line.strip().startswith('File "'):
-            continue
-        file, _, rest = line.strip()[len('File "') :].partition('", line ')
-        number = rest.partition(",")[0]
-        if is_users(file) and number.isdigit():
-            return file, int(number)
-    return None
+    frames = re.findall(r'^ *File "(.+)", line (\d+)', stack, re.MULTILINE)
+    return next(((file, int(line)) for file, line in reversed(frames) if is_users(file)), None)

@@ -21,7 +21,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.reasons import Break, break_of, lines_of
+from manyhands.backends.torch.capture.reasons import Break, break_of
 from manyhands.backends.torch.dynamo.backend import GraphRole, Planner, compile_with
 from manyhands.backends.torch.run.codegen import function as generated
 from manyhands.errors import CannotTrace, first_line
@@ -33,7 +33,6 @@ _CALL = "def call(function, arguments, keywords):\n    return function(*argument
 class Piece:
     """What is captured between two breaks: a graph, and a second one where gradients flow back through it."""
 
-    place: str  # the user's lines that it stands for: "train.py:10-13"
     tensors: int  # that guards look at
 
 
@@ -92,7 +91,7 @@ class Captured:
     def _capture(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo calls in place of a graph."""
         self.count += 1
-        piece = Piece(lines_of(module, self._name), len(inputs))
+        piece = Piece(len(inputs))
 
         def make(role: GraphRole) -> Planner:
             return self._make(piece, role)

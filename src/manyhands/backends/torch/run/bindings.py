@@ -53,19 +53,11 @@ def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def updated(weights: list[torch.Tensor], gradients: list[torch.Tensor], *others: Any, **named: Any) -> Any:
-        return update(weights, list(map(_laid_out, gradients, weights)), *others, **named)
+        pairs = zip(gradients, weights, strict=True)
+        laid_out = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        return update(weights, laid_out, *others, **named)
 
     return updated
-
-
-def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The gradient in the weight's layout; copied unless the strides differ only in dimensions of size 1."""
-    here, there = gradient.stride(), weight.stride()
-    if here == there:
-        return gradient
-    if all(size == 1 or stride == wanted for size, stride, wanted in zip(weight.shape, here, there, strict=True)):
-        return gradient.as_strided(weight.shape, there)
-    return torch.empty_like(weight).copy_(gradient)
 
 
 def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:

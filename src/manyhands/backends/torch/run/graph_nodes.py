@@ -25,16 +25,7 @@ _ALLOCATIONS = (10, 11)  # allocating and freeing memory: nodes of a graph with 
 _LONG = 1 << 16  # bytes
 _THREADS = 128
 _MOST_BLOCKS = 1024
-_NEEDED = (  # of CUDA's driver, to replace a node
-    "cuGraphGetNodes",
-    "cuGraphNodeGetType",
-    "cuGraphMemsetNodeGetParams",
-    "cuGraphNodeGetDependencies_v2",
-    "cuGraphNodeGetDependentNodes_v2",
-    "cuGraphAddKernelNode_v2",
-    "cuGraphAddDependencies_v2",
-    "cuGraphDestroyNode",
-)
+_NEEDED = ("cuGraphAddDependencies_v2",)  # the youngest function, of CUDA 12.3: a driver may be older
 
 
 class KernelNode(ctypes.Structure):
