@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, Unpack, overload
 
-from manyhands.backends.torch import compat, tasks
+from manyhands.backends.torch import tasks
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
@@ -118,7 +118,3 @@ def _fuse(settings: Mapping[str, object]) -> bool:
     if not isinstance(fuse, bool):
         raise EngineError(f"options={{'fuse': {fuse!r}}}: give True or False")
     return fuse
-
-
-if compat.is_dynamo_loaded():  # PyTorch finds the entry point of an installed package when it loads Dynamo
-    compat.register_dynamo_backend("manyhands", compile_backend)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from manyhands import torch as mh
-from manyhands.backends.torch import compat, passes
+from manyhands.backends.torch import passes
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.book import torch as models
 from manyhands.parallel.graphs import Graphs
@@ -143,8 +143,6 @@ def test_what_a_graph_hands_on() -> None:
 
 
 def test_by_its_name() -> None:
-    for _ in range(2):  # twice is no matter
-        compat.register_dynamo_backend("manyhands", mh.compile_backend)
     assert "manyhands" in torch._dynamo.list_backends()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -392,10 +391,6 @@ def stack_of(error: BaseException) -> list[FrameSummary]:
     return list(getattr(error, "real_stack", None) or ())
 
 
-def is_dynamo_loaded() -> bool:
-    return "torch._dynamo.backends.registry" in sys.modules
-
-
 class DispatchModeWithoutDynamo(TorchDispatchMode):
     """A dispatch mode that Dynamo leaves alone. PyTorch's own modes load Dynamo for that, which takes seconds."""
 
@@ -406,14 +401,3 @@ class DispatchModeWithoutDynamo(TorchDispatchMode):
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)  # type: ignore[no-untyped-call]
         skip_code(cls.__torch_dispatch__.__code__)
-
-
-def register_dynamo_backend(name: str, backend: Any) -> None:
-    """Register a backend of torch.compile, unless it is registered; the public register_backend fails the second time.
-
-    A backend of an entry point PyTorch registers itself after loading it, which may be happening right now.
-    """
-    from torch._dynamo.backends import registry
-
-    if name not in registry._COMPILER_FNS and registry._BACKENDS.get(name) is None:
-        registry.register_backend(backend, name=name)

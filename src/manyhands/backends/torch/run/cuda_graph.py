@@ -75,7 +75,6 @@ class GraphRun:
         self._moving: list[int] = []  # arguments that the graph copies in; the next line: those copied before it
         self._before: list[int] = []
         self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
-        self._forms: list[Any] = []  # of that memory
         self._keeps = reuse_outputs  # its results in its memory; otherwise they are copied, by the graph or after it
         self._prepare_copies(inputs, self._warm_up())
         try:
@@ -109,7 +108,6 @@ class GraphRun:
         dense = [_without_gaps(result) for result in results]
         if self._can_copy(dense):
             self._fresh = allocator(dense)
-            self._forms = [*map(compat.tensor_form, dense)]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         if not can_be_copied(tensors, self._device):
@@ -131,8 +129,7 @@ class GraphRun:
                 copies_in.launch()
             outputs: list[Any] = self._issue(inputs)
             if self._fresh is not None:
-                dense = [_without_gaps(output) for output in outputs]
-                copies_out = Copies("copy_out", self._as_before(dense), self._device)
+                copies_out = Copies("copy_out", [*map(_without_gaps, outputs)], self._device)
                 copies_out.launch()
         instantiate(graph, self._device)
         with torch.cuda.device(self._device):
@@ -140,12 +137,6 @@ class GraphRun:
                 if copies is not None:
                     copies.find(graph)
         return _Captured(graph, outputs, copies_in, copies_out)
-
-    def _as_before(self, outputs: list[Any]) -> list[Any]:
-        """Refuse outputs whose form differs from that of the fresh memory: they are copied as bytes."""
-        if [*map(compat.tensor_form, outputs)] != self._forms:
-            raise CannotCompile("results came out in another form when they were captured")
-        return outputs
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         fresh = None if self._fresh is None else _allocated(self._fresh)
