@@ -17,11 +17,10 @@ import torch
 from parallel_ways import COMPILED, OURS, Wanted, captured, copied, synchronize, with_manyhands
 
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Lane, Schedule, limit_memory, schedule
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
 from manyhands.schedule.simulate import simulate
-from manyhands.schedule.task import Task
 
 
 def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from manyhands.backends import cache
 from manyhands.backends.cache import cache_folder
 from manyhands.parallel import costs as module
 from manyhands.parallel.costs import Cost, Costed, Remembered
-from manyhands.schedule.task import Task
+from manyhands.schedule.graph import Task
 
 
 class Counting:

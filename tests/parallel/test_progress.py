@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from manyhands.parallel import progress as module
-from manyhands.parallel.progress import Progress
+from manyhands.parallel import planner as module
+from manyhands.parallel.planner import Progress
 
 
 def test_a_quick_one_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from manyhands.errors import EngineError, UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Forecast, Machine, forecast
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint
-from manyhands.schedule.task import Task
 
 MEMORIES = st.frozensets(st.integers(0, 6), max_size=3)
 PROGRAMS = st.lists(

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from test_schedule import PROGRAMS, lanes
 
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Lane, Schedule, limit_memory, schedule
 from manyhands.schedule.memory import Footprint, one_after_the_other, peak
 from manyhands.schedule.simulate import simulate
-from manyhands.schedule.task import Task
 
 FIRST = 10_000  # the number of the first result
 

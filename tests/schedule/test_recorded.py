@@ -6,9 +6,9 @@ import pytest
 
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
+from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Lane
 from manyhands.schedule.recorded import Journal
-from manyhands.schedule.task import Task
 
 LANES = [Lane("cpu"), Lane("cpu", number=1)]
 

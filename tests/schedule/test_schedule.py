@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import Graph, graph
+from manyhands.schedule.graph import Graph, Task, graph
 from manyhands.schedule.lanes import (
     Lane,
     Schedule,
@@ -22,7 +22,6 @@ from manyhands.schedule.lanes import (
     schedule_main_lane,
 )
 from manyhands.schedule.simulate import bounds, simulate
-from manyhands.schedule.task import Task
 
 MEMORIES = st.frozensets(st.integers(0, 5), max_size=3)
 TASKS = st.builds(

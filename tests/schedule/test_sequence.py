@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Machine, forecast
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import lanes_for, schedule
 from manyhands.schedule.memory import Footprint
 from manyhands.schedule.sequence import Part, one_after_another
 from manyhands.schedule.simulate import moments
-from manyhands.schedule.task import Task
 
 
 def part(name: str, count: int) -> Part:

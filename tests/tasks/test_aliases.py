@@ -66,7 +66,7 @@ def test_programs_with_aliases_give_what_sequential_execution_gives(steps: Any, 
 
 
 def test_who_takes_an_old_result_waits_for_who_wrote_to_what_it_may_be() -> None:
-    """The example of :mod:`manyhands.tasks.dependencies`, with a second memory that is written to in between."""
+    """The example of :mod:`manyhands.tasks.workers`, with a second memory that is written to in between."""
     go = threading.Event()
     x: Box = []
     y: Box = []

@@ -19,7 +19,7 @@ from manyhands.backends.cache import CacheFile
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run import costs as measuring
 from manyhands.backends.torch.run.streams import Gpus
-from manyhands.schedule.task import Task
+from manyhands.schedule.graph import Task
 
 _FORMAT = 1
 _BUDGET = 1.5  # seconds for measuring; after that, costs are estimated

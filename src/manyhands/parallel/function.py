@@ -1,22 +1,23 @@
 """``parallel(fn)`` in PyTorch: ``torch.compile(fn, backend="manyhands")``, with ``explain``, ``draw`` and ``timeline``.
 
-Dynamo captures graphs and guards them; each graph is planned (:mod:`.planner`), and calls whose plans gain less than
-their guards cost go directly to the function (:mod:`.calls`). ``pure=True`` has another capture and another contract
-(:mod:`.pure`), and the same planner.
+Dynamo captures graphs and guards them; each graph is planned (:mod:`.planner`). Calls of one form are captured until
+every graph has a plan. If nothing was captured, or if the plans gain less than Dynamo's guards cost, the function is
+called directly from then on. ``pure=True`` has another capture and another contract (:mod:`.pure`), and the same
+planner.
 """
 
 from __future__ import annotations
 
 import numbers
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.call import is_grad_enabled, shapes_of, share_memory, why_plain
-from manyhands.backends.torch.dynamo.captured import Captured
+from manyhands.backends.torch.dynamo.captured import Captured, Piece
 from manyhands.errors import EngineError, first_line
 from manyhands.parallel import explain
-from manyhands.parallel.calls import Calls
 from manyhands.parallel.graphs import Graphs, joined_plan
 from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import AS_WRITTEN, Plan
@@ -30,6 +31,11 @@ from manyhands.tree import plain_leaves
 _FORMS = 64  # kinds of calls whose times are kept
 _SHARED = "two of its arguments share memory, and it writes to one, which Dynamo does not notice"
 _VIRTUAL = "Dynamo captures nothing on virtual devices: write parallel(fn, pure=True)"
+_UNTIL_PLANNED = 4  # calls without new captures: a graph still without a plan gets none, or is unused
+_UNTIL_SETTLED = 16  # calls in all
+# Seconds that guards and the wrapper of aot_autograd take, of a piece and of each of its tensors: 50 to 230 us in nets
+# of docs/how/measurements.md. Not timed: whether a function is called directly would depend on the load of the machine.
+_PIECE, _TENSOR = 50e-6, 0.5e-6
 
 
 class Parallel(ParallelFunction[P, R]):
@@ -200,3 +206,54 @@ def _must_allow_memory(memory: object) -> None:
         )
     if not float(memory) >= 1:
         raise EngineError(f"memory={memory} is less than plain execution takes: give at least 1; 1.3 allows 30% more")
+
+
+# Calls of one form
+
+
+class Calls:
+    """The calls of one form: captured, or direct."""
+
+    def __init__(self, function: Callable[..., object], captured: Captured, graphs: Graphs, *, always: bool) -> None:
+        """``always``: captured whether it gains or not, for debugging."""
+        self._function, self._captured, self._graphs = function, captured, graphs
+        self.call: Callable[[tuple[object, ...], dict[str, object]], object]
+        self.call = self._by_graphs if always else self._settling
+        self._count = self._quiet = 0
+        self._lock = threading.Lock()
+        self.pieces: Sequence[Piece] = ()  # of the last call
+        self.why_direct = ""
+
+    def _by_graphs(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        result, self.pieces = self._captured.call(arguments, keywords)
+        return result
+
+    def _directly(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        return self._function(*arguments, **keywords)
+
+    def _settling(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        before = self._captured.count
+        result = self._by_graphs(arguments, keywords)
+        with self._lock:
+            self._count += 1
+            self._quiet = 0 if self._captured.count != before else self._quiet + 1
+            if self._graphs.are_planned(self.pieces) or self._quiet >= _UNTIL_PLANNED or self._count >= _UNTIL_SETTLED:
+                self._settle()
+        return result
+
+    def _settle(self) -> None:
+        plans = [plan for _, plan in self._graphs.plans_of(self.pieces)]
+        gain = sum(plan.gain for plan in plans if plan.method != AS_WRITTEN)
+        guards = sum(_PIECE + _TENSOR * piece.tensors for piece in self.pieces)
+        self.call = self._by_graphs if gain > guards else self._directly
+        if not self.pieces:
+            self.why_direct = "called directly: Dynamo captured nothing of it"
+        elif gain <= 0:
+            self.why_direct = "called directly: no plan is faster than plain execution"
+        elif gain <= guards:
+            costs = f"{guards * 1e6:.0f} us of Dynamo's guards"
+            self.why_direct = f"called directly: its plans gain {gain * 1e6:.0f} us, less than {costs}"
+
+    @property
+    def is_direct(self) -> bool:
+        return bool(self.why_direct)

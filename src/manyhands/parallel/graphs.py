@@ -17,8 +17,7 @@ from manyhands.backends.torch.planning import Tensor
 from manyhands.errors import CannotTrace, first_line
 from manyhands.parallel import explain, planner
 from manyhands.parallel.plan import AS_WRITTEN, Executor, Plan
-from manyhands.parallel.planner import Options
-from manyhands.parallel.progress import Progress
+from manyhands.parallel.planner import Options, Progress
 from manyhands.schedule.sequence import one_after_another
 
 _log = logging.getLogger("manyhands")

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
 
 from manyhands.amounts import counted
 from manyhands.backends.torch import planning
@@ -25,12 +29,12 @@ from manyhands.backends.torch.run.costs import cost_keys
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel import candidates, explain
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.progress import Progress
 from manyhands.parallel.trials import Candidate, Trials, Tried
 
 _SIDE_BY_SIDE = 1.1  # ratio of a graph's work to its longest chain from which lanes are worth trying
 _LIBRARY_GAIN = 0.1  # of compiled code's time: what a graph of uncompiled operations may save
 _TRYING = 5.0  # seconds: measuring operations, capturing and comparing a graph of them
+_PATIENCE = 1.0  # seconds before anything is printed
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,52 @@ def _build(trials: Trials, best: Tried, progress: Progress, left_after: int | No
         left_after=left_after,
         timed=functools.partial(planning.task_moments, trace, candidate.schedule, trials.devices, candidate.threads),
     )
+
+
+# Progress
+
+
+class Progress:
+    """``with Progress("step") as progress: progress.enters("capture"); ...`` and ``progress.spent`` afterwards."""
+
+    def __init__(self, name: str, *, shown: bool = True) -> None:
+        self.spent: dict[str, float] = {}  # the seconds of each part
+        self._name, self._part, self._since = name, "", time.perf_counter()
+        self._timer = threading.Timer(_PATIENCE, self._say) if shown else None
+        self._said = False
+
+    def __enter__(self) -> Self:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.enters("")
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._said and error is None:
+            _print(f"planned {self._name} in {self.summary()}")
+
+    def enters(self, part: str) -> None:
+        """Start a part of planning; ends the previous part."""
+        now = time.perf_counter()
+        if self._part:
+            self.spent[self._part] = self.spent.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+
+    def summary(self) -> str:
+        """The time that planning took, with its parts: ``2.1 s (capture 1.2, trials 0.9)``."""
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.spent.items() if seconds >= 0.05)
+        return f"{sum(self.spent.values()):.1f} s" + (f" ({parts})" if parts else "")
+
+    def _say(self) -> None:
+        self._said = True
+        _print(f"planning {self._name}: {self._part} ...")
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:  # a program without a console
+        print(f"manyhands: {text}", file=sys.stderr, flush=True)

@@ -18,8 +18,7 @@ from manyhands.backends.torch.run.cuda_graph import NoMemoryForResults
 from manyhands.errors import CannotTrace, NotYet, first_line
 from manyhands.parallel import planner
 from manyhands.parallel.plan import AS_WRITTEN, Plan
-from manyhands.parallel.planner import Options
-from manyhands.parallel.progress import Progress
+from manyhands.parallel.planner import Options, Progress
 
 _SIGNATURES = 8  # that are kept
 _TRACES = 8  # of one signature: then what the function depends on outside changes at every call

@@ -22,11 +22,10 @@ from dataclasses import dataclass, field, replace
 from manyhands.amounts import counted
 from manyhands.errors import EngineError
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import Graph, graph
+from manyhands.schedule.graph import Graph, Task, graph
 from manyhands.schedule.lanes import Lane, Schedule, schedule, upward_ranks
 from manyhands.schedule.memory import Footprint, megabytes
 from manyhands.schedule.simulate import bounds, simulate
-from manyhands.schedule.task import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The graph of a program: which earlier tasks each task depends on.
+"""Tasks, and the graph of a program: which earlier tasks each task depends on.
 
 A program is a list of tasks in the order in which it was written. The graph keeps only the part of that order that
 matters: of two tasks that touch the same memory, at least one of them writing, the earlier comes first (read after
@@ -13,8 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from manyhands.schedule.task import Task
+# Copies to and from a GPU have separate lanes: a GPU has a copy engine for each direction.
+Kind = Literal["compute", "copy in", "copy out", "copy", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One call: what it touches, where it runs, what it costs."""
+
+    name: str
+    reads: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    device: str = "cpu"
+    kind: Kind = "compute"
+    seconds: float = 1e-6
+    # The part of its device that it fills while it runs: two tasks of 0.5 run side by side at full speed.
+    share: float = 1.0
+    # Tasks with the same token keep the program's order: random numbers of a device, effects on the host.
+    token: str | None = None
+    # For pictures: the shape of its result, the path of the module that calls it (layers.0.attention), and whether its
+    # result is only a view of existing memory.
+    detail: str = field(default="", compare=False)
+    module: str = field(default="", compare=False)
+    is_view: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ import heapq
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.schedule.graph import Graph
-from manyhands.schedule.task import Kind
+from manyhands.schedule.graph import Graph, Kind
 
 
 @dataclass(frozen=True, slots=True)

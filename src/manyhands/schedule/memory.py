@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manyhands.schedule.task import Task
+from manyhands.schedule.graph import Task
 
 
 @dataclass(frozen=True, slots=True)

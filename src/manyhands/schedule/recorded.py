@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Lane, Schedule
-from manyhands.schedule.task import Task
 
 
 class Journal:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Lane, Schedule, needed_waits
 from manyhands.schedule.memory import Footprint
-from manyhands.schedule.task import Task
 
 Part = tuple[str, Schedule, Footprint]  # one of the schedules, with what it is called
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.pictures.timeline import Span, Timeline
-from manyhands.schedule.task import Task
 
 
 @dataclass(frozen=True, slots=True)

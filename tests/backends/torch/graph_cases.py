@@ -14,9 +14,8 @@ from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, schedule
-from manyhands.schedule.task import Task
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"

@@ -17,7 +17,7 @@ from manyhands.backends.torch.run import threads
 from manyhands.errors import CannotFuse
 from manyhands.parallel import planner
 from manyhands.parallel.plan import Executor, Method, Plan
-from manyhands.parallel.progress import Progress
+from manyhands.parallel.planner import Progress
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import one_lane
 from manyhands.schedule.memory import Peaks

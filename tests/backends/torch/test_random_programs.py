@@ -19,8 +19,8 @@ from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun, operation_threads
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
+from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import schedule, schedule_chains
-from manyhands.schedule.task import Task
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -18,11 +18,10 @@ import pytest
 from manyhands.errors import EngineError, PackageMissing
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Plan
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Kind, Task, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
 from manyhands.schedule.pictures import graph_svg
 from manyhands.schedule.simulate import simulate
-from manyhands.schedule.task import Kind, Task
 
 
 def program(*places: tuple[str, Kind]) -> Schedule:

@@ -24,10 +24,9 @@ from manyhands.parallel.costs import Costed
 from manyhands.parallel.plan import Executor
 from manyhands.parallel.trials import Trials
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import graph
+from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Lane, lanes_for, limit_memory, schedule
 from manyhands.schedule.memory import one_after_the_other, peak
-from manyhands.schedule.task import Task
 
 LOG: list[str] = []
 

@@ -29,7 +29,7 @@ from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE
 from manyhands.backends.torch.compat import tensors_in, tree_leaves
 from manyhands.errors import CannotTrace
-from manyhands.schedule.task import Kind, Task
+from manyhands.schedule.graph import Kind, Task
 
 _aten, _profiler = torch.ops.aten, torch.ops.profiler
 # Operations that in training write to arguments although their schema does not say so: BatchNorm's statistics.

@@ -32,7 +32,7 @@ from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.streams import Gpus, capturing
 from manyhands.backends.torch.run.threads import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
-from manyhands.schedule.task import Task
+from manyhands.schedule.graph import Task
 
 _LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _ISSUE = 8e-6  # seconds that Python takes to issue an operation

@@ -44,8 +44,8 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Code, Stamps, argument_text, call_text, function, points
 from manyhands.backends.torch.virtual import VirtualTensor, inside, is_virtual, no_hooks
+from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.task import Task
 
 _Lane = Callable[[Sequence[threading.Lock], Sequence[Any]], None]
 _VALUES = 1 << 24  # the first number of a value: above a trace's handles, far below any address

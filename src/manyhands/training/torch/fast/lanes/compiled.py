@@ -41,9 +41,9 @@ from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
+from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
-from manyhands.schedule.task import Task
 from manyhands.training.torch.fast import operations
 from manyhands.training.torch.fast.lanes.eager import Lanes
 

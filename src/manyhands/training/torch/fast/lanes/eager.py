@@ -36,9 +36,9 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
 from manyhands.backends.torch.run.own_streams import own_streams
 from manyhands.schedule.check import check
+from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
-from manyhands.schedule.task import Task
 from manyhands.training.torch.fast import operations
 from manyhands.training.torch.fast.operations import is_view, written_by
 
