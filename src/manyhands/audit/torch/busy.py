@@ -1,22 +1,27 @@
 """What the auditor asks of PyTorch beyond its waits: above all, how long a GPU works in a step.
 
-PyTorch's profiler measures that over the last steps of the warm-up, which do not count.
+PyTorch's profiler measures that over the last steps of the warm-up, which do not count. Without a GPU a virtual device
+stands in for it, so that a laptop shows what would wait on one: every operation there is an entry of a predicted
+timeline, what the host takes to launch it and the device to compute it, from the measured speeds of a device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from manyhands.amounts import counted
-from manyhands.audit import watch
+from manyhands.audit import sites, watch
 from manyhands.audit.recorder import Recorder
-from manyhands.audit.torch import as_if_gpu
-from manyhands.backends.torch import compat
+from manyhands.audit.speeds import DeviceSpeeds
+from manyhands.backends.torch import compat, virtual
+from manyhands.backends.torch.compat import tree_iter
 
 _STEPS = 3
 _undo = ExitStack()  # what ends with the audit
@@ -25,7 +30,7 @@ _undo = ExitStack()  # what ends with the audit
 def begin(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
     """Predict every operation, or measure how busy the GPU is."""
     if recorder.speeds is not None:
-        _undo.enter_context(as_if_gpu.recording(recorder, recorder.speeds))
+        _undo.enter_context(predicting(recorder, recorder.speeds))
     else:
         at_step.append(_undo.enter_context(BusyTime(recorder, warmup)))
 
@@ -124,3 +129,69 @@ def busy_seconds(spans: Any) -> float:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     return busy
+
+
+# As if there were a GPU
+
+
+@contextmanager
+def predicting(recorder: Recorder, speeds: DeviceSpeeds) -> Iterator[None]:
+    """Record what is launched on the virtual device that stands in for a GPU."""
+
+    def launched(*operation: Any) -> None:
+        _launched(recorder, speeds, *operation)
+
+    virtual.observers.append(launched)
+    try:
+        yield
+    finally:
+        virtual.observers.remove(launched)
+
+
+def _launched(recorder: Recorder, speeds: DeviceSpeeds, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+    results = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
+    if _is_view(func, tensors, results):
+        recorder.launch(0.0, kernel=False)
+        return
+    recorder.launch(_seconds(speeds, func, args, kwargs, result, tensors + results), _line())
+
+
+def _is_view(func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    if compat.schema(func).is_mutable or not results or not tensors:
+        return False
+    memory = compat.memory_id(results[0])
+    return any(compat.memory_id(tensor) == memory for tensor in tensors)
+
+
+def _seconds(
+    speeds: DeviceSpeeds, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]
+) -> float:
+    """By its FLOPs at the rate of a product, or by the bytes that it reads and writes."""
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / (2 * speeds.on_device)
+    count = flop_registry.get(func.overloadpacket)
+    if count is None:
+        return moved
+    half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
+    try:
+        flops = float(count(*args, **kwargs, out_val=result))
+    except Exception:  # an operation whose count wants other arguments
+        return moved
+    return max(moved, flops / (speeds.bfloat16 if half else speeds.float32))
+
+
+def _line() -> tuple[int, sites.Line] | None:
+    """The user's line that launches an operation itself, not through a library, with the run of its function."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if (
+            not file.startswith(sites.PACKAGE)
+            and not file.endswith(sites.PLUMBING)
+            and frame.f_code.co_name != "__torch_function__"
+        ):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or not sites.is_users(frame.f_code):
+        return None
+    return id(frame), sites.Line(frame.f_code.co_filename, frame.f_lineno)

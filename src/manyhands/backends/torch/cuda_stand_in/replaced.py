@@ -17,7 +17,7 @@ import torch
 import torch.cuda.comm
 
 from manyhands.backends.torch import compat, virtual
-from manyhands.backends.torch.cuda_stand_in import answers, calls, comm, streams
+from manyhands.backends.torch.cuda_stand_in import answers, calls, streams
 
 _changes = ExitStack()
 
@@ -54,8 +54,8 @@ def _list(has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     yield from _each(_accelerator(), torch.accelerator)
     # DataParallel and torch.nn.parallel.scatter/gather/replicate send by these, which are C++ for CUDA.
     sending = ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "scatter", "gather")
-    yield from _each(_named(comm, *sending), torch.nn.parallel.comm, torch.cuda.comm)
-    yield compat.parallel_functions.Scatter, "forward", staticmethod(comm.scatter_forward)
+    yield from _each(_named(calls, *sending), torch.nn.parallel.comm, torch.cuda.comm)
+    yield compat.parallel_functions.Scatter, "forward", staticmethod(calls.scatter_forward)
     # autocast("cuda") would leave virtual devices alone.
     yield torch.autocast, "__enter__", calls.on_cpu_too(torch.autocast.__enter__)
     yield torch.autocast, "__exit__", calls.off_cpu_too(torch.autocast.__exit__)

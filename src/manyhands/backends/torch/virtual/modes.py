@@ -1,7 +1,12 @@
-"""The modes that create tensors on virtual devices, in every thread."""
+"""The modes that create tensors on virtual devices, in every thread; and the parameters of lazy layers.
+
+Such a parameter has no shape yet. PyTorch keeps it as an empty tensor on its device. Here the empty tensor stays on the
+host, and remembers on which device its weights are to be created.
+"""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +25,17 @@ from manyhands.backends.torch.compat import (
     function_mode_stack,
     no_dispatch_modes,
 )
-from manyhands.backends.torch.virtual import lazy
-from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtual, of_thread, set_devices, stands_in
+from manyhands.backends.torch.virtual.names import (
+    HOST,
+    actual,
+    check_exists,
+    count,
+    is_virtual,
+    of_thread,
+    set_devices,
+    shown,
+    stands_in,
+)
 from manyhands.backends.torch.virtual.tensor import (
     VirtualTensor,
     become,
@@ -40,15 +54,17 @@ _TO = torch.ops.aten.to
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WITH_LENGTHS = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_GET_DEVICE = torch.Tensor.device.__get__
 
 
 def start(number: int, *, as_cuda: bool) -> None:
     """Make the devices ``cpu:0`` to ``cpu:<number - 1>``; Python sees ``cuda:0`` and so on where ``as_cuda``."""
     set_devices(number, as_cuda=as_cuda)
     changes: list[tuple[Any, str, Any]] = [
-        (torch.utils, "swap_tensors", swap_tensors)
-    ]  # Module.to() calls it by this name
-    changes += [*lazy.replaced(), (threading.Thread, "start", _start_thread)]  # modes hold for one thread
+        (torch.utils, "swap_tensors", swap_tensors),  # Module.to() calls it by this name
+        (threading.Thread, "start", _start_thread),  # modes hold for one thread
+        *_of_lazy_parameters(),
+    ]
     for owner, name, value in changes:
         _changes.enter_context(mock.patch.object(owner, name, value))
     enter_thread()
@@ -173,7 +189,7 @@ class NameTranslation(TorchFunctionMode):
             tensor = place(func(*args, **{**kwargs, "device": HOST}), device)
             return tensor.detach().requires_grad_() if requires_grad else tensor
         if args and isinstance(args[0], UninitializedTensorMixin):
-            return lazy.call(func, args, kwargs)
+            return _call_with_lazy(func, args, kwargs)
         if func == _SET_DATA and isinstance(args[1], VirtualTensor) and not isinstance(args[0], VirtualTensor):
             return become(*args)
         return func(*args, **kwargs)
@@ -198,7 +214,7 @@ def _translated(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torc
     if named is not None:
         return args, actual(named)
     if func in compat.device_constructors():
-        default = lazy.default_device()
+        default = _default_device()
         return args, None if default is None else actual(default)
     if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], (torch.device, str, int)):
         args = (args[0], actual(args[1]), *args[2:])
@@ -216,3 +232,83 @@ def is_marked_pinned(tensor: torch.Tensor) -> bool:
         return True
     base = compat.base(tensor)
     return base is not None and "_manyhands_pinned" in base.__dict__
+
+
+# Parameters of lazy layers
+
+
+def _of_lazy_parameters() -> Iterator[tuple[Any, str, Any]]:
+    """The methods of PyTorch's lazy parameters that are replaced while there are virtual devices."""
+    yield UninitializedTensorMixin, "materialize", materialize  # a lazy layer's first call
+    for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+        yield kind, "__new__", _made_on_virtual(kind.__new__)  # LazyLinear(..., device="cuda:1")
+    # A buffer does not define it: torch.Tensor's raises.
+    parameter = torch.nn.UninitializedParameter
+    yield parameter, "__deepcopy__", _copied(parameter.__deepcopy__)
+
+
+def _call_with_lazy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Handle a call with a parameter that has no shape yet: remember a move."""
+    tensor = args[0]
+    if func == _GET_DEVICE and "_future_home" in tensor.__dict__:
+        return shown(tensor._future_home)
+    if func not in (torch.Tensor.to, torch.Tensor.cpu):
+        return func(*args, **kwargs)
+    wanted = HOST if func is torch.Tensor.cpu else kwargs.get("device", args[1] if len(args) > 1 else None)
+    if not isinstance(wanted, torch.device):
+        return func(*args, **kwargs)
+    tensor.__dict__.pop("_future_home", None)
+    if not is_virtual(wanted):
+        return func(*args, **kwargs)
+    check_exists(wanted)
+    dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
+    if dtypes:
+        tensor.data = tensor.data.to(dtypes[0])
+    tensor._future_home = wanted
+    return tensor
+
+
+def materialize(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+    """``UninitializedParameter.materialize``: the weights are made where the empty tensor was moved to."""
+    where = tensor.__dict__.get("_future_home") if device is None else actual(device)
+    if where is None or not is_virtual(where):
+        _materialize_plain(tensor, shape, device, dtype)
+        return
+    weights = place(torch.empty(shape, dtype=dtype or tensor.data.dtype, device=HOST), where)
+    become(tensor, weights)
+
+
+_materialize_plain = UninitializedTensorMixin.materialize
+
+
+def _made_on_virtual(new: Callable[..., Any]) -> Callable[..., Any]:
+    form = inspect.signature(new)
+
+    def new_on_virtual(*args: Any, **kwargs: Any) -> Any:
+        bound = form.bind(*args, **kwargs)
+        named = bound.arguments.get("device") or _default_device()
+        where = HOST if named is None else actual(named)
+        if not is_virtual(where):
+            return new(*args, **kwargs)
+        check_exists(where)
+        bound.arguments["device"] = HOST
+        parameter = new(*bound.args, **bound.kwargs)
+        parameter._future_home = where
+        return parameter
+
+    return new_on_virtual
+
+
+def _copied(deepcopy: Callable[..., Any]) -> Callable[..., Any]:
+    def deepcopy_with_home(tensor: Any, memo: dict[int, Any]) -> Any:
+        copy = deepcopy(tensor, memo)
+        if "_future_home" in tensor.__dict__:
+            copy._future_home = tensor._future_home
+        return copy
+
+    return deepcopy_with_home
+
+
+def _default_device() -> torch.device | None:
+    """The default device, if one is set: PyTorch adds it to a call only after our hook."""
+    return next((mode.device for mode in function_mode_stack() if isinstance(mode, DeviceContext)), None)
