@@ -10,10 +10,9 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from manyhands.errors import BadSettings, LossIsNotANumber
@@ -41,33 +40,6 @@ if TYPE_CHECKING:
     from manyhands.training.loop import Loop
 
 DEFAULT_BATCH = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a trainer, as the user gave them: see :class:`BaseTrainer`."""
-
-    max_epochs: int | None
-    num_gpus: int | None
-    gradient_clip_val: float
-    devices: Any
-    batch_size: int | None
-    lr: float | None
-    loss: Any
-    metrics: Any
-    optimizer: Any
-    schedule: Schedule | None
-    precision: Precision
-    seed: int
-    run: str | Path | None
-    resume: str | Path | None
-    quiet: bool
-    callbacks: Any
-    loggers: Any
-    step: Step
-    checkpoints: Checkpoints
-    workers: Workers
-    limits: Limits
 
 
 class BaseTrainer(Evaluating):
@@ -250,9 +222,9 @@ class BaseTrainer(Evaluating):
         vars(self).update(arguments)
 
     @property
-    def options(self) -> Options:
-        """The values of all options, the defaults of those that a subclass's own ``__init__`` does not have."""
-        return Options(**{name: vars(self).get(name, default) for name, default in _DEFAULTS.items()})
+    def options(self) -> SimpleNamespace:
+        """The values of all options by name, the defaults of those that a subclass's own ``__init__`` does not have."""
+        return SimpleNamespace(**{name: vars(self).get(name, default) for name, default in _DEFAULTS.items()})
 
     def _natives(self) -> list[Any]:
         """The devices that are trained on, as the framework knows them."""

@@ -88,9 +88,8 @@ def test_micro_batches_make_the_update_of_the_whole_batch() -> None:
 def test_statistics_and_dropout_in_micro_batches_are_the_same_on_any_number_of_devices() -> None:
     options: dict[str, Any] = {"precision": "fp64", "step": Step(accumulate=2)}
     alone, _ = fit(Net(norm=True, dropout=0.2), vectors(32), 1, **options)
-    three, result = fit(Net(norm=True, dropout=0.2), vectors(32), 3, **options)
+    three, _ = fit(Net(norm=True, dropout=0.2), vectors(32), 3, **options)
     assert difference(three, alone) < 1e-9
-    assert any("over each micro-batch" in note for note in result.notes)
 
 
 # Linen

@@ -71,13 +71,12 @@ def test_the_callers_model_keeps_its_place_its_kind_and_its_modes() -> None:
     net.eval()
     net.first.bias = nnx.Param(net.first.bias[...].astype(jnp.bfloat16))
     before = numbers(net)
-    result = mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors(48))
+    mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors(48))
     assert mh.device_of(net) == place
     assert net.first.bias.dtype == jnp.bfloat16
     assert (net.norm.use_running_average, net.dropout.deterministic) == (True, True)
     after = numbers(net)
     assert not np.array_equal(after["norm.mean"], before["norm.mean"])  # all of it was in evaluation: it was trained
-    assert any("over the whole batch" in note for note in result.notes)
     net.train()
     net.norm.use_running_average = True  # frozen by the caller
     mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors(48))

@@ -31,15 +31,15 @@ Y = np.array([0, 1, 2, 1])
 )
 def test_labels_that_are_no_classes_of_the_model(labels: Any, said: str) -> None:
     with pytest.raises(BadLabels, match=said):
-        ClassLabels(3)((X, labels))
+        ClassLabels(3).look(labels)
 
 
 def test_labels_that_are() -> None:
     for labels in (Y, Y.astype(np.uint8), Y[:0], Y.astype(np.int32)):
-        ClassLabels(3)((X, labels))
-    ClassLabels(3, ignored=-1)((X, np.array([-1, -1, 2, 0])))
-    ClassLabels(3, floats=True)((X, np.array([0.0, 2.0, np.nan, 1.0])))
-    ClassLabels(3, columns=True)((X, Y[:, None]))
+        ClassLabels(3).look(labels)
+    ClassLabels(3, ignored=-1).look(np.array([-1, -1, 2, 0]))
+    ClassLabels(3, floats=True).look(np.array([0.0, 2.0, np.nan, 1.0]))
+    ClassLabels(3, columns=True).look(Y[:, None])
 
 
 def test_data_that_are_no_numbers() -> None:
@@ -50,19 +50,19 @@ def test_data_that_are_no_numbers() -> None:
 
 
 def test_labels_wait_until_the_number_of_outputs_is_known() -> None:
-    look = ClassLabels()
-    look((X, Y))
-    look((X, Y + 2))
+    labels = ClassLabels()
+    labels.look(Y)
+    labels.look(Y + 2)
     with pytest.raises(BadLabels, match="from 2 to 4, but the model has 3 outputs"):
-        look.learn((8, 3))
+        labels.learn((8, 3))
     with pytest.raises(BadLabels, match="from 2 to 4"):  # a step that is made again finds it again
-        look.learn((8, 3))
+        labels.learn((8, 3))
     later = ClassLabels()
-    later((X, Y))
+    later.look(Y)
     later.learn((8, 3))
     with pytest.raises(BadLabels, match="from 1 to 3"):
-        later((X, Y + 1))
+        later.look(Y + 1)
     images = ClassLabels()
-    images((X, Y - 9))
+    images.look(Y - 9)
     images.learn((8, 3, 5, 5))  # no class scores: the loss says what it does not take
-    images((X, Y - 9))
+    images.look(Y - 9)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.amounts import counted
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
 from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints import store
@@ -215,24 +214,16 @@ def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -
             f"the checkpoint was made with {made_by}, this job runs on {learner.framework}: make one for it with "
             f"manyhands convert RUN --to {learner.framework}"
         )
-    before = saved["settings"]
-    for name in ("batch_size", "seed"):
-        if before[name] != getattr(settings, name):
+    before, data = saved["settings"], learner.data
+    order = ("data in their own order", "shuffled data")
+    pairs = [(f"{name}={before[name]}", f"{name}={getattr(settings, name)}") for name in ("batch_size", "seed")]
+    pairs += [(f"{saved['samples']} samples", f"{data.count} samples"), (order[saved["shuffle"]], order[data.shuffle])]
+    for then, now in pairs:
+        if then != now:
             raise WrongCheckpoint(
-                f"the checkpoint is of a job with {name}={before[name]}, this one has {getattr(settings, name)}: the "
-                f"order of samples would not be the same. Give {name}={before[name]}"
+                f"the checkpoint is of a job with {then}, this one has {now}: the order of samples would not be the "
+                "same. Give the data and the options that the run had, or start a new run"
             )
-    if saved["samples"] != learner.data.count:
-        raise WrongCheckpoint(
-            f"the checkpoint is of a data set of {counted(saved['samples'], 'sample')}, this one has "
-            f"{learner.data.count:,}. Give the data that the run had, or start a new run"
-        )
-    if saved["shuffle"] != learner.data.shuffle:
-        before, here = ("shuffled", "not") if saved["shuffle"] else ("not shuffled", "shuffled")
-        raise WrongCheckpoint(
-            f"the checkpoint is of data in another order: they were {before}, and here they are {here}. Give them as "
-            "before, or start a new run"
-        )
     if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
         raise WrongCheckpoint(
             f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has "

@@ -6,7 +6,7 @@ NaN loss much later. Here one error describes the user's labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,11 +41,6 @@ class ClassLabels:
     one_hot: bool = False  # whether the loss takes a number for each class
     _waiting: list[_Summary] = field(default_factory=list, repr=False)
     _of_no_use: bool = field(default=False, repr=False)
-
-    def __call__(self, arrays: Sequence[NDArray[Any]]) -> None:
-        """Look at the last of the arrays (inputs, labels)."""
-        if len(arrays) > 1:
-            self.look(arrays[-1])
 
     def look(self, labels: NDArray[Any]) -> None:
         if not len(labels) or self._of_no_use:
@@ -93,6 +88,26 @@ class ClassLabels:
             raise BadLabels(f"{needed}: give {'y.reshape(-1)' if shape[1:] == (1,) else 'one, or another loss='}")
         if labels.limits is not None and (labels.limits[0] < 0 or labels.limits[1] >= classes):
             raise out_of_range(*labels.limits, classes)
+
+
+Look = Callable[[Sequence[Any]], None]  # checks the labels of a batch
+
+
+def check_sources(labels: ClassLabels, label_of: Callable[[Any], Any], *sources: Any) -> Look:
+    """Check the labels of arrays now; the function that is returned checks those of a loader, batch by batch.
+
+    ``label_of``: the labels of a batch, if they are one array.
+    """
+
+    def look(batch: Sequence[Any]) -> None:
+        target = label_of(batch)
+        if isinstance(target, np.ndarray):
+            labels.look(target)
+
+    for source in sources:
+        if source is not None and source.count is not None:
+            look(source.nested(source.arrays))
+    return look
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,6 @@ class Inputs:
     def of(self, batch: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(batch[: self.count(len(batch))])
 
-    def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``prepare``, and then remove the target."""
-        return lambda batch: self.of(prepare(batch))
-
 
 def inputs_of(
     call: Callable[..., Any], name: str = "the model", targets: bool | None = None, *, ignored: Sequence[str] = ()

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels, Look, check_sources
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.objective import (
@@ -31,26 +31,15 @@ from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
 
 
-def check_labels(model: nnx.Module, objective: Objective, train: Source, test: Source | None) -> ClassLabels | None:
+def check_labels(model: nnx.Module, objective: Objective, *sources: Source | None) -> Look | None:
     """Check that the model has an output for every label: JAX would compute something for any label.
 
-    Labels of arrays are checked now; the returned object checks those of a loader, batch by batch. The objective learns
-    the number of outputs from the first output.
+    The objective learns the number of outputs from the first output.
     """
     if not isinstance(objective, Supervised) or objective.loss_of(model) is not cross_entropy:
         return None
     objective.labels = labels = ClassLabels(one_hot=True)
-    for source in (train, test):
-        if isinstance(source, Arrays):
-            look(labels, source.nested(source.arrays))
-    return labels
-
-
-def look(labels: ClassLabels, batch: Any) -> None:
-    """Check the labels of a batch, or of a whole data set."""
-    target = target_of(batch)
-    if isinstance(target, np.ndarray):
-        labels.look(target)
+    return check_sources(labels, target_of, *sources)
 
 
 def first_inputs(module: Any, data: Source) -> Arguments:
@@ -63,8 +52,8 @@ def first_inputs(module: Any, data: Source) -> Arguments:
     return arguments_of(module, data.few(1, jax.numpy.asarray))
 
 
-def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> str | None:
-    """Refuse a loss that is not a mean over samples; a note if that could not be checked.
+def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> list[str]:
+    """Refuse a loss that is not a mean over samples; notes if that could not be checked.
 
     The loss is tried on a copy of the model in evaluation mode: batch statistics and dropout differ between parts.
     """

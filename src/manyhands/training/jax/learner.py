@@ -18,10 +18,9 @@ from flax import nnx
 from manyhands.amounts import counted
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import Look
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.jax import checks, linen
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
@@ -45,7 +44,7 @@ class Job:
     test: Source | None
     settings: Settings
     dtype: Any  # what layers compute in; None: in that of their parameters
-    labels: ClassLabels | None
+    labels: Look | None  # checks those of a loader's batch
     rate: float | None = None  # the learning rate, where it is known
 
 
@@ -92,12 +91,6 @@ class JaxLearner:
         self.notes.append(f"one compiled program a step; batches are {where}")
         if self.job.dtype is not None:
             self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters keep their dtype")
-        layers = [layer for _, layer in nnx.iter_modules(self.job.model)]
-        normalises = any(isinstance(layer, nnx.BatchNorm) or linen.keeps_statistics(layer) for layer in layers)
-        if normalises and self.settings.step.accumulate > 1:
-            self.notes.append("statistics of normalisation are over each micro-batch, on all devices together")
-        elif normalises and len(self.world.devices) > 1:
-            self.notes.append("statistics of normalisation are over the whole batch, as on one device")
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])
             trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
@@ -118,7 +111,7 @@ class JaxLearner:
         if isinstance(data, Stream):
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
-                    checks.look(self.job.labels, data.nested(parts))
+                    self.job.labels(data.nested(parts))
                 yield window, sent(parts, window.size, self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)

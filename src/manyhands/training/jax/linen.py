@@ -101,11 +101,6 @@ def sown_losses(model: nnx.Module, *, in_parts: bool) -> Any:
     return sum(leaf.sum() for leaf in sown)
 
 
-def keeps_statistics(layer: nnx.Module) -> bool:
-    """Whether it is a Linen module with state besides its parameters, as BatchNorm has."""
-    return isinstance(layer, nnx.bridge.ToNNX) and bool(_collections(layer))
-
-
 def _with_mode(layer: Any, *, training: bool) -> Any:
     parameters = inspect.signature(type(layer.to_nnx__module).__call__).parameters
     mode = {name: training for name in _TRAINING if name in parameters}

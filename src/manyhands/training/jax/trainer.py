@@ -20,8 +20,9 @@ from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data.loader_batches import Samples, is_random_access
 from manyhands.training.data.roles import Inputs, inputs_of
-from manyhands.training.data.sources import Samples, Source, Stream, Structure, is_dataset, is_random_access, source
+from manyhands.training.data.sources import Source, Stream, Structure, is_dataset, source
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.evaluation import Evaluation, apart
 from manyhands.training.jax.learner import JaxLearner, Job
@@ -122,8 +123,7 @@ class Trainer(BaseTrainer):
             job = self._job(model, settings, here)
             learner = JaxLearner(job, here)
             if settings.step.accumulate > 1:
-                note = checks.check_loss(model, job.skeleton, job.objective, job.train)
-                learner.notes += [] if note is None else [note]
+                learner.notes += checks.check_loss(model, job.skeleton, job.objective, job.train)
             loop = self._loop(learner, model, settings, dispatcher, run=run, resume=resume)
             if settings.precision == "auto":
                 learner.chosen_precision = _chosen(learner.job.dtype)
@@ -150,7 +150,7 @@ class Trainer(BaseTrainer):
         model = linen.with_weights(model)
         objective = objective_for(model, self.options.loss)
         if tests:
-            checks.check_labels(model, objective, source, None)
+            checks.check_labels(model, objective, source)
         with self._world(settings) as here:
             dtype = jnp.bfloat16 if settings.precision == "bf16" else None
             yield apart(model, objective, source, here, settings, dtype)

@@ -140,15 +140,15 @@ def check_source(
     precisions: Iterable[str],
     own_step: bool,
     labels_weigh: bool = True,
-) -> str | None:
-    """Refuse a loss whose parts do not add up over samples of the data; or a note, where that is not known.
+) -> list[str]:
+    """Refuse a loss whose parts do not add up over samples of the data; returns notes, where that is not known.
 
     ``compute`` gives the pass of some rows of the data, or of a loader's first batch. ``own_step``: the loss comes from
     ``training_step``; ``labels_weigh``: a label may weigh more than another. An error of the user's code is no reason
     to refuse a job: the first step raises it.
     """
     if data.is_read_once:
-        return note("the loader can be read only once")
+        return [note("the loader can be read only once")]
     arrays = data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
     chosen = choose(arrays)[: None if labels_weigh else 1]
 
@@ -159,10 +159,10 @@ def check_source(
         with preserve_host_random_state():
             outcome = compare([(partial(of_batch, batch), len(batch)) for batch in chosen], tolerances(precisions))
     except Exception as error:
-        return note(error)
+        return [note(error)]
     if isinstance(outcome, Difference):
         raise BadSettings(outcome.refusal(own_step))
-    return None if outcome is None else note(outcome)
+    return [] if outcome is None else [note(outcome)]
 
 
 def tolerances(precisions: Iterable[str]) -> tuple[float, float]:

@@ -16,13 +16,12 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import launcher, refusals
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels, Look, check_sources
 from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.objective import Objective, checked_output
-from manyhands.training.mxnet.step import Look
 
 _FEW = 2
 
@@ -75,23 +74,19 @@ def make_parameters(model: Any, data: Source, seed: int) -> None:
         replicas.initialise(model, seed, only=missing)
 
 
-def check_labels(objective: Objective, train: Source, test: Source | None) -> Look | None:
+def check_labels(objective: Objective, *sources: Source | None) -> Look | None:
     """Check that the model has an output for every label: MXNet would take the nearest class.
 
-    Labels of arrays are checked now; the returned function checks those of a loader, batch by batch. The objective
-    learns the number of outputs from the first output.
+    The objective learns the number of outputs from the first output.
     """
     if not objective.of_classes:
         return None
-    objective.labels = look = ClassLabels(floats=True, columns=True)
-    for data in (train, test):
-        if isinstance(data, Arrays):
-            look(data.arrays)
-    return look
+    objective.labels = labels = ClassLabels(floats=True, columns=True)
+    return check_sources(labels, lambda batch: batch[-1] if len(batch) > 1 else None, *sources)
 
 
-def check_loss(model: Any, objective: Objective, data: Source) -> str | None:
-    """Refuse a loss that is not a mean over samples; a note if that could not be checked.
+def check_loss(model: Any, objective: Objective, data: Source) -> list[str]:
+    """Refuse a loss that is not a mean over samples; notes if that could not be checked.
 
     The model is in evaluation mode, and gradients are not written to its parameters. MXNet's random numbers are not put
     back: every step of such a job seeds them.

@@ -18,13 +18,14 @@ from manyhands.errors import BadSettings
 from manyhands.placement.moves import Placement
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
+from manyhands.training.data.labels import Look
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Source
 from manyhands.training.learner import Saved, Take, named_rates
 from manyhands.training.mxnet import optimizers, replicas
 from manyhands.training.mxnet.evaluation import Evaluation
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.step import Feed, Look, RunningSums, Shards, Step
+from manyhands.training.mxnet.step import Feed, RunningSums, Shards, Step
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 
@@ -60,11 +61,6 @@ class GluonLearner:
         self.evaluation = None if test_feed is None else Evaluation(objective, test_feed, settings)
         self.sums = RunningSums(self.devices[0])
         self.whole_step = Step(trainer, objective, self.sums, settings.gradient_clip_val)
-        if several:
-            self.notes.append(
-                "batch normalisation: each device takes the statistics of its own samples, and the model has those of "
-                "the largest share"
-            )
 
     def close(self) -> None:
         self._share_statistics()

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from mxnet import autograd, gluon
 from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch
+from manyhands.training.data.labels import Look
 from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
 from manyhands.training.data.sources import Batch, Source, Stream
 from manyhands.training.mxnet import replicas
@@ -245,7 +246,6 @@ class RunningSums:
 
 
 Shards = list[Batch | None]  # one per device; None where it has no samples
-Look = Callable[[Sequence[NDArray[Any]]], None]
 
 
 class Feed:

@@ -85,7 +85,7 @@ class Trainer(BaseTrainer):
         checks.check_values(model)
         objective, devices = objective_for(model, self.options.loss), self._natives()
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
-            look = checks.check_labels(objective, source, None) if tests else None
+            look = checks.check_labels(objective, source) if tests else None
             yield Evaluation(objective, Feed(source, devices, replicas.distinct(model)[0].dtype, look=look), settings)
 
     def _train(
@@ -100,14 +100,14 @@ class Trainer(BaseTrainer):
         with replicas.numpy_like(replicas.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(objective, train, test)
-            note = checks.check_loss(model, objective, train) if len(devices) > 1 else None
+            notes = checks.check_loss(model, objective, train) if len(devices) > 1 else []
         schedule, optimizer = self.options.schedule, self.options.optimizer
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(
                 model, optimizer, settings.lr, scheduled=schedule is not None, devices=devices
             )
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
-            learner.notes += [] if note is None else [note]
+            learner.notes += notes
             result = self._loop(learner, model, settings, dispatcher, run=run, resume=resume).fit()
         result.devices = self.device_names
         return result

@@ -8,7 +8,7 @@ of a model or of ``model.compile`` is refused by name.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training import refusals
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels, Look, check_sources
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
@@ -98,14 +98,10 @@ def _shape(part: Any) -> Any:
 # Labels
 
 
-LabelCheck = Callable[[Sequence[Any]], None]  # checks the labels of a batch
-
-
-def check_labels(model: Any, objective: Objective, *sources: Source | None) -> LabelCheck | None:
+def check_labels(model: Any, objective: Objective, *sources: Source | None) -> Look | None:
     """Check that the model has an output for every label: on a GPU the loss would become NaN much later.
 
-    Labels of arrays are checked now; the returned function checks those of a loader. The objective learns the number of
-    outputs from the first output.
+    The objective learns the number of outputs from the first output.
     """
     if not isinstance(objective, Supervised) or not _of_classes(objective.loss):
         return None
@@ -113,15 +109,10 @@ def check_labels(model: Any, objective: Objective, *sources: Source | None) -> L
     ignored = getattr(objective.loss, "ignore_class", None)
     objective.labels = labels = ClassLabels(ignored=ignored, floats=of_keras, columns=of_keras)
 
-    def look(batch: Sequence[Any]) -> None:
-        parts = parts_of(model, batch)
-        if parts.has_one_target:
-            labels((*keras.tree.flatten(parts.inputs), parts.target))
+    def label_of(batch: Sequence[Any]) -> Any:
+        return parts_of(model, batch).target if len(batch) > 1 else None
 
-    for source in sources:
-        if isinstance(source, Arrays) and len(source.arrays) > 1:
-            look(source.nested(source.arrays))
-    return look
+    return check_sources(labels, label_of, *sources)
 
 
 def _of_classes(loss: Any) -> bool:
@@ -137,8 +128,8 @@ def _of_classes(loss: Any) -> bool:
 # The loss
 
 
-def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
-    """Refuse a loss whose parts do not add up to the batch; a note if that could not be checked.
+def check_loss(model: Any, objective: Objective, train: Source) -> list[str]:
+    """Refuse a loss whose parts do not add up to the batch; notes if that could not be checked.
 
     The model is a function of its weights here, so that none of its variables changes, and traced once.
     """

@@ -22,13 +22,13 @@ from manyhands.backends.tensorflow import devices as backend
 from manyhands.placement.moves import Placement
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
+from manyhands.training.data.labels import Look
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 from manyhands.training.tensorflow import keras_callbacks, optimizers
-from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names, prepared_by
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback
 from manyhands.training.tensorflow.model import Function, batch_norms, names
@@ -49,7 +49,7 @@ class Job:
     train: Source
     test: Source | None
     settings: Settings
-    labels: LabelCheck | None = None
+    labels: Look | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -104,9 +104,6 @@ class KerasLearner:
         notes = list(self.job.notes)
         if self.job.test is None and compiled_names(self.job.model):
             notes.append("metrics of model.compile are computed over validation data, and there are none")
-        if self._normalises():
-            over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
-            notes.append(f"batch normalisation takes its statistics over {over}")
         return notes
 
     @property

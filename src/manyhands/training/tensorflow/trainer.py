@@ -79,8 +79,7 @@ class Trainer(BaseTrainer):
         changes = of_precision(model, settings.precision) + of_batch_stats(model, settings.step.batch_stats)
         with changed(changes), _explained(here):
             if here.replicas > 1 or settings.step.accumulate > 1:
-                note = checks.check_loss(model, job.objective, job.train)
-                job.notes += [] if note is None else [note]
+                job.notes += checks.check_loss(model, job.objective, job.train)
             learner = KerasLearner(job, here)
             learner.callbacks = [callback for callback in dispatcher.callbacks if isinstance(callback, KerasCallback)]
             for callback in learner.callbacks:
