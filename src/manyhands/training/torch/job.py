@@ -20,7 +20,7 @@ from manyhands.training.options import Settings
 from manyhands.training.schedules import Schedule
 from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.sources import Source
-from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, check_arguments, makes_updates
+from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, makes_updates
 from manyhands.training.torch.optimizers import Configured, MakeOptimizer, Several, configured
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,8 +49,6 @@ class Job:
 
     def make_optimizer(self, model: torch.nn.Module) -> Configured:
         """The optimizer of this model, the user's or a new one, and the schedulers that come with it."""
-        if isinstance(self.objective, OwnStep):
-            check_arguments(model)
         result = configured(
             self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
         )

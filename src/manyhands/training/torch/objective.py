@@ -247,17 +247,6 @@ def takes_number(step: Callable[..., Any]) -> bool:
     return "batch_idx" in inspect.signature(step).parameters or len(_required(step)) >= 2
 
 
-def check_arguments(model: torch.nn.Module) -> None:
-    """Refuse a ``training_step`` that asks for one optimizer's loss at a time, as Lightning once called it."""
-    step = getattr(model, "training_step", None)
-    if callable(step) and ("optimizer_idx" in inspect.signature(step).parameters or len(_required(step)) >= 3):
-        names = ", ".join(["self", *inspect.signature(step).parameters])
-        raise BadSettings(
-            f"training_step({names}) of {type(model).__name__} is called with a batch and its number. With several "
-            f"optimizers it makes the updates itself: {SEVERAL}"
-        )
-
-
 SEVERAL = (
     "training_step(self, batch, optimizers) calls optimizers[name].minimize(loss) for each of them, name being its "
     "key in the dict (or its number in the list) that configure_optimizers returns"

@@ -79,13 +79,7 @@ class Scheduler:
 
     def _check_plateau(self) -> None:
         """Refuse a ReduceLROnPlateau that would not be stepped with its metric."""
-        plateaus = [isinstance(part, ReduceLROnPlateau) for part in _parts(self.scheduler)]
-        if any(plateaus[1:]):
-            raise BadSettings(
-                f"{type_in_words(self.scheduler)} with a ReduceLROnPlateau in it cannot be stepped with a metric: "
-                "give the ReduceLROnPlateau alone, schedule=mh.PerEpoch(make, monitor='val_loss')"
-            )
-        if plateaus[0] and self.per_step:
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.per_step:
             raise BadSettings(
                 "ReduceLROnPlateau follows a metric, and there is none after every step: write "
                 "schedule=mh.PerEpoch(make, monitor='val_loss') ('interval': 'epoch' in configure_optimizers). With "
@@ -126,11 +120,7 @@ class Scheduler:
         """The next step, epoch or metric."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the stand-in makes no steps
-            try:
-                self.scheduler.step() if metric is None else self.scheduler.step(metric)
-            except ValueError as error:  # of a OneCycleLR that is over
-                name, unit = type(self.scheduler).__name__, "step" if self.per_step else "epoch"
-                raise BadSettings(f"{name} cannot go on after this {unit}: {error}") from error
+            self.scheduler.step() if metric is None else self.scheduler.step(metric)
 
     # Checkpoints
 

@@ -134,14 +134,8 @@ def test_what_cannot_be() -> None:
         def training_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
             return functional.softplus(self.critic(batch[0])).mean()
 
-    class OneByOne(GAN):
-        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> torch.Tensor:  # type: ignore[override]
-            return functional.softplus(self.critic(batch[0])).mean()
-
     with pytest.raises(BadSettings, match=r"gave 2 optimizers: .* calls optimizers\[name\]\.minimize\(loss\)"):
         fit_gan(Plain(), data(), 1)
-    with pytest.raises(BadSettings, match=r"optimizer_idx\) of OneByOne .* calls optimizers\[name\]\.minimize\(loss\)"):
-        fit_gan(OneByOne(), data(), 2)
     with pytest.raises(BadSettings, match=r"data to test with: give it a validation_step\(self, batch\)"):
         fit_gan(GAN(), (data(), data()), 1)
     with pytest.raises(BadSettings, match="with several optimizers, each of which"):

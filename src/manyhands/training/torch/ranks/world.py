@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from manyhands.errors import BadSettings
 from manyhands.training import launcher
 from manyhands.training.torch.state import job_state
 
@@ -122,11 +121,6 @@ def _keep_groups_from_forks() -> None:
 
 def _in_callers_group(device: torch.device) -> World:
     """The world of a process group that the script has made itself."""
-    if dist.get_backend() == "nccl" and device.type == "cpu":
-        raise BadSettings(
-            "the process group of this script is of NCCL, which knows no CPU tensors, and the job is on the CPU: make "
-            "it with init_process_group('gloo'), or leave it to the trainer"
-        )
     return World(dist.get_rank(), dist.get_world_size(), device, own_group=False)
 
 
