@@ -62,13 +62,18 @@ def test_resumed_on_as_many_ranks_all_is_the_same(tmp_path: Path, ranks: int) ->
         assert [row["epoch"] for row in RunFolder.open(killed).metrics()] == [1, 2]
 
 
-def test_a_dataset_with_random_numbers_and_a_shuffling_loader(tmp_path: Path) -> None:
-    """The order of a loader that shuffles by itself is the same when the job is resumed in its second epoch."""
-    X, y = vectors(96)
+KEPT = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize("workers", [{}, KEPT], ids=["none", "kept"])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_shuffling_loader(tmp_path: Path, workers: dict[str, Any], replacement: bool) -> None:
+    """The order is the same when the job is resumed in its second epoch, also where it is the loader's own."""
+    dataset = torch.utils.data.TensorDataset(*vectors(100))
 
     def train(name: str, schedule: Any = None, resume: str | None = None) -> Any:
-        dataset = torch.utils.data.TensorDataset(X, y)
-        loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True, drop_last=True)
+        order = {"sampler": torch.utils.data.RandomSampler(dataset, replacement)} if replacement else {"shuffle": True}
+        loader = torch.utils.data.DataLoader(dataset, batch_size=16, drop_last=True, **order, **workers)
         options = {"run": tmp_path / name, "checkpoints": Checkpoints(every=4), "schedule": schedule, "resume": resume}
         return fit(mlp(dropout=0.5), loader, 1, **options)
 

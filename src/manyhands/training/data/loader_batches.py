@@ -268,12 +268,18 @@ def _set(state: tuple[Any, Any]) -> None:
 
 
 def as_number(limit: float | None, source: Any, batch_size: int, option: str) -> int | None:
-    """A limit as a number of batches; None: all. ``1`` is one batch, ``1.0`` all, ``0.5`` half of them."""
+    """A limit as a number of batches; None: all. ``1`` is one batch, ``1.0`` all, ``0.5`` half of them.
+
+    A source with ``drop_last`` (PyTorch's) is limited to its full batches.
+    """
+    full = source.count // batch_size if getattr(source, "drop_last", False) else None
+    if full == 0:
+        raise BadBatch(f"drop_last=True leaves no batch: {counted(source.count, 'sample')}, batches of {batch_size}")
     if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return None
+        return full
     if isinstance(limit, int):
-        return limit
-    batches = length(source) if source.count is None else -(-source.count // batch_size)
+        return limit if full is None else min(limit, full)
+    batches = full or (length(source) if source.count is None else -(-source.count // batch_size))
     if batches is None:
         raise BadSettings(
             f"{option}={limit:g} is a part of the batches, and the loader does not say how many it has (it has no "

@@ -71,6 +71,7 @@ class Arrays(_Numbered):
     prepare: Prepare | None = None
     batch_size: int | None = None
     shuffle: bool = True
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         check_lengths(self.tensors)
@@ -101,7 +102,7 @@ class Arrays(_Numbered):
         return dataclasses.replace(self, tensors=tuple(tensor[numbers.to(tensor.device)] for tensor in self.tensors))
 
     def to(self, device: torch.device) -> Arrays:
-        return Arrays(tuple(t.to(device) for t in self.tensors), self.prepare, self.batch_size, self.shuffle)
+        return dataclasses.replace(self, tensors=tuple(tensor.to(device) for tensor in self.tensors))
 
     # As a loader, for loops written by hand.
 
@@ -122,6 +123,7 @@ class Samples(_Numbered):
     workers: int = 0
     batch_size: int | None = None
     shuffle: bool = True
+    drop_last: bool = False
     start_worker: Callable[[int], None] | None = None
     # The loader's options for its worker processes.
     options: dict[str, Any] = field(default_factory=dict)
@@ -220,13 +222,20 @@ class Stream:
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
         stream = randomness.OwnStream(seed, getattr(self.loader, "generator", None))
-        for from_loader in draw_within(stream, self.loader):
+        for from_loader in draw_within(stream, self._epoch()):
             batch = _plain_dict(from_loader)
             if rows_or_none(batch) == 0:
                 continue
             if self.look is not None:
                 self.look(batch)
             yield batch
+
+
+    def _epoch(self) -> Iterator[Any]:
+        """The loader's batches. Persistent workers get their seed once; each later epoch draws it, too, to be alike."""
+        if getattr(self.loader, "_iterator", None) is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        yield from self.loader
 
 
 Source = Arrays | Samples | Stream
@@ -276,17 +285,18 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
         raise BadBatch(
             "the loader has a DistributedSampler, and the trainer divides the batch itself: give shuffle=True instead"
         )
-    if not _gives_each_once(loader) or loader.drop_last or isinstance(loader.dataset, IterableDataset):
+    if not _gives_each_once(loader) or isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size)
     shuffle = type(loader.sampler) is RandomSampler
     if type(loader.dataset) is TensorDataset and loader.collate_fn is torch.utils.data.default_collate:
-        return Arrays(loader.dataset.tensors, None, loader.batch_size, shuffle)
+        return Arrays(loader.dataset.tensors, None, loader.batch_size, shuffle, loader.drop_last)
     return Samples(
         loader.dataset,
         loader.collate_fn,
         loader.num_workers,
         loader.batch_size,
         shuffle,
+        loader.drop_last,
         loader.worker_init_fn,
         _worker_options(loader),
     )
