@@ -35,7 +35,7 @@ from exact import float64
 
 from manyhands import machine
 from manyhands.book import torch as models
-from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
 
 ROWS = {

@@ -21,8 +21,7 @@ from manyhands import torch as mh  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
 from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.fast import build  # noqa: E402
-from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
-from manyhands.training.torch.fast.lanes.lanes import StepLanes  # noqa: E402
+from manyhands.training.torch.fast.lanes.eager import StepLanes, StreamLanes  # noqa: E402
 
 DEVICE = "cuda:0"
 COUNT = 320

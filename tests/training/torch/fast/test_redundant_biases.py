@@ -19,7 +19,7 @@ from training_cases import difference, mlp, vectors
 
 from manyhands.book import torch as models
 from manyhands.training.options import Step
-from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
 from manyhands.training.torch.ranks.gradient_sum import LocalGradients
 

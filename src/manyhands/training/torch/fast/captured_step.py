@@ -37,7 +37,7 @@ from manyhands.training.torch.data.batches import Batch, Shard
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.extension import Extension, Passes
 from manyhands.training.torch.fast.inputs import Inputs, MicroBatch, Place
-from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.python_state import unread
 from manyhands.training.torch.fast.recorder import NotRecorded, Recorder, Replay, error_in_words
 from manyhands.training.torch.ranks.gradient_sum import GradientSum

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.ranks.gradient_sum import Arrivals
 from manyhands.training.torch.step.part import LossOf
 

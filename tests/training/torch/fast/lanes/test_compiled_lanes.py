@@ -20,7 +20,7 @@ from manyhands.book import torch as models
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.training.torch.fast.lanes.compiled import CompiledLanes, MoveToSideLanes
-from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.lanes.eager import StepLanes
 
 # What hooks do is the caller's, not in the compiled graph.
 NAMES = [

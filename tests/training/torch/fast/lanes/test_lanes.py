@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.book import torch as models
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.training.torch.fast.lanes.eager import SideLanes
-from manyhands.training.torch.fast.lanes.lanes import StepLanes
+from manyhands.training.torch.fast.lanes.eager import SideLanes, StepLanes
 
 
 @pytest.mark.parametrize("name", MODELS)

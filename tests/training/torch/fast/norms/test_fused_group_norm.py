@@ -16,7 +16,7 @@ from torch.nn.functional import group_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.backends.torch.kernels import group_norm as kernels
-from manyhands.training.torch.fast.norms.extension import normalises_groups
+from manyhands.training.torch.fast.build import normalises_groups
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
 
 

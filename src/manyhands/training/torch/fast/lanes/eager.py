@@ -20,18 +20,22 @@ than ``max_held`` bytes are held. Storages are held, not tensors: autograd copie
 other references.
 
 Every operation, mark and wait is recorded, also the work before and after the backward pass. At the join, the checker
-proves that every conflicting pair is ordered, including the freeing of memory.
+proves that every conflicting pair is ordered, including the freeing of memory. That is done each time a step is issued,
+in the warm-up and in the capture; replays repeat that order. A compiled step has its lanes in its graph
+(:mod:`.compiled`); :class:`StepLanes` has both, for each kind of micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from manyhands.amounts import counted
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
 from manyhands.backends.torch.run.own_streams import own_streams
@@ -41,6 +45,9 @@ from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
 from manyhands.training.torch.fast import operations
 from manyhands.training.torch.fast.operations import is_view, written_by
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.fast.lanes.compiled import CompiledLanes, MoveToSideLanes
 
 _aten = torch.ops.aten
 _MAIN = 0
@@ -293,3 +300,80 @@ class _Held:
 
 def _short_name(func: Any) -> str:
     return str(func).removeprefix("aten.").split(".")[0]
+
+
+# The lanes of a step
+
+
+COUNT = 2  # side lanes of a backward pass
+# The fewest multiplications for which a product is worth a lane: cuBLAS keeps 33 MB for each stream that it runs on.
+_MIN_PRODUCT = 1 << 22
+
+
+class StepLanes:
+    """Side lanes for the steps of one device, separately for each kind of micro-batch."""
+
+    def __init__(self, lanes: Lanes, device: str = "cpu", *, max_held: int | None = None, min_product: int = 0) -> None:
+        self._lanes, self._device = lanes, device
+        self._max_held, self._min_product = max_held, min_product
+        self._of: dict[Hashable, SideLanes | CompiledLanes] = {}
+
+    @classmethod
+    def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, max_held: int | None = None) -> StepLanes:
+        """CUDA streams as lanes, next to the stream that steps are captured on.
+
+        ``max_held``: about how many bytes the lanes may hold that a single lane would already have freed.
+        """
+        lanes, name = StreamLanes(device, COUNT, main), f"gpu:{device.index or 0}"
+        return cls(lanes, name, max_held=max_held, min_product=_MIN_PRODUCT)
+
+    def inductor_pass(self) -> MoveToSideLanes:
+        """The pass that adds lanes to the graphs of a compiled step."""
+        from manyhands.training.torch.fast.lanes.compiled import MoveToSideLanes
+
+        return MoveToSideLanes(self._max_held, self._min_product)
+
+    def during_backward(self, kind: Hashable, *, compiled: bool) -> AbstractContextManager[Any]:
+        """``with lanes.during_backward(kind, compiled=False): loss.backward()``."""
+        if kind not in self._of and compiled:
+            # Imported here, because it imports the compiler, which takes time.
+            from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
+
+            self._of[kind] = CompiledLanes(self._lanes, COUNT, device=self._device)
+        elif kind not in self._of:
+            limits: dict[str, Any] = {"max_held": self._max_held, "min_product": self._min_product}
+            self._of[kind] = SideLanes(self._lanes, COUNT, device=self._device, **limits)
+        return self._of[kind]
+
+    @contextmanager
+    def on_one_stream(self) -> Iterator[None]:
+        """A context in which all lanes use one stream: for warm-up steps."""
+        lanes = self._lanes
+        if not isinstance(lanes, StreamLanes):
+            yield
+            return
+        lanes.together = True
+        try:
+            yield
+        finally:
+            lanes.together = False
+
+    def explain(self, kind: Hashable) -> list[str]:
+        """The lanes, tasks and waits of a backward pass, and which gradients run on side lanes."""
+        lanes = self._of.get(kind)
+        if lanes is None or lanes.schedule is None:
+            return ["  no backward pass on lanes yet"]
+        if not lanes.moved:
+            return ["  nothing runs on side lanes: no gradient goes straight to a parameter"]
+        schedule = lanes.schedule
+        counts = (
+            f"{counted(len(schedule.graph), 'task')} on {counted(len(schedule.lanes), 'lane')}, "
+            f"{counted(schedule.wait_count(), 'wait')}"
+        )
+        lines = [f"  backward: {counts}, all checked"]
+        for number, (lane, tasks) in enumerate(zip(schedule.lanes, schedule.per_lane(), strict=True)):
+            names = Counter(schedule.graph.tasks[task].name for task in tasks)
+            most = ", ".join(f"{count} {name}" for name, count in names.most_common(4))
+            lines.append(f"    {lane} ({'side' if number else 'main'}): {counted(len(tasks), 'task')} ({most})")
+        lines.append("  in parallel with the backward pass:")
+        return lines + [f"    {count} x {kind}" for kind, count in Counter(lanes.moved).items()]
