@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from manyhands import machine
 from manyhands.backends.torch import compat, virtual
@@ -91,14 +90,9 @@ def batch_hint(trace: Trace, number: int) -> str | None:
     better = next((text for word, text in _BATCHED.items() if name.startswith(word)), None)
     if better is None:
         return None
-    return f"{name} {_shapes(step.node)} could be {better}: measure it"
-
-
-def _shapes(node: Node) -> str:
-    values: list[Any] = [source.meta.get("val") for source in node.all_input_nodes]
-    return " and ".join(
-        "x".join(map(str, value.shape)) for value in values if isinstance(value, torch.Tensor) and value.dim()
-    )
+    values = [value for source in step.node.all_input_nodes for value in compat.tensors_in(source.meta.get("val"))]
+    shapes = " and ".join("x".join(map(str, value.shape)) for value in values if value.dim())
+    return f"{name} {shapes} could be {better}: measure it"
 
 
 # Runs

@@ -10,7 +10,7 @@ receives exactly the traced operation with exactly its arguments. Otherwise the 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +41,10 @@ def native(node: Node) -> Callable[..., Any]:
     if key not in _known:
         if len(_known) > _MANY:
             _known.clear()
-        _known[key] = next((binding for binding in _bindings(target) if _is_same(binding, node)), target)
+        name = compat.schema(target).name.removeprefix("aten::")
+        bindings = [getattr(place, name, None) for place in compat.BINDINGS]
+        same = (binding for binding in bindings if isinstance(binding, _BUILTIN) and _is_same(binding, node))
+        _known[key] = next(same, target)
     return _known[key]
 
 
@@ -72,14 +75,6 @@ def _is_simple(node: Node) -> bool:
     name = str(node.target).removeprefix("aten.")
     seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return bool(node.all_input_nodes) and not seeded and "_like" not in name and not name.startswith("new_")
-
-
-def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
-    name = compat.schema(target).name.removeprefix("aten::")
-    for place in compat.BINDINGS:
-        binding = getattr(place, name, None)
-        if isinstance(binding, _BUILTIN):
-            yield binding
 
 
 class _Listener(TorchDispatchMode):

@@ -139,7 +139,10 @@ class GraphRun:
         return _Captured(graph, outputs, copies_in, copies_out)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        fresh = None if self._fresh is None else _allocated(self._fresh)
+        try:
+            fresh = None if self._fresh is None else self._fresh()
+        except torch.OutOfMemoryError as error:
+            raise NoMemoryForResults(str(error)) from None
         raw = compat.raw_stream(self._device.index)  # asking for the stream object takes long
         if raw != self._stream.cuda_stream:  # the last replay, or the copies of its results, may still run there
             stream = torch.cuda.current_stream(self._device)
@@ -187,13 +190,6 @@ class GraphRun:
             own = {compat.memory_id(output) for output in self._graph.outputs if isinstance(output, torch.Tensor)}
             if tensor.data_ptr() != self._static[number].data_ptr() and compat.memory_id(tensor) not in own:
                 tensor.detach().copy_(self._static[number])
-
-
-def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    try:
-        return allocate()
-    except torch.OutOfMemoryError as error:
-        raise NoMemoryForResults(str(error)) from None
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
