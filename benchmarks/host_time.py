@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from manyhands import torch as mh
 from manyhands.book import torch as book
-from manyhands.schedule.pictures.timeline import Span, Timeline
+from manyhands.schedule.timeline import Span, Timeline
 from manyhands.training.torch.ranks import gradient_sum
 from manyhands.training.torch.step.steps import Steps
 

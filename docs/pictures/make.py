@@ -24,9 +24,9 @@ import torch
 from manyhands import torch as mh
 from manyhands.lab.finding import Plot
 from manyhands.lab.report import svg
-from manyhands.schedule.pictures import graph_svg as graph
-from manyhands.schedule.pictures.timeline import Span, Timeline, colour_of
+from manyhands.schedule import graph_svg as graph
 from manyhands.schedule.simulate import simulate
+from manyhands.schedule.timeline import Span, Timeline, colour_of
 
 FOLDER = Path(__file__).parent
 CODE = """@mh.parallel

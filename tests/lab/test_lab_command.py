@@ -16,7 +16,7 @@ from manyhands.cli import lab, main
 from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Finding, Plot, Sweep, Times, Trial
 from manyhands.lab.report import SCHEMA, Report, Result, page
-from manyhands.schedule.pictures.timeline import Span
+from manyhands.schedule.timeline import Span
 
 
 def command(*arguments: str, **options: object) -> subprocess.Popen[str]:

@@ -14,7 +14,7 @@ from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import NAMES, Experiment, load
 from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
 from manyhands.lab.report import Report, Result, mark_virtual, page, svg, text
-from manyhands.schedule.pictures.timeline import Span
+from manyhands.schedule.timeline import Span
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
 HOST = {"name": "a processor", "cores": 2, "usable_cores": 2}

@@ -17,7 +17,7 @@ from unittest import SkipTest
 
 from manyhands.amounts import counted
 from manyhands.audit import watch
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.sites import name_callers_in_warnings
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, HiddenWait, NothingWatched

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from manyhands.audit.critical_path import Wait, Work
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.sites import Line, Site
 from manyhands.audit.speeds import DeviceSpeeds, h200

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manyhands.audit import sites
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.audit import sites, watch
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.training import loop
 

@@ -10,8 +10,8 @@ from typing import Any
 from manyhands.cli import flags, script
 from manyhands.cli.flags import Count, File, Framework
 from manyhands.errors import BadSettings
-from manyhands.schedule.pictures import graph_svg
-from manyhands.schedule.pictures import timeline as timelines
+from manyhands.schedule import graph_svg
+from manyhands.schedule import timeline as timelines
 
 
 def run(

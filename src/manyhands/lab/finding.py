@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manyhands.amounts import seconds as seconds
-from manyhands.schedule.pictures.timeline import Span
+from manyhands.schedule.timeline import Span
 
 _CLEAR = 0.05  # smaller differences are not reported as a difference
 EFFICIENCY = 1.1  # of a bound that was measured too: a little more than all of it is noise

@@ -22,7 +22,7 @@ from manyhands.amounts import seconds
 from manyhands.audit.reports.html import page_of
 from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Finding, Plot, Table, Trial
-from manyhands.schedule.pictures.timeline import gantt
+from manyhands.schedule.timeline import gantt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,8 +24,8 @@ from manyhands.parallel.plan import AS_WRITTEN, Plan
 from manyhands.parallel.planner import Options
 from manyhands.parallel.pure import Pure
 from manyhands.schedule.forecast import Forecast, Machine, forecast
-from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import timeline_of
+from manyhands.schedule.timeline import Timeline
 from manyhands.tree import plain_leaves
 
 _FORMS = 64  # kinds of calls whose times are kept

@@ -15,7 +15,7 @@ from manyhands.parallel.explain import name_of
 from manyhands.parallel.interface import P, ParallelFunction, R, refuse_threads
 from manyhands.parallel.plan import Plan
 from manyhands.schedule.forecast import Forecast
-from manyhands.schedule.pictures.timeline import Timeline
+from manyhands.schedule.timeline import Timeline
 from manyhands.tasks.arguments import Hooks
 from manyhands.tasks.scope import parallel as Scope
 

@@ -18,11 +18,11 @@ from manyhands.amounts import counted
 from manyhands.errors import EngineError, type_in_words
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Plan
+from manyhands.schedule import graph_svg
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.pictures import graph_svg
-from manyhands.schedule.pictures.timeline import Timeline, checked_path
 from manyhands.schedule.simulate import simulate
+from manyhands.schedule.timeline import Timeline, checked_path
 
 P = ParamSpec("P")
 R = TypeVar("R")

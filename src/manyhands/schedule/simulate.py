@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.pictures.timeline import Span, Timeline
+from manyhands.schedule.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.audit.cures.cure import cure
+from manyhands.audit.cure import cure
 from manyhands.audit.kinds import Kind
 
 WORDS = ""  # no line of code can be the cure

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.audit import speeds, watch
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import html, report

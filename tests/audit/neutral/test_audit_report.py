@@ -13,7 +13,7 @@ import pytest
 
 from manyhands.audit import recorder, sites, speeds, watch
 from manyhands.audit.critical_path import Work, gains
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report, sarif, table

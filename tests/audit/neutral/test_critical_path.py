@@ -8,9 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from manyhands.audit import critical_path, sites
+from manyhands.audit import critical_path, cure, sites
 from manyhands.audit.critical_path import Wait, Work, gains, simulate
-from manyhands.audit.cures import cure
 from manyhands.audit.reports import report, table
 from manyhands.cli import audit
 

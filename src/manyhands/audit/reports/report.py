@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands.amounts import counted, seconds
 from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Recorder
 from manyhands.audit.sites import shown_path

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from manyhands.audit import sites, watch
-from manyhands.audit.cures.cure import Stall
+from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import NUMBER, Kind
 from manyhands.audit.torch import calls
 from manyhands.audit.wrapping import Installation, Steps

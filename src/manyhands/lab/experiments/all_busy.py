@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import EFFICIENCY, Finding, Plot, Times
-from manyhands.schedule.pictures.timeline import Span
+from manyhands.schedule.timeline import Span
 
 _REPEATS = 20
 _IN_TURN, _AT_ONCE = "one after the other", "at once"

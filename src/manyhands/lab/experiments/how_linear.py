@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import EFFICIENCY, Comparison, Finding, Plot, Sweep
-from manyhands.schedule.pictures.timeline import Span
+from manyhands.schedule.timeline import Span
 
 _PRODUCTS = 50
 _ONE, _TWO = "two on one device", "two on two devices"

@@ -22,7 +22,7 @@ from pathlib import Path
 from manyhands.files import to_write
 from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.pictures.timeline import colour_of
+from manyhands.schedule.timeline import colour_of
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 44, 30, 22, 20
 _LONGEST, _LEAST = 12, 3  # the longest block, in tasks; the fewest repetitions that are folded

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manyhands.audit.cures.statement import Statement, ValueUse, name_of
 from manyhands.audit.kinds import NUMBER, Kind
 from manyhands.audit.sites import Site
+from manyhands.audit.statement import Statement, ValueUse, name_of
 
 # The suffix of a value that stays on its device, and int() of such a value.
 _KEPT = {"torch": ".detach()", "jax": "", "tensorflow": "", "mxnet": ".detach()"}

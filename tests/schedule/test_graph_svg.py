@@ -18,9 +18,9 @@ import pytest
 from manyhands.errors import EngineError, PackageMissing
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Plan
+from manyhands.schedule import graph_svg
 from manyhands.schedule.graph import Kind, Task, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
-from manyhands.schedule.pictures import graph_svg
 from manyhands.schedule.simulate import simulate
 
 

@@ -1,1 +1,0 @@
-"""A schedule as a picture of its graph, and a run as a timeline."""
