@@ -8,7 +8,6 @@ own (an iterable dataset, a custom sampler): every rank reads all of it and take
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 import functools
@@ -16,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,26 +44,8 @@ def scale_images(batch: Batch) -> Batch:
     return images.unsqueeze(1).float().div_(255), labels.long()
 
 
-class _Numbered(abc.ABC):
-    """Data with a number for each sample."""
-
-    rereadable = True  # the first samples can be read without consuming them
-
-    @property
-    @abc.abstractmethod
-    def count(self) -> int: ...
-
-    @abc.abstractmethod
-    def pick(self, numbers: Numbers, draws: int | None = None) -> Batch:
-        """The samples of these numbers; ``draws``: the seed of what a collate function draws."""
-
-    def few(self, count: int) -> Batch:
-        """The first samples, or for a stream its first batch; nothing is consumed, and random numbers stay."""
-        return self.pick(np.arange(min(count, self.count)))
-
-
 @dataclass
-class Arrays(_Numbered):
+class Arrays:
     """Tensors with one row per sample; ``prepare`` makes a batch of the gathered rows, on the device."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -72,6 +53,7 @@ class Arrays(_Numbered):
     batch_size: int | None = None
     shuffle: bool = True
     drop_last: bool = False
+    rereadable: ClassVar[bool] = True  # the first samples can be read without consuming them
 
     def __post_init__(self) -> None:
         check_lengths(self.tensors)
@@ -84,7 +66,12 @@ class Arrays(_Numbered):
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
+    def few(self, count: int) -> Batch:
+        """The first samples."""
+        return self.take(torch.arange(min(count, self.count), device=self.tensors[0].device))
+
     def pick(self, numbers: Numbers, draws: int | None = None) -> Batch:
+        """The samples of these numbers; ``draws``: the seed of what a collate function draws."""
         return self.take(torch.from_numpy(numbers).to(self.tensors[0].device))
 
     def take(self, index: torch.Tensor) -> Batch:
@@ -115,7 +102,7 @@ class Arrays(_Numbered):
 
 
 @dataclass
-class Samples(_Numbered):
+class Samples:
     """A dataset that gives one sample for one number."""
 
     dataset: Dataset[Any]
@@ -129,6 +116,7 @@ class Samples(_Numbered):
     options: dict[str, Any] = field(default_factory=dict)
     # Looks at each batch on the host, before it goes to the device; raises where it cannot be trained on.
     look: Look | None = None
+    rereadable: ClassVar[bool] = True
     _kept: DataLoader[Any] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +131,12 @@ class Samples(_Numbered):
         """Only the first samples."""
         return dataclasses.replace(self, dataset=torch.utils.data.Subset(self.dataset, range(count)))
 
+    def few(self, count: int) -> Batch:
+        """The first samples; random numbers stay."""
+        return self.pick(np.arange(min(count, self.count)))
+
     def pick(self, numbers: Numbers, draws: int | None = None) -> Batch:
+        """The samples of these numbers; ``draws``: the seed of what a collate function draws."""
         plain = dataclasses.replace(self, workers=0, look=None)
         if self.collate is not None and draws is not None:
             plain.collate = functools.partial(_collated, self.collate, draws)
@@ -210,6 +203,7 @@ class Stream:
         return not isinstance(self.loader, Iterator)
 
     def few(self, count: int) -> Batch:
+        """The first batch; nothing is consumed."""
         return next(dataclasses.replace(self, loader=_without_workers(self.loader), look=None).batches(0))
 
     def first_batch(self) -> tuple[Batch, Stream]:
@@ -229,7 +223,6 @@ class Stream:
             if self.look is not None:
                 self.look(batch)
             yield batch
-
 
     def _epoch(self) -> Iterator[Any]:
         """The loader's batches. Persistent workers get their seed once; each later epoch draws it, too, to be alike."""
