@@ -82,6 +82,7 @@ class GraphRun:
         except CannotCompile:  # the copies cannot be identified in the graph
             self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
             self._graph = self._capture(self._static, self._moving)
+        self._results = {*map(compat.memory_id, compat.tensors_in(self._graph.outputs))}  # the memories of results
         # A parameter is at the address that the graph has: otherwise the call would have another plan.
         fixed = {number for number, tensor in enumerate(inputs) if type(tensor) is torch.nn.Parameter}
         self._before = [number for number in self._before if number not in fixed]
@@ -187,8 +188,7 @@ class GraphRun:
         for number in self._back:
             tensor = inputs[number]
             # If the argument is the last call's result, its memory now holds this call's result.
-            own = {compat.memory_id(output) for output in self._graph.outputs if isinstance(output, torch.Tensor)}
-            if tensor.data_ptr() != self._static[number].data_ptr() and compat.memory_id(tensor) not in own:
+            if tensor.data_ptr() != self._static[number].data_ptr() and compat.memory_id(tensor) not in self._results:
                 tensor.detach().copy_(self._static[number])
 
 
