@@ -32,12 +32,10 @@ _CALLED = {
     "loss": "criterion loss_fn loss_func loss_function objective",
     "schedule": "scheduler lr_scheduler lr_schedule schedulers lr_scheduler_type",
     "num_gpus": "gpus n_gpus ngpus gpu num_devices",
-    "devices": "device accelerator strategy ctx context device_ids distribute_strategy",
-    "accumulate": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
+    "devices": "device ctx context device_ids",
     "micro_batch_size": "microbatch_size micro_batch microbatch device_microbatch_size",
     "gradient_clip_val": "clip clipnorm global_clipnorm grad_clip max_grad_norm clip_grad_norm gradient_clip clip_norm",
     "precision": "amp fp16 bf16 mixed_precision dtype half",
-    "batch_stats": "sync_batchnorm sync_bn",
     "seed": "random_state random_seed manual_seed",
     "run": "default_root_dir output_dir save_dir log_dir logdir run_dir checkpoint_dir ckpt_dir dirpath",
     "resume": "ckpt_path resume_from_checkpoint checkpoint resume_from",
@@ -47,7 +45,7 @@ _CALLED = {
     "max_time": "time_limit max_duration",
     "limit_batches": "steps_per_epoch limit_train_batches max_batches",
     "limit_val_batches": "validation_steps limit_eval_batches val_steps",
-    "evaluate_every": "val_check_interval eval_steps validation_freq check_val_every_n_epoch eval_every",
+    "evaluate_every": "eval_every",
     "per_device": "ranks_per_device num_processes nproc nprocs num_proc world_size n_procs",
     "quiet": "disable_tqdm silent",
     "callbacks": "callback cbs",
@@ -69,6 +67,25 @@ _ADVICE = {
     ),
     "loggers have it: Trainer(loggers=[mh.loggers.CSVLogger(every=50)])": "log_every_n_steps",
     "the model is given to fit: trainer.fit(model, data)": "model",
+    "leave it out: devices= says which, and 'gpu' or nothing means all GPUs": "accelerator",
+    "leave it out: gradients are summed over all devices. FSDP is Trainer(step=mh.Step(shard=True))": (
+        "strategy distribute_strategy"
+    ),
+    "write Trainer(step=mh.Step(accumulate=N)), which divides the loader's batch into N: make the batch N times as "
+    "large": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
+    "write Trainer(step=mh.Step(batch_stats='global'))": "sync_batchnorm sync_bn",
+    "write Trainer(limits=mh.Limits(evaluate_every='500 steps')), or '2 epochs'": (
+        "val_check_interval check_val_every_n_epoch eval_steps validation_freq"
+    ),
+    "checkpoints are written if there is a folder for them: Trainer(run='runs/mine')": "enable_checkpointing",
+    "write Trainer(limits=mh.Limits(max_steps=1))": "fast_dev_run",
+    "leave it out: a NaN loss ends the job and names the samples (Step(on_nan=))": "detect_anomaly",
+    "leave it out: the trainer divides the loader's batches itself": "use_distributed_sampler replace_sampler_ddp",
+    "leave it out: the model is tried on a few samples before the first step": "num_sanity_val_steps",
+    "it is PyTorch's: call torch.use_deterministic_algorithms(True), or set torch.backends.cudnn.benchmark": (
+        "deterministic benchmark"
+    ),
+    "put torch.profiler around fit with Limits(max_steps=50), or run manyhands audit": "profiler",
     "workers belong to the loader: DataLoader(dataset, num_workers=...)": "num_workers",
     "(X, y) arrays are shuffled; for another order give a loader": "shuffle",
     "start the script with torchrun, which gives every process its place": "num_nodes",

@@ -46,12 +46,13 @@ class Result:
         return sum(seconds) / len(seconds) if seconds else math.nan
 
     def __str__(self) -> str:
-        """One line; without classes it has the validation loss in place of the accuracy.
+        """One line, with the accuracy; without classes the loss over the validation data, else that of the training.
 
         Where the training ended before its last epoch, the line says why.
         """
-        metrics = {"val_acc": self.test_accuracy, "val_loss": self.validation_loss}
-        known = [f"{name} {value:.3f}" for name, value in metrics.items() if not math.isnan(value)][:1]
+        row = self.rows[-1] if self.rows else {}
+        names = [name for name in ("val_acc", "val_loss", "train_loss") if row.get(name) is not None]
+        known = [f"{name} {row[name]:.3f}" for name in names[:1]]
         seconds = [] if math.isnan(self.seconds_per_epoch) else [f"{self.seconds_per_epoch:.2f} sec/epoch"]
         why = f"; ended: {self.ended}" if self.ended not in ("", "max_epochs") else ""
         return f"{', '.join(known + seconds) or 'trained'} on [{', '.join(self.devices)}]{why}"

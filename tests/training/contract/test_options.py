@@ -123,7 +123,7 @@ def test_two_sizes_of_a_batch(bench: Bench) -> None:
         ({"workers": Workers}, r"workers=Workers: give a Workers object, as workers=mh\.Workers\(\.\.\.\)"),
         ({"accumulate": 2}, r"no option accumulate: write Trainer\(step=mh\.Step\(accumulate=2\)\)"),
         ({"ranks_per_device": 2}, r"called per_device here\. Write Trainer\(workers=mh\.Workers\(per_device=2\)\)"),
-        ({"sync_batchnorm": True}, r"Write Trainer\(step=mh\.Step\(batch_stats=\.\.\.\)\)"),
+        ({"sync_batchnorm": True}, r"write Trainer\(step=mh\.Step\(batch_stats='global'\)\)"),
         ({"acumulate": 2}, r"did you mean Trainer\(step=mh\.Step\(accumulate=\.\.\.\)\)\?"),
         ({"learning_rate": 0.1}, "Trainer has no option learning_rate: it is called lr here"),
         ({"patience": 3}, r"patience: it is a callback.*mh\.EarlyStopping"),

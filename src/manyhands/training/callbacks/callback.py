@@ -215,6 +215,13 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
     )
 
 
+_OF_OTHERS = {  # callbacks of Lightning and Keras, and ours
+    "EarlyStopping": "EarlyStopping",
+    "ModelCheckpoint": "BestCheckpoint",
+    "LearningRateMonitor": "LearningRateMonitor",
+}
+
+
 def check_callbacks(option: str, values: Any, kind: type[Callback]) -> list[Any]:
     """The user's callbacks or loggers as a list; refuses other objects."""
     listed = [values] if isinstance(values, Callback) or not isinstance(values, Iterable) else list(values)
@@ -223,8 +230,10 @@ def check_callbacks(option: str, values: Any, kind: type[Callback]) -> list[Any]
         if isinstance(value, type) and issubclass(value, Callback):
             raise BadSettings(f"{option}=[{value.__name__}]: this is the class; make one, {value.__name__}(...)")
         if not isinstance(value, kind):
+            same = _OF_OTHERS.get(type(value).__name__)
+            cure = f"mh.{same} does the same" if same else f"derive your class from mh.{name}"
             raise BadSettings(
-                f"{option}=[{value!r}]: {type_in_words(value)} is not a {name}; derive your class from mh.{name}"
+                f"{option}=[{value!r}]: {type_in_words(value)} is not a {name}; {cure}"
                 + (" (callbacks of Keras and Lightning have other events)" if name == "Callback" else "")
             )
         _check_methods(value)

@@ -23,6 +23,7 @@ from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.ranks.whole_batch import Rows
 from manyhands.training.torch.step.known_means import KnownMeans, function_and_options
+from manyhands.training.torch.step.logged import loss_of_pass
 
 if TYPE_CHECKING:
     from manyhands.training.torch.preflight.checks import LabelRange
@@ -216,6 +217,8 @@ class OwnStep(Objective):
                 plotted = plots.take()
                 self.plotted_accuracy = plotted.get("acc")
                 returned = plotted_loss(returned, plotted, lambda: self._called(user.training_step, batch))
+        if returned is None and not trains:
+            returned = loss_of_pass()
         value = (
             returned["loss"] if isinstance(returned, Mapping) and "loss" in returned else returned
         )  # as Lightning has it

@@ -128,6 +128,7 @@ class Trainer(BaseTrainer):
         resume: Path | None,
     ) -> Result:
         checks.check_trainable(model)
+        checks.check_hooks(model)
         before = checks.copied(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan

@@ -65,6 +65,29 @@ def test_evaluate_gives_what_validation_steps_log() -> None:
     assert found["val_column"] == pytest.approx(data()[0][:, 0].mean().item(), abs=1e-7)
 
 
+class OnlyLogs(Logs):
+    name = "val_loss"
+
+    def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+        self.log(self.name, F.mse_loss(self(batch[0]), batch[1]))
+
+    def on_train_epoch_end(self) -> None:
+        raise AssertionError("the trainer calls no hooks")
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_a_validation_step_may_only_log(devices: str) -> None:
+    expected, model = Logs(), OnlyLogs()
+    model.load_state_dict(expected.state_dict())
+    with pytest.warns(UserWarning, match="on_train_epoch_end: the trainer calls no hooks"):
+        row = fit(model, devices=devices).rows[-1]
+    assert row["val_loss"] == pytest.approx(fit(expected).rows[-1]["val_loss"], rel=1e-5)
+    model.name = "error"
+    found = mh.Trainer(devices="cpu", quiet=True).evaluate(model, data())
+    assert found["loss"] is None
+    assert found["error"] > 0
+
+
 def test_captured_steps_log_the_same() -> None:
     torch.manual_seed(0)
     with capturing() as captured:

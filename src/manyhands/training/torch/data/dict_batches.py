@@ -28,8 +28,8 @@ def output_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
         except TypeError:
             raise BadBatch(
                 f"a batch is a dict with {_listed(batch)}, and each part is given to the model by name: forward of "
-                f"{type(model).__name__} takes {signature}. Name the parts as its arguments, or give the model a "
-                "training_step(batch)"
+                f"{type(model).__name__} takes {signature}. Name the parts as its arguments; or give fit a "
+                "model with training_step(batch), and predict the inputs alone"
             ) from error
         raise
 

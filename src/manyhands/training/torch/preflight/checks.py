@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,17 @@ from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, as_the_model
 from manyhands.training.torch.data.sources import Arrays, Source
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Supervised
+from manyhands.training.torch.objective import SEVERAL, Supervised
 from manyhands.training.torch.state.module_state import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
+from manyhands.training.torch.step.logged import LIGHTNING
 
+_HOOKS = (
+    *(f"on_{part}_{moment}" for part in ("fit", "train", "train_epoch", "train_batch") for moment in ("start", "end")),
+    *(f"on_validation{part}_{moment}" for part in ("", "_epoch", "_batch") for moment in ("start", "end")),
+    *("on_before_optimizer_step", "on_after_backward", "optimizer_step", "configure_gradient_clipping"),
+    *("lr_scheduler_step", "on_save_checkpoint", "on_load_checkpoint"),
+)
 _FEW = 2  # normalisation over a batch wants more than one
 _CLOSE = 1e-2  # to 1: the sum of a sample's probabilities, in any precision
 _ROWS = 4096  # whose sums are computed
@@ -55,6 +63,19 @@ def check_trainable(model: Any) -> None:
         f"{type_in_words(model)} has no parameters that could be trained: call requires_grad_(True) of a layer that "
         "has weights, and make weights of your own torch.nn.Parameter(...)"
     )
+
+
+def check_hooks(model: torch.nn.Module) -> None:
+    """Warn of Lightning's hooks in a model: the trainer calls its steps and ``configure_optimizers`` only."""
+    if getattr(model, "automatic_optimization", True) is False:
+        raise BadSettings(f"{type(model).__name__} has automatic_optimization=False: {SEVERAL}")
+    own = [kind for kind in type(model).__mro__ if not kind.__module__.startswith(("torch.", *LIGHTNING))]
+    if found := [name for name in _HOOKS if any(name in vars(kind) for kind in own)]:
+        warnings.warn(
+            f"{type(model).__name__}.{', '.join(found)}: the trainer calls no hooks of a model. A callback has the "
+            "same moments: on_epoch_end, on_evaluation, on_model and others of mh.Callback",
+            stacklevel=5,
+        )
 
 
 def is_lazy(model: torch.nn.Module) -> bool:

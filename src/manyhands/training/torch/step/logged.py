@@ -15,6 +15,7 @@ here: ``batch_size``, the weight of the value, and ``reduce_fx``, which is a mea
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Value:
 
 _values: list[Value] | None = None  # of the pass that is running
 _METHODS = ("log", "log_dict")
-_LIGHTNING = ("lightning.", "pytorch_lightning.")
+LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_fx: Any = "mean", **__: Any) -> None:
@@ -77,6 +78,16 @@ def collected() -> Iterator[list[Value]]:
         _values = before
 
 
+def loss_of_pass() -> torch.Tensor | None:
+    """The loss of a validation step that returns nothing: what it has logged as ``val_loss`` (else NaN), if it logs."""
+    if not _values:
+        return None
+    values = {each.name: each.value for each in _values}
+    loss = values.get("val_loss", math.nan)
+    device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+    return loss if isinstance(loss, torch.Tensor) else torch.full((), loss, device=device)
+
+
 @contextlib.contextmanager
 def attached(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model has ``log`` and ``log_dict``, unless its class has its own, other than Lightning's."""
@@ -95,10 +106,10 @@ def attached(model: torch.nn.Module) -> Iterator[None]:
 def may_log(model: Any) -> bool:
     """Whether a method of the model's own class speaks of one of these methods."""
     functions = [value for kind in type(model).__mro__ for value in vars(kind).values() if hasattr(value, "__code__")]
-    own = [function for function in functions if not function.__module__.startswith(("torch.", *_LIGHTNING))]
+    own = [function for function in functions if not function.__module__.startswith(("torch.", *LIGHTNING))]
     return any(set(_METHODS) & set(function.__code__.co_names) for function in own)
 
 
 def _is_free(model: torch.nn.Module, name: str) -> bool:
     own = getattr(model, name, None)
-    return own is None or str(getattr(own, "__module__", "")).startswith(_LIGHTNING)
+    return own is None or str(getattr(own, "__module__", "")).startswith(LIGHTNING)
