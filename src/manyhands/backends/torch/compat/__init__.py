@@ -138,6 +138,8 @@ def data_loader_iterator() -> Any:
     return _BaseDataLoaderIter
 
 
+# Where a DataLoader keeps the iterator of its persistent workers.
+PERSISTENT_ITERATOR = "_iterator"
 # What torch.compile and DTensor make their wrappers of tensors with.
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 # The operation in which the host reads a number: ``x.item()``, and a tensor that is given for a number.

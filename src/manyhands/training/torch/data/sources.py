@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data.loader_batches import draw_within
@@ -226,7 +227,7 @@ class Stream:
 
     def _epoch(self) -> Iterator[Any]:
         """The loader's batches. Persistent workers get their seed once; each later epoch draws it, too, to be alike."""
-        if getattr(self.loader, "_iterator", None) is not None:
+        if getattr(self.loader, compat.PERSISTENT_ITERATOR, None) is not None:
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         yield from self.loader
 
