@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule, Node
 from manyhands.addresses import Span, joined
 from manyhands.amounts import counted
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import reach
 from manyhands.backends.torch.capture.trace import Trace, has_effects, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.errors import CannotFuse
@@ -144,7 +143,7 @@ def _writes_shared_memory(trace: Trace) -> bool:
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             offset = int(tensor.storage_offset()) * tensor.element_size()
             start = tensor.data_ptr() if node.op == "get_attr" else offset
-            span = Span(start, start + reach(tensor) * tensor.element_size())
+            span = Span(start, start + compat.reach(tensor) * tensor.element_size())
             for memory in trace.storages[node] & written:
                 spans.setdefault(memory, []).append(span)
     return any(len(joined(beside)) < len(beside) for beside in spans.values())

@@ -11,9 +11,8 @@ import torch
 
 from manyhands.addresses import Held, content
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.run.threads import initialize_vector_math
-from manyhands.backends.torch.virtual import VirtualTensor
+from manyhands.backends.torch.virtual import inside
 
 # Bytes of a tensor that are compared whole; blocks of a larger one. PyTorch itself counts nearly all writes.
 _WHOLE, _BLOCKS = 1 << 16, 4
@@ -21,7 +20,7 @@ _WHOLE, _BLOCKS = 1 << 16, 4
 
 def memory_of(value: Any) -> Hashable:
     """The addresses of a tensor's memory, all of it; other objects are known by themselves."""
-    span = span_of(value)
+    span = compat.span_of(inside(value))
     return id(value) if span is None else span
 
 
@@ -73,8 +72,8 @@ def version_of(value: Any) -> Any:
         if not value.is_inference():  # not asked first: it lets other threads go before
             raise
         version = 0
-    inner = value._inner if type(value) is VirtualTensor else value
-    span = span_of(inner) if inner.is_cpu else None
+    inner = inside(value)
+    span = compat.span_of(inner) if inner.is_cpu else None
     gradient = id(value.grad) if value.requires_grad and value.is_leaf else 0
     return version, gradient, span and content(span, _WHOLE, _BLOCKS)
 

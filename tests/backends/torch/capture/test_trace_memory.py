@@ -15,8 +15,8 @@ from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from manyhands.backends.torch import planning
-from manyhands.backends.torch.addresses import reach
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.compat import reach
 from manyhands.backends.torch.run.bindings import native
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.parallel.function import Parallel

@@ -18,8 +18,7 @@ from torch import nn
 from manyhands import tree
 from manyhands.addresses import Same, joined
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import span_of
-from manyhands.backends.torch.virtual import only_hooks, only_known_functions
+from manyhands.backends.torch.virtual import inside, only_hooks, only_known_functions
 
 _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
 is_grad_enabled = torch.is_grad_enabled
@@ -86,7 +85,7 @@ def _key(leaf: Any) -> Any:
 def share_memory(values: Sequence[Any]) -> bool:
     """Whether two tensors among these share memory, by address: two ``from_numpy`` of one array share no storage."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
+    spans = [span for tensor in tensors if (span := compat.span_of(inside(tensor))) is not None]
     return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
 
 

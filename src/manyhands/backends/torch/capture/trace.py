@@ -25,7 +25,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from manyhands.addresses import joined
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE
 from manyhands.backends.torch.compat import tensors_in, tree_leaves
 from manyhands.errors import CannotTrace
@@ -343,7 +342,7 @@ def _is_view(node: Node) -> bool:
 def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, frozenset[int]]:
     """The memories of tensors from outside, by address: tensors whose spans overlap share one."""
     values = {node: getattr(module, str(node.target)) for node in constants}
-    spans = {node: span for node, value in values.items() if (span := span_of(value)) is not None}
+    spans = {node: span for node, value in values.items() if (span := compat.span_of(value)) is not None}
     places = joined(spans.values())
     memories: dict[Node, frozenset[int]] = {node: frozenset() for node in constants}
     for node, span in spans.items():

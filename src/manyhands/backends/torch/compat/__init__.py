@@ -47,6 +47,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from manyhands.addresses import Span
 from manyhands.backends.torch.compat.dynamo import (
     DispatchModeWithoutDynamo,
     ForwardGraph,
@@ -194,6 +195,25 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def memory_id(tensor: torch.Tensor) -> int:
     """The number of the memory that a tensor is in."""
     return storage_id(tensor.untyped_storage())
+
+
+def span_of(value: object) -> Span | None:
+    """All of the memory that a tensor lies in, not only what it shows of it; None for what has none of its own."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    try:
+        storage = value.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a tensor of torch.func, or a made-up one
+        return None
+    return Span(start, start + size) if start and size else None
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """How many numbers lie in memory from a tensor's first one to its last one, which may have gaps between them."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def arguments(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import reach
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
@@ -173,7 +172,7 @@ def _substitute(node: Node) -> torch.Tensor:
     """
     meta = node.meta["val"]
     # Fill the memory before applying the strides: an expanded tensor cannot be written to.
-    count = reach(meta)
+    count = compat.reach(meta)
     if not meta.is_floating_point():
         return torch.zeros(count, dtype=meta.dtype, device=meta.device).as_strided(meta.shape, meta.stride())
     numbers = torch.empty(count, dtype=meta.dtype, device=meta.device)
