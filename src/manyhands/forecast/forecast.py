@@ -123,7 +123,9 @@ class Forecast:
         parts = ", ".join(f"{name} {seconds(getattr(step, name))}" for name in ("forward", "backward", "optimizer"))
         # A step that was timed as a whole has no optimizer: its parts are assumed.
         shares = f" ({parts})" if step.optimizer else ""
+        turns = profile.kind == "cpu" and self.link.per_node > 1 and len(self.rows) > 1
         lines = [
+            *([_TAKE_TURNS, ""] if turns else []),
             self.headline,
             "",
             f"{profile.name}, {sizes} {profile.batch_size}, on {device}: {seconds(step.total)} a step{shares}",
@@ -144,16 +146,17 @@ class Forecast:
             f"{'' if base == 1 else f', where {base} devices count as 100%'}; pays from: the smallest batch size for "
             "which it does; device-hours: for a million samples",
         ]
-        if profile.kind == "cpu" and self.link.per_node > 1 and len(self.rows) > 1:
-            lines.append(
-                "The devices of a node take turns on the cores of this CPU. For GPUs measure where one is: "
-                "--save-profile FILE there, --profile FILE here."
-            )
         return "\n".join([*lines, *profile.notes])
 
     def plot(self, path: str | Path) -> Path:
         """Draw speed-up and memory over the number of devices; ``.png`` or ``.svg``."""
         return _draw(self, path)
+
+
+_TAKE_TURNS = (
+    "A forecast for devices that take turns on the cores of one CPU. For GPUs measure where one is: --save-profile "
+    "FILE there, --profile FILE here."
+)
 
 
 def _losing(first: Row, losing: Sequence[Row]) -> str:

@@ -87,7 +87,7 @@ def check_load() -> None:
 
     load = psutil.cpu_percent(interval=0.5)
     if load > _BUSY:
-        raise Implausible(f"other programs use {load:.0f}% of the CPU")
+        raise Implausible(f"other programs use {load:.0f}% of the CPU, and {_BUSY:.0f}% is the most: try again later")
 
 
 def _measure(experiment: Experiment, bench: Bench) -> Finding:

@@ -33,9 +33,11 @@ _CALLED = {
     "schedule": "scheduler lr_scheduler lr_schedule schedulers lr_scheduler_type",
     "num_gpus": "gpus n_gpus ngpus gpu num_devices",
     "devices": "device ctx context device_ids",
+    "accumulate": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
     "micro_batch_size": "microbatch_size micro_batch microbatch device_microbatch_size",
     "gradient_clip_val": "clip clipnorm global_clipnorm grad_clip max_grad_norm clip_grad_norm gradient_clip clip_norm",
     "precision": "amp fp16 bf16 mixed_precision dtype half",
+    "batch_stats": "sync_batchnorm sync_bn",
     "seed": "random_state random_seed manual_seed",
     "run": "default_root_dir output_dir save_dir log_dir logdir run_dir checkpoint_dir ckpt_dir dirpath",
     "resume": "ckpt_path resume_from_checkpoint checkpoint resume_from",
@@ -45,7 +47,7 @@ _CALLED = {
     "max_time": "time_limit max_duration",
     "limit_batches": "steps_per_epoch limit_train_batches max_batches",
     "limit_val_batches": "validation_steps limit_eval_batches val_steps",
-    "evaluate_every": "eval_every",
+    "evaluate_every": "val_check_interval eval_steps validation_freq check_val_every_n_epoch eval_every",
     "per_device": "ranks_per_device num_processes nproc nprocs num_proc world_size n_procs",
     "quiet": "disable_tqdm silent",
     "callbacks": "callback cbs",
@@ -148,7 +150,7 @@ def _cure(name: str, value: object, known: Collection[str]) -> str:
     option = option_called(name) or (name if name in _CALLED or name in _PLACES else None)
     if option in known:
         return f"it is called {option} here"
-    if (advice := _EXPLAINED.get(option or name.lower())) is not None:
+    if (advice := _EXPLAINED.get(name.lower()) or _EXPLAINED.get(option or "")) is not None:
         return advice
     if option is not None:
         is_shown = option == name or (isinstance(value, Real) and not isinstance(value, bool))

@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -163,8 +163,12 @@ class Requests:
         if self.asked is None:
             self.asked, self._when = name, time.monotonic()
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """As a handler of signals."""
+    def handler(self) -> Callable[[int, FrameType | None], None]:
+        """A handler of signals for this process; in its forks, a loader's workers, it does nothing."""
+        process = os.getpid()
+        return lambda number, _: self._handle(number) if os.getpid() == process else None
+
+    def _handle(self, number: int) -> None:
         name, before = signal.Signals(number).name, self.asked
         if name != "SIGINT":
             self.ask(name)
@@ -196,7 +200,7 @@ def record_signals() -> Iterator[Requests]:
     try:
         for number in (getattr(signal, name) for name in SIGNALS):
             if signal.getsignal(number) in _OF_PYTHON:
-                before[number] = signal.signal(number, _current.handle)
+                before[number] = signal.signal(number, _current.handler())
         yield _current
     finally:
         for number, handler in before.items():

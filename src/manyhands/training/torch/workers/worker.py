@@ -36,7 +36,7 @@ def main(address: str, rank: int, key: str) -> None:
     # The caller asks a rank that makes no more steps for its stack.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
-    signal.signal(signal.SIGTERM, stopping.current_requests().handle)  # a scheduler may signal every process of a job
+    signal.signal(signal.SIGTERM, stopping.current_requests().handler())  # a scheduler may signal all processes
     connection = Client(address, authkey=bytes.fromhex(key))
     connection.send(rank)
     caller = _Caller(connection)
