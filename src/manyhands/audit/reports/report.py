@@ -86,9 +86,10 @@ class Report:
 
     def remarks(self) -> list[str]:
         """What was left out of the findings."""
+        step = f" ({seconds(self.step_seconds)})" if self.step_seconds else ""
         loaders = [
             f"{line}: the data loader takes {seconds(each)} a batch by this machine's clock, which is no part of the "
-            "prediction: if that is more than a step, give it more workers"
+            f"prediction: if that is more than a step{step}, give it more workers"
             for line, each in self.loaders.items()
         ]
         silenced = f"silenced by comments (manyhands: wait-ok): {counted(self.silenced, 'wait')}"
