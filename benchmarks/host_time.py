@@ -30,7 +30,7 @@ from manyhands import torch as mh
 from manyhands.book import torch as book
 from manyhands.schedule.timeline import Span, Timeline
 from manyhands.training.torch.ranks import gradient_sum
-from manyhands.training.torch.step.steps import Steps
+from manyhands.training.torch.step.steps import RankSteps
 
 BATCH, STEPS = 256, 40
 
@@ -63,10 +63,10 @@ def rank(epochs: int, trace: str | None) -> None:
     images, labels = torch.rand(BATCH * STEPS, 1, 28, 28), torch.randint(10, (BATCH * STEPS,))
     all_reduce = dist.all_reduce
     gradient_sum.dist.all_reduce = lambda *values, **options: Watched(all_reduce(*values, **options))  # type: ignore[assignment]
-    make, found = Steps.make, {}
+    make, found = RankSteps.make, {}
     for name, optimize in (("plain", "off"), ("captured", "auto")):
         host: list[float] = []
-        Steps.make = measured(make, host)  # type: ignore[method-assign]
+        RankSteps.make = measured(make, host)  # type: ignore[method-assign]
         step: Any = mh.Step(optimize=optimize)
         trainer = mh.Trainer(
             epochs, devices=["gpu:0"], batch_size=BATCH, lr=0.01, precision="bf16", step=step, quiet=True
@@ -76,7 +76,7 @@ def rank(epochs: int, trace: str | None) -> None:
         found[f"{name} ms/step"] = result.rows[-1]["seconds"] / STEPS * 1e3
         found[f"{name} loss"] = result.rows[-1]["train_loss"]
         found[f"{name} note"] = next((note for note in result.notes if "the step" in note), "plain")
-    Steps.make = make  # type: ignore[method-assign]
+    RankSteps.make = make  # type: ignore[method-assign]
     if trace is not None:
         write_trace(trace, images, labels)
     if dist.get_rank() == 0:
@@ -86,7 +86,7 @@ def rank(epochs: int, trace: str | None) -> None:
 
 def write_trace(path: str, images: torch.Tensor, labels: torch.Tensor) -> None:
     """A profile of the last steps of a captured job."""
-    make, number = Steps.make, 0
+    make, number = RankSteps.make, 0
     profiler = torch.profiler.profile()
 
     def traced(*arguments: Any) -> None:
@@ -99,7 +99,7 @@ def write_trace(path: str, images: torch.Tensor, labels: torch.Tensor) -> None:
             torch.cuda.synchronize()
             profiler.stop()
 
-    Steps.make = traced  # type: ignore[method-assign]
+    RankSteps.make = traced  # type: ignore[method-assign]
     trainer = mh.Trainer(1, batch_size=BATCH, lr=0.01, precision="bf16", quiet=True)
     trainer.fit(book.initialise(book.resnet18(), 0), (images, labels))
     if dist.get_rank() == 0:

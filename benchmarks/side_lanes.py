@@ -36,7 +36,7 @@ from exact import float64
 from manyhands import machine
 from manyhands.book import torch as models
 from manyhands.training.torch.fast.lanes.eager import StepLanes
-from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
+from manyhands.training.torch.fast.redundant_biases import BiasSearch, RedundantBiases
 
 ROWS = {
     "graph": (False, False),  # compiled, side lanes
@@ -88,7 +88,7 @@ class Problem:
     def leave_out(self) -> str:
         """Leave redundant biases out from now on."""
         self.reset()
-        with Search(self.net) as search:
+        with BiasSearch(self.net) as search:
             loss = self.loss()
             search.trace(loss)
             loss.backward()

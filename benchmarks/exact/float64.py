@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from manyhands.backends.torch.addresses import reach, span_of
 from torch.fx import Interpreter, Node
 
 from exact.exactness import CannotBeExact, Distance, Verdict, judge
 from exact.float64_attention import attention, is_attention
 from manyhands.addresses import joined
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.addresses import reach, span_of
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
 from manyhands.backends.torch.compat import tree_leaves, tree_map
 

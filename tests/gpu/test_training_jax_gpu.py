@@ -25,7 +25,7 @@ def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
 
     from manyhands.book.jax import BOOK
     from manyhands.training.data import fashion_mnist
-    from manyhands.training.jax.skeleton import Skeleton, named
+    from manyhands.training.jax.skeleton import Skeleton, by_name
 
     train, test = BOOK.data(fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY), 64)
     net = BOOK.model("lenet", 0)
@@ -33,7 +33,7 @@ def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
     with jax.default_matmul_precision("highest"):
         result = trainer.fit(net, (train.first(300), test.first(100)))
     numbers = Skeleton(net).numbers(net)
-    return {name: np.array(one) for name, one in named(numbers["parameters"]).items()}, result
+    return {name: np.array(one) for name, one in by_name(numbers["parameters"]).items()}, result
 
 
 def test_the_gpu_gives_what_the_cpu_gives(mh: Any) -> None:

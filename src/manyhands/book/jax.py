@@ -31,7 +31,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.jax import linen, world
 from manyhands.training.jax import trainer as _trainer
 from manyhands.training.jax.objective import cross_entropy
-from manyhands.training.jax.skeleton import Skeleton, doubled, evaluating, named, refilled
+from manyhands.training.jax.skeleton import Skeleton, by_name, for_evaluation, refill, to_double
 from manyhands.training.loss.own_step import default
 
 # Models
@@ -226,20 +226,22 @@ class _Recipes(Recipes):
 
     def tensors(self, model: nnx.Module) -> dict[str, Any]:
         numbers = Skeleton(model).numbers(model)
-        return {name: np.array(leaf) for part in ("parameters", "rest") for name, leaf in named(numbers[part]).items()}
+        return {
+            name: np.array(leaf) for part in ("parameters", "rest") for name, leaf in by_name(numbers[part]).items()
+        }
 
     def restore(self, model: nnx.Module, weights: bytes) -> None:
-        saved = tensors.fitting(weights, self.tensors(model), "weights of another model")
+        saved = tensors.arrays_for(weights, self.tensors(model), "weights of another model")
         skeleton = Skeleton(model)
         before = skeleton.numbers(model)
-        after = {part: refilled(before[part], saved) for part in ("parameters", "rest")}
+        after = {part: refill(before[part], saved) for part in ("parameters", "rest")}
         skeleton.put_into(model, {**before, **jax.tree.map(jnp.asarray, after)})
 
     @contextlib.contextmanager
     def in_float64(self, make: Callable[[], Any], data: Any) -> Iterator[nnx.Module]:
         with jax.enable_x64(True):
             net = make()
-            doubled(net)
+            to_double(net)
             yield net
 
     def load_weights(self, model: Any, run: str | Path) -> Any:
@@ -268,7 +270,7 @@ class _Recipes(Recipes):
                 return net  # type: ignore[no-any-return]
             graph, state = nnx.split(net)
             state = state if device is None else jax.device_put(state, device)
-            compiled = jax.jit(lambda state, X: evaluating(nnx.merge(graph, state))(X))
+            compiled = jax.jit(lambda state, X: for_evaluation(nnx.merge(graph, state))(X))
             return functools.partial(compiled, state)
 
         yield [on(device) for device in devices]

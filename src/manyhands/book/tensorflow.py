@@ -198,7 +198,7 @@ class _Recipes(Recipes):
     def restore(self, model: Any, weights: bytes) -> None:
         if not model.built:
             raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
-        saved = tensors.fitting(weights, self.tensors(model), "weights of another model")
+        saved = tensors.arrays_for(weights, self.tensors(model), "weights of another model")
         model.set_weights(list(saved.values()))
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from manyhands.training.torch import trainer as _trainer
 from manyhands.training.torch.data.sources import Arrays, scale_images, source
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.state.module_state import evaluating
+from manyhands.training.torch.state.module_state import evaluation_mode
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -180,7 +180,7 @@ class _Recipes(Recipes):
                 return net  # type: ignore[no-any-return]
             return Placement(_backend).to_leaf(copy.deepcopy(net), device)
 
-        with torch.no_grad(), evaluating(net):
+        with torch.no_grad(), evaluation_mode(net):
             yield [on(device) for device in devices]
 
 

@@ -29,13 +29,13 @@ from manyhands.training.options import Settings
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.batches import Batch, as_the_model, cut, map_tensors, pick, rows, tensors_in
 from manyhands.training.torch.job import Job, NumberFormat, number_format_for
-from manyhands.training.torch.objective import Objective, objective_for, placed
+from manyhands.training.torch.objective import Objective, objective_for, place
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.preflight import checks, precision
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
-from manyhands.training.torch.step.logged import attached
+from manyhands.training.torch.step.logged import attach
 
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most
@@ -66,7 +66,7 @@ def profile(
     size, here = rows(batch), _device(device)
     base = torch.cuda.memory_allocated(here) if here.type == "cuda" else 0
     job = _job_of(model, loss, optimizer, settings)
-    with randomness.preserved(here), attached(job.model):
+    with randomness.preserve(here), attach(job.model):
         subject, notes = _subject_of(job, here)
         runs = [run for several in (False, True) for run in _runs(subject, batch, several, base, notes)]
     if not any(run.buckets for run in runs) or all(run.buckets for run in runs):
@@ -398,7 +398,7 @@ def _subject_of(job: Job, device: torch.device) -> tuple[_Subject, list[str]]:
             "own optimizer"
         )
     job_state.settle(own_optimizer)
-    return _Subject(model, placed(objective, device, number_format.dtype), own_optimizer, number_format, device), notes
+    return _Subject(model, place(objective, device, number_format.dtype), own_optimizer, number_format, device), notes
 
 
 def _shard_of(model: torch.nn.Module, batch: Batch, shard: int) -> Batch:

@@ -46,7 +46,7 @@ def find(trainer: BaseTrainer, model: Any, maximum: int | None, of: Literal["bat
         raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) instead, or in PyTorch a Dataset")
     if maximum is None and any(trainer.backend.neutral(device).kind == "cpu" for device in trainer._natives()):
         raise BadSettings("find_batch_size on a CPU, where no error says that memory is full: give maximum=")
-    search, devices = _Search(trainer, model), len(trainer._natives())
+    search, devices = _BatchSizeSearch(trainer, model), len(trainer._natives())
     if of == "micro_batch":
         whole = trainer._settings_with(trainer.options.batch_size or data.batch_size).batch_size
         shard = max(search.shards(whole))
@@ -82,7 +82,7 @@ def largest(fits: Callable[[int], bool], maximum: int, devices: int) -> int:
     return good
 
 
-class _Search:
+class _BatchSizeSearch:
     """One search: its trainer and model."""
 
     def __init__(self, trainer: BaseTrainer, model: Any) -> None:
@@ -111,7 +111,7 @@ class _Search:
         try:
             with trainer._trial(devices):
                 try:
-                    model, optimizer = trainer._copied(self.model, trainer.options.optimizer)
+                    model, optimizer = trainer._copies_of(self.model, trainer.options.optimizer)
                 except Exception as error:
                     raise BadSettings(
                         f"find_batch_size makes steps on a copy, and {type(self.model).__name__} cannot be copied "

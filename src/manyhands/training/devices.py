@@ -37,7 +37,7 @@ _NO_GPU = "there is no GPU here, so the job is on the CPU"
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """The chosen devices, other options of the trainer that they need, and a note for the user."""
 
     devices: list[Any]
@@ -57,20 +57,20 @@ def missing_gpus(wanted: int, available: int) -> str | None:
     return f"num_gpus={wanted}: {there if available else _NO_GPU}"
 
 
-def resolve(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+def resolve(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> DeviceChoice:
     """The devices for ``devices=``; ``virtual_cpus`` returns the options for that many virtual CPU devices."""
     if isinstance(devices, Device) or backend.is_device(devices):
-        return Choice([devices])
+        return DeviceChoice([devices])
     if isinstance(devices, (list, tuple)):
         return _of_names(devices, devices, backend, virtual_cpus)
     if not isinstance(devices, str | Integral) or isinstance(devices, bool):
-        return Choice(devices)
+        return DeviceChoice(devices)
     words = str(devices).strip()
     kind, colon, count = words.lower().partition(":")
     if kind in _ALL_GPUS and not colon:
         gpus = [f"gpu:{number}" for number in range(backend.num_gpus())]
         note = None if gpus or kind in ("all", "auto") else f"devices={devices!r}: {_NO_GPU}"
-        return Choice(_standing_in(gpus, backend) or ["cpu"], note=note)
+        return DeviceChoice(_standing_in(gpus, backend) or ["cpu"], note=note)
     if words.isdecimal() or isinstance(devices, Integral):
         return _as_many(devices, int(words), backend, virtual_cpus)
     if kind == "cpu" and "," not in count:
@@ -82,7 +82,7 @@ def resolve(devices: Any, backend: Backend[Any, Any, Any], virtual_cpus: Virtual
 
 def _of_names(
     written: Any, devices: Sequence[Any], backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus
-) -> Choice:
+) -> DeviceChoice:
     """The devices of a list; the first virtual devices are created where the process does not have them yet."""
     numbers = [isinstance(device, Integral) and not isinstance(device, bool) for device in devices]
     devices = [f"gpu:{device}" if is_number else device for device, is_number in zip(devices, numbers, strict=True)]
@@ -92,7 +92,7 @@ def _of_names(
     first = [f"virtual:{number}" for number in range(len(devices))]
     if len(first) > backend.virtual_count() and len(first) > 1 and [str(device).lower() for device in devices] == first:
         return _of_cpu(len(first), virtual_cpus)
-    return Choice(devices)
+    return DeviceChoice(devices)
 
 
 def _check_name(written: Any, name: str, backend: Backend[Any, Any, Any]) -> None:
@@ -108,7 +108,7 @@ def _check_name(written: Any, name: str, backend: Backend[Any, Any, Any]) -> Non
         )
 
 
-def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> Choice:
+def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_cpus: VirtualCpus) -> DeviceChoice:
     if count < 1:
         raise BadDevice(f"devices={devices!r}: give a number of at least 1, 'gpu' for all GPUs, or 'cpu'")
     # Asked of the machine first: to look for GPUs starts JAX and TensorFlow, and they make no CPU devices after that.
@@ -119,7 +119,7 @@ def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_
         raise BadDevice(
             f"devices={devices!r}: {counted(gpus, 'GPU')} here. Give fewer, or 'cpu:{count}' for virtual CPU devices"
         )
-    return Choice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
+    return DeviceChoice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
 
 
 def _standing_in(gpus: list[str], backend: Backend[Any, Any, Any]) -> list[Any]:
@@ -127,9 +127,9 @@ def _standing_in(gpus: list[str], backend: Backend[Any, Any, Any]) -> list[Any]:
     return [backend.gpu(number) for number in range(len(gpus))] if backend.virtual_count() else gpus
 
 
-def _of_cpu(count: int, virtual_cpus: VirtualCpus) -> Choice:
+def _of_cpu(count: int, virtual_cpus: VirtualCpus) -> DeviceChoice:
     options = {"devices": ["cpu"]} if count == 1 else virtual_cpus(count)
-    return Choice(options.pop("devices"), options)
+    return DeviceChoice(options.pop("devices"), options)
 
 
 def on_virtual_devices(backend: Backend[Any, Any, Any], count: int) -> dict[str, Any]:

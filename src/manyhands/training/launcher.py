@@ -20,7 +20,7 @@ _STEP_IDS = ("SLURM_STEP_ID", "SLURM_STEPID")  # set by srun; a batch script doe
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchedProcess:
     """Which process of the job this is."""
 
     rank: int
@@ -52,12 +52,14 @@ def is_first() -> bool:
     return not is_launched() or _number("RANK" if _is_torchrun() else "SLURM_PROCID") == 0
 
 
-def place() -> Place:
+def place() -> LaunchedProcess:
     """This process's place in the job, from the launcher's environment; the default port is torch.distributed's."""
     if _is_torchrun():
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
-        return Place(rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], _number("MASTER_PORT", 29500))
+        return LaunchedProcess(
+            rank, size, local_rank, local_size, os.environ["MASTER_ADDR"], _number("MASTER_PORT", 29500)
+        )
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     address = os.environ.get("MASTER_ADDR") or first_node(nodes)
     if not address:
@@ -66,7 +68,7 @@ def place() -> Place:
         )
     port = _number("MASTER_PORT", 12000 + 2 * (_number("SLURM_JOB_ID", 0) % 10000))
     local_rank, own_gpus = _number("SLURM_LOCALID"), _number("SLURM_GPUS_PER_TASK", 0) > 0
-    return Place(_number("SLURM_PROCID"), _tasks(), local_rank, _on_node(), address, port, own_gpus)
+    return LaunchedProcess(_number("SLURM_PROCID"), _tasks(), local_rank, _on_node(), address, port, own_gpus)
 
 
 def device_names(kind: str, per_rank: int = 1) -> list[str]:

@@ -118,7 +118,7 @@ class Learner(Protocol):
         It is part of :meth:`save` (the blob ``average``), and after :meth:`close` the model has it.
         """
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def with_averaged_weights(self) -> AbstractContextManager[None]:
         """Within it the model's weights are their average, where one is kept."""
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals | None:
@@ -148,6 +148,6 @@ class Learner(Protocol):
         """Give model and optimizer back to the caller."""
 
 
-def shared(learner: Learner, value: Any) -> Any:
+def share(learner: Learner, value: Any) -> Any:
     """The value that the first process has, in all of them; of what JSON holds."""
     return json.loads(learner.from_first(json.dumps(value).encode()))

@@ -26,7 +26,7 @@ from manyhands.training.checkpoints.saving import Saver
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Position, Window
 from manyhands.training.evaluation.metrics import Metrics, evaluate_with_metrics
-from manyhands.training.learner import Learner, Say, shared
+from manyhands.training.learner import Learner, Say, share
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
 from manyhands.training.running_sums import NanCheck, Totals, add, means_by_name, means_of_logged, or_none
@@ -97,7 +97,7 @@ class Loop:
         self.schedule.check(self.metrics.names)
         self.result.rows = self.saver.rows()
         if self._before is not None:
-            self.result.rows = shared(self.learner, self.result.rows)
+            self.result.rows = share(self.learner, self.result.rows)
 
     def _close(self) -> None:
         try:
@@ -216,7 +216,7 @@ class Loop:
         pairs = self.learner.batches(at)
         if limits.batches is not None:
             pairs = itertools.islice(pairs, max(0, limits.batches - at.batch))
-        return loader_batches.agreed(pairs, self.learner.all_have)
+        return loader_batches.check_agreement(pairs, self.learner.all_have)
 
     def _check_repeats(self) -> None:
         """Warn if a job resumes at the start of an epoch and its loader gives another order than before."""
@@ -298,7 +298,7 @@ class Loop:
 
     def _evaluate(self, epoch: int) -> tuple[Totals | None, dict[str, Any]]:
         """The sums over the validation data, and the user's metrics by the names that they have in a row."""
-        with self.learner.averaged():
+        with self.learner.with_averaged_weights():
             tested, values = evaluate_with_metrics(self.learner, self.metrics, self._after_evaluated_batch)
         metrics = {f"val_{name}": value for name, value in values.items()}
         if tested is not None:

@@ -48,7 +48,7 @@ class Optimizers:
         if optimizer is None:
             return
         if isinstance(optimizer, str):
-            self._named(optimizer)
+            self._by_name(optimizer)
         elif isinstance(optimizer, self.finished):
             self.refuse_rate(lr, f"optimizer={type(optimizer).__name__}(...)")
         elif not callable(optimizer):
@@ -87,7 +87,7 @@ class Optimizers:
         rate = rate_for(lr, model)
         if optimizer is None:
             return self.sgd, {self.rate: _SGD_RATE if rate is None else rate}
-        make: Callable[..., Any] = self._named(optimizer) if isinstance(optimizer, str) else optimizer
+        make: Callable[..., Any] = self._by_name(optimizer) if isinstance(optimizer, str) else optimizer
         argument = self._rate_argument(make)
         if argument is None:
             return make, {}
@@ -97,7 +97,7 @@ class Optimizers:
             raise BadSettings(f"optimizer={_name_of(make)} has no default learning rate: give lr=, as lr=0.001")
         return make, {}
 
-    def created(self, model: Any, optimizer: Any, lr: float | None) -> Any:
+    def create(self, model: Any, optimizer: Any, lr: float | None) -> Any:
         """The optimizer that a name, a class or a function of the rate makes (None: plain SGD)."""
         make, rate = self.maker(model, optimizer, lr)
         result = make(**rate)
@@ -108,7 +108,7 @@ class Optimizers:
             )
         return result
 
-    def _named(self, name: str) -> Any:
+    def _by_name(self, name: str) -> Any:
         known = self.by_name()
         if (entry := known.get(name.lower())) is not None:
             return entry

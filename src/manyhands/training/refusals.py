@@ -114,13 +114,13 @@ def topic(argument: str) -> Callable[[type[_Class]], type[_Class]]:
         names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
         _PLACES.update(dict.fromkeys(names, (argument, options.__name__)))
         by_name = f"{options.__name__} takes its options by name: {options.__name__}({names[0]}=...)"
-        options.__init__ = explained(too_many=by_name)(options.__init__)  # type: ignore[method-assign]
+        options.__init__ = explain_mistakes(too_many=by_name)(options.__init__)  # type: ignore[method-assign]
         return options
 
     return decorate
 
 
-def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+def explain_mistakes(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorates a method: a keyword that it does not have is an error that names the one that is meant.
 
     ``too_many`` is the message where there are too many arguments without a name.
@@ -131,7 +131,7 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
         positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
 
         @functools.wraps(method)
-        def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        def wrapper(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             for name in [name for name in kwargs if name not in parameters]:
                 call = type(args[0]).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
                 cure = _cure(name, kwargs[name], list(parameters)[1:])
@@ -140,7 +140,7 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
                 raise UnknownOption(too_many)
             return method(*args, **kwargs)
 
-        return called
+        return wrapper
 
     return decorate
 
@@ -155,15 +155,15 @@ def _cure(name: str, value: object, known: Collection[str]) -> str:
     if option is not None:
         is_shown = option == name or (isinstance(value, Real) and not isinstance(value, bool))
         text = repr(value) if is_shown and len(repr(value)) < 60 else "..."
-        return f"{'write' if option == name else f'it is called {option} here. Write'} {_written(option, text)}"
+        return f"{'write' if option == name else f'it is called {option} here. Write'} {_as_text(option, text)}"
     options = [option for option in _CALLED if option not in _EXPLAINED]
     close = difflib.get_close_matches(name, [*known, *_PLACES, *options], 1)
     if not close:
         return f"there are {', '.join(known)}"
-    return f"did you mean {close[0] if close[0] in known else _written(close[0], '...')}?"
+    return f"did you mean {close[0] if close[0] in known else _as_text(close[0], '...')}?"
 
 
-def _written(option: str, value: str) -> str:
+def _as_text(option: str, value: str) -> str:
     """How the option is given to the trainer."""
     argument, kind = _PLACES.get(option, (None, None))
     return f"Trainer({option}={value})" if argument is None else f"Trainer({argument}=mh.{kind}({option}={value}))"

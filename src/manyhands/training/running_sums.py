@@ -39,7 +39,7 @@ class Totals:
     def accuracy(self) -> float:
         return self.correct / self.count if self.count and self.counted else math.nan
 
-    def weighed(self, weight: float) -> Totals:
+    def with_weight(self, weight: float) -> Totals:
         """These totals, where the sum of losses is to be divided by a weight and not by the number of samples."""
         return dataclasses.replace(self, loss_sum=self.loss_sum * self.count / weight if weight else math.nan)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.builtin import is_known, known_metrics, missing_metric, several_values
-from manyhands.training.learner import Learner, shared
+from manyhands.training.learner import Learner, share
 from manyhands.training.options import ENDLESS
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class ScheduleOfJob:
     def after_row(self, row: Mapping[str, Any]) -> None:
         """Step schedulers that follow a metric, where the row has a new one; the same in all processes."""
         for monitor in self._monitors:
-            value = shared(self._learner, row.get(monitor))
+            value = share(self._learner, row.get(monitor))
             if isinstance(value, list):
                 raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
             if value is not None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from manyhands.amounts import counted
 from manyhands.training import launcher
-from manyhands.training.learner import Learner, shared
+from manyhands.training.learner import Learner, share
 from manyhands.training.options import Limits
 from manyhands.training.result import Result
 
@@ -121,7 +121,7 @@ class Ending:
         asked = self.requests.asked
         nobody = self.learner.all_have(int(asked is not None)) and asked is None
         first: dict[str, Any] = {"signal": asked, "up": self._is_time_up(self.seconds), "wish": self._wish()}
-        first = shared(self.learner, {**first, "next": step + self._steps_a_second(step)})
+        first = share(self.learner, {**first, "next": step + self._steps_a_second(step)})
         self._ask_at = first["next"]
         # A signal that the first process did not get is like SIGTERM.
         self._decide(None if nobody else first["signal"] or "SIGTERM", first["wish"], time_is_up=first["up"])

@@ -110,7 +110,7 @@ class BaseTrainer(Evaluating):
     searches_batch_size: ClassVar[bool] = False
     tries_devices_alone: ClassVar[bool] = False  # the search tries each device with its own shard, one after the other
 
-    @refusals.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
+    @refusals.explain_mistakes(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
         self,
         max_epochs: int | None = None,
@@ -241,7 +241,7 @@ class BaseTrainer(Evaluating):
 
     # Training
 
-    @refusals.explained(too_many="fit takes a model, its training data and its validation data, each (X, y)")
+    @refusals.explain_mistakes(too_many="fit takes a model, its training data and its validation data, each (X, y)")
     def fit(self, model: Any, data: Any, validation: Any = None) -> Result:
         """Train the model in place and return a :class:`Result` (also ``trainer.result``).
 
@@ -284,7 +284,7 @@ class BaseTrainer(Evaluating):
 
     # The largest batch
 
-    @refusals.explained(too_many="find_batch_size takes a model and its training data; all others by name")
+    @refusals.explain_mistakes(too_many="find_batch_size takes a model and its training data; all others by name")
     def find_batch_size(
         self,
         model: Any,
@@ -314,7 +314,7 @@ class BaseTrainer(Evaluating):
         """Within it a trial is made on these devices."""
         return contextlib.nullcontext()
 
-    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def _copies_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Copies to make steps with."""
         return copy.deepcopy((model, optimizer))
 

@@ -191,10 +191,10 @@ def test_processes_that_are_given_different_batches() -> None:
         return number < 105
 
     with pytest.raises(BadBatch, match=r"different batches \(noticed after sample 8 of epoch 1\).*default_rng"):
-        list(loader_batches.agreed(pairs, all_have))
+        list(loader_batches.check_agreement(pairs, all_have))
     assert asked == [1, 2, 4, 8]
     asked.clear()
-    assert len(list(loader_batches.agreed(pairs[:5], all_have))) == 5
+    assert len(list(loader_batches.check_agreement(pairs[:5], all_have))) == 5
     assert asked == [1, 2, 4, 5]
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from manyhands import jax as mh
 from manyhands.cli import parity
-from manyhands.training.jax.skeleton import PARTS, Skeleton, doubled, named
+from manyhands.training.jax.skeleton import PARTS, Skeleton, by_name, to_double
 from manyhands.training.jax.trainer import Trainer
 from manyhands.training.result import Result
 
@@ -57,14 +57,14 @@ def fit(model: nnx.Module, data: Any, count: int = 1, **options: Any) -> tuple[d
         given.setdefault("lr", 0.1)
     with jax.enable_x64(given.get("precision") == "fp64"):
         if given.get("precision") == "fp64":
-            doubled(model)
+            to_double(model)
         result = Trainer(devices=devices(count), **given).fit(model, data)
         return numbers(model), result
 
 
 def numbers(model: nnx.Module) -> dict[str, np.ndarray]:
     found = Skeleton(model).numbers(model)
-    return {name: np.array(one) for part in PARTS for name, one in named(found[part]).items()}
+    return {name: np.array(one) for part in PARTS for name, one in by_name(found[part]).items()}
 
 
 def difference(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:

@@ -17,7 +17,7 @@ from test_jax_exact import weighted
 from manyhands import jax as mh
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import store, tensors
-from manyhands.training.jax.skeleton import Skeleton, named
+from manyhands.training.jax.skeleton import Skeleton, by_name
 from manyhands.training.options import Checkpoints, Step
 
 
@@ -70,7 +70,7 @@ def test_an_adapter_is_trained_and_its_base_stays_as_it_is(tmp_path: Path) -> No
 def test_a_filter_by_path_and_one_that_picks_nothing() -> None:
     net = Net()
     trained = Skeleton(net, nnx.PathContains("last")).numbers(net)["parameters"]
-    assert list(named(trained)) == ["last.bias", "last.kernel"]
+    assert list(by_name(trained)) == ["last.bias", "last.kernel"]
     with pytest.raises(BadSettings, match=r"picks no variable of Net, which has Param: give a filter"):
         fit(Net(), vectors(), step=Step(wrt=nnx.LoRAParam))
 
@@ -105,8 +105,8 @@ class LinenNet(linen.Module):
 class Named(linen.Module):
     @linen.compact
     def __call__(self, X: Any) -> Any:
-        named = linen.with_logical_partitioning(linen.initializers.lecun_normal(), ("embed", "classes"))
-        return linen.Dense(CLASSES, kernel_init=named)(X)
+        by_name = linen.with_logical_partitioning(linen.initializers.lecun_normal(), ("embed", "classes"))
+        return linen.Dense(CLASSES, kernel_init=by_name)(X)
 
 
 def test_linen_weights_with_names_of_axes_come_back_with_them() -> None:

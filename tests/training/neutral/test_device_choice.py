@@ -10,7 +10,7 @@ from manyhands import machine
 from manyhands.device import Device
 from manyhands.errors import BadDevice, NoSuchDevice
 from manyhands.training import devices as device_choice
-from manyhands.training.devices import Choice
+from manyhands.training.devices import DeviceChoice
 
 
 class Machine:
@@ -32,7 +32,7 @@ class Machine:
         return False
 
 
-def resolved(devices: Any, gpus: int = 0, virtual: int = 0) -> Choice:
+def resolved(devices: Any, gpus: int = 0, virtual: int = 0) -> DeviceChoice:
     return device_choice.resolve(devices, Machine(gpus, virtual), lambda count: {"devices": ["cpu"], "made": count})  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ def test_the_fallback_to_the_cpu_is_said() -> None:
 @pytest.mark.parametrize("number", [2, "2"])
 def test_a_number_is_that_many(number: Any) -> None:
     assert resolved(number, gpus=3).devices == ["gpu:0", "gpu:1"]
-    assert resolved(number) == Choice(["cpu"], {"made": 2})
+    assert resolved(number) == DeviceChoice(["cpu"], {"made": 2})
     with pytest.raises(BadDevice, match=r"devices=.*2.*: 1 GPU here\. Give fewer, or 'cpu:2' for virtual CPU devices"):
         resolved(number, gpus=1)
 
@@ -77,8 +77,8 @@ def test_no_gpu_is_looked_for_where_the_machine_has_none(monkeypatch: pytest.Mon
 
 
 def test_devices_made_of_the_cpu() -> None:
-    assert resolved("cpu:2") == Choice(["cpu"], {"made": 2})
-    assert resolved("cpu") == resolved("cpu:1") == resolved("CPU:0") == Choice(["cpu"])
+    assert resolved("cpu:2") == DeviceChoice(["cpu"], {"made": 2})
+    assert resolved("cpu") == resolved("cpu:1") == resolved("CPU:0") == DeviceChoice(["cpu"])
     with pytest.raises(BadDevice, match="devices='cpu:x': write cpu, or cpu:2"):
         resolved("cpu:x")
 
@@ -104,6 +104,6 @@ def test_what_is_none(wrong: Any) -> None:
 def test_printed_names_of_virtual_devices_make_them_again() -> None:
     names = ["virtual:0", "virtual:1"]
     for devices in (names, tuple(names), "virtual:0,virtual:1", [Device("virtual", 0), Device("virtual", 1)]):
-        assert resolved(devices) == resolved(devices, gpus=1) == Choice(["cpu"], {"made": 2})
-    assert resolved(names, virtual=2) == resolved(names, virtual=3) == Choice(names), "they exist"
-    assert resolved(names[1:]) == Choice(names[1:]), "not the first ones: an error when it is looked up"
+        assert resolved(devices) == resolved(devices, gpus=1) == DeviceChoice(["cpu"], {"made": 2})
+    assert resolved(names, virtual=2) == resolved(names, virtual=3) == DeviceChoice(names), "they exist"
+    assert resolved(names[1:]) == DeviceChoice(names[1:]), "not the first ones: an error when it is looked up"

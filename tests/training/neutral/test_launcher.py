@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.errors import BadSettings
 from manyhands.training import launcher
-from manyhands.training.launcher import Place
+from manyhands.training.launcher import LaunchedProcess
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -35,11 +35,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_task_of_srun_has_its_place(environment: pytest.MonkeyPatch) -> None:
     assert doctest.testmod(launcher).failed == 0
     assert (launcher.is_launched(), launcher.is_first(), launcher.size()) == (True, False, 7)
-    assert launcher.place() == Place(5, 7, 1, 2, "node01", 12000 + 2 * 4711)
+    assert launcher.place() == LaunchedProcess(5, 7, 1, 2, "node01", 12000 + 2 * 4711)
     environment.setenv("MASTER_ADDR", "10.0.0.1")
     environment.setenv("MASTER_PORT", "29511")
     environment.setenv("SLURM_GPUS_PER_TASK", "1")
-    assert launcher.place() == Place(5, 7, 1, 2, "10.0.0.1", 29511, sees_own_gpus=True)
+    assert launcher.place() == LaunchedProcess(5, 7, 1, 2, "10.0.0.1", 29511, sees_own_gpus=True)
     environment.setenv("SLURM_LOCALID", "one")
     with pytest.raises(BadSettings, match="SLURM_LOCALID='one'"):
         launcher.place()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from manyhands.training.data.loader_batches import OwnStream, draw_within
+from manyhands.training.data.loader_batches import OwnRandomStream, draw_within
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Stream
 
@@ -24,7 +24,7 @@ def test_the_programs_numbers_go_on() -> None:
     expected = [np.random.rand(), random.random(), np.random.rand()]
     np.random.seed(1)
     random.seed(1)
-    within = draw_within(OwnStream(5), draws())
+    within = draw_within(OwnRandomStream(5), draws())
     found = []
     for draw in (np.random.rand, random.random, np.random.rand):
         next(within)
@@ -40,7 +40,7 @@ def test_an_error_leaves_the_programs_numbers_alone() -> None:
 
     np.random.seed(1)
     with pytest.raises(KeyError):
-        list(draw_within(OwnStream(5), fails()))
+        list(draw_within(OwnRandomStream(5), fails()))
     assert np.random.rand() == np.random.RandomState(1).rand()
 
 

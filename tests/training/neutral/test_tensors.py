@@ -21,7 +21,7 @@ def test_there_and_back() -> None:
 def test_kinds_that_numpy_does_not_know_are_widened() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     own = {"w": np.array([1.5, -0.1], ml_dtypes.bfloat16)}
-    found = tensors.fitting(tensors.pack(own), own, "weights of another model")
+    found = tensors.arrays_for(tensors.pack(own), own, "weights of another model")
     assert found["w"].dtype == ml_dtypes.bfloat16
     assert found["w"].tolist() == own["w"].tolist()
 
@@ -36,7 +36,7 @@ def test_kinds_that_numpy_does_not_know_are_widened() -> None:
 )
 def test_tensors_of_something_else(saved: dict[str, object], said: str) -> None:
     with pytest.raises(WrongCheckpoint, match="these are weights of another model: ") as caught:
-        tensors.fitting(tensors.pack(saved), {"w": np.zeros(2)}, "weights of another model")
+        tensors.arrays_for(tensors.pack(saved), {"w": np.zeros(2)}, "weights of another model")
     assert said in str(caught.value)
 
 

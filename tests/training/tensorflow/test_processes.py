@@ -17,7 +17,7 @@ from support import free_port
 
 from manyhands.cli import parity
 from manyhands.errors import BadSettings
-from manyhands.training.launcher import Place
+from manyhands.training.launcher import LaunchedProcess
 from manyhands.training.options import Step
 from manyhands.training.tensorflow import world
 from manyhands.training.tensorflow.trainer import Trainer
@@ -114,7 +114,7 @@ def test_a_trainer_that_comes_after_the_model_says_so(monkeypatch: pytest.Monkey
 
 def test_several_machines_need_the_addresses_of_all_processes() -> None:
     with pytest.raises(BadSettings, match=r"1 of 2 processes are on this machine.*set TF_CONFIG"):
-        world._resolver(Place(0, 2, 0, 1, "first.machine", 29500))
+        world._resolver(LaunchedProcess(0, 2, 0, 1, "first.machine", 29500))
 
 
 @pytest.mark.parametrize("text", ["no JSON", "{}", '{"cluster": {"worker": []}, "task": {"index": 0}}', "[1]"])

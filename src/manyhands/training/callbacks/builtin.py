@@ -55,16 +55,18 @@ class Monitored(Callback):
         if self._name in metrics:
             self._look(training, metrics[self._name])
         elif self._is_of_evaluations:
-            raise self._unknown(metrics)
+            raise self._unknown_metric(metrics)
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         if self._is_of_evaluations:
             return
         if self._name in NO_METRICS or row.get(self._name) is None:
-            raise self._unknown(name for name, value in row.items() if name not in NO_METRICS and value is not None)
+            raise self._unknown_metric(
+                name for name, value in row.items() if name not in NO_METRICS and value is not None
+            )
         self._look(training, float(row[self._name]))
 
-    def _unknown(self, names: Iterable[str]) -> BadSettings:
+    def _unknown_metric(self, names: Iterable[str]) -> BadSettings:
         return BadSettings(f"{self._who}: {missing_metric(self._name, sorted(names))}")
 
     def _is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:

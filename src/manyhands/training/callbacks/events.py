@@ -23,7 +23,7 @@ from manyhands.training.callbacks.callback import Callback, CallbackPlan, Traini
 from manyhands.training.callbacks.display import Picture, Progress
 from manyhands.training.callbacks.loggers import Logger
 from manyhands.training.data.order import Position
-from manyhands.training.learner import Learner, Say, shared
+from manyhands.training.learner import Learner, Say, share
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Totals, add, means_by_name, or_none
@@ -138,7 +138,7 @@ class Reporter:
         if self._is_first:
             answer = self._say({**self._with_place(event), **place, "asks": self.plan.asks})
         if self.plan.asks:
-            answer = shared(self._learner, answer or {})
+            answer = share(self._learner, answer or {})
             self._ending.take(answer)
             self._wanted += [folder for folder in answer.get("save", ()) if folder not in self._wanted]
 

@@ -11,7 +11,7 @@ from manyhands.training.callbacks.events import Reporter
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.order import Cursor, Position
-from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved, shared
+from manyhands.training.learner import AVERAGE_DROPPED, Learner, Saved, share
 from manyhands.training.options import ENDLESS, Settings
 from manyhands.training.running_sums import NanCheck, Totals, add, totals_of_process
 from manyhands.training.stopping import Ending
@@ -152,7 +152,7 @@ class Saver:
         learner = self._learner
         checkpoint = store.load(path) if path is not None and learner.rank == 0 else None
         header = {"state": checkpoint.state, "blobs": list(checkpoint.blobs)} if checkpoint is not None else {}
-        header = shared(learner, header)
+        header = share(learner, header)
         if not header:
             return None
         blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}

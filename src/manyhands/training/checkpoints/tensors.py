@@ -31,7 +31,7 @@ def unpack(blob: bytes) -> dict[str, NDArray[Any]]:
         raise CheckpointDamaged(f"a file of the checkpoint holds no tensors that can be read: {error}") from error
 
 
-def fitting(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[str, NDArray[Any]]:
+def arrays_for(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[str, NDArray[Any]]:
     """The saved tensors, if they have the expected names and shapes; each in the expected dtype."""
     saved = unpack(blob)
     refuse_others(saved, expected, contents)

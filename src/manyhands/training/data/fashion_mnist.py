@@ -78,7 +78,7 @@ def load(path: str | Path | None = None, *, download: bool = True) -> FashionMni
     path = path or os.environ.get("MANYHANDS_DATA")
     if path:
         directory = Path(path).expanduser()
-        if missing := _missing(directory):
+        if missing := _missing_files(directory):
             raise DataNotFound(
                 f"{directory} lacks {', '.join(missing)} (plain or with .gz). Give the directory with the four files, "
                 "or none: then the usual places are searched, and the set is downloaded."
@@ -86,7 +86,7 @@ def load(path: str | Path | None = None, *, download: bool = True) -> FashionMni
         return _read_set(directory, str(directory))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands" / "fashion-mnist"
     for directory, words in ((cache, "the user cache"), (DEBIAN_DIRECTORY, "Debian's package dataset-fashion-mnist")):
-        if not _missing(directory):
+        if not _missing_files(directory):
             return _read_set(directory, f"{directory} ({words})")
     why = "downloading was not allowed (download=False)"
     if download:
@@ -163,7 +163,7 @@ def _find(directory: Path, name: str) -> Path:
     return plain if os.path.isfile(plain) else directory / f"{name}.gz"
 
 
-def _missing(directory: Path) -> list[str]:
+def _missing_files(directory: Path) -> list[str]:
     """The names, of the four, that a directory lacks."""
     return [name for name in DIGESTS if not os.path.isfile(_find(directory, name))]
 
@@ -171,7 +171,7 @@ def _missing(directory: Path) -> list[str]:
 def _download(cache: Path) -> None:
     """Fetch what the user cache lacks; an OSError says why it could not be had."""
     cache.mkdir(parents=True, exist_ok=True)
-    for name in _missing(cache):
+    for name in _missing_files(cache):
         url = f"{BASE_URL}{name}.gz"
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
             content = response.read(_LARGEST_DOWNLOAD)

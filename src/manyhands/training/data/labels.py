@@ -106,7 +106,7 @@ def check_sources(labels: ClassLabels, label_of: Callable[[Any], Any], *sources:
 
     for source in sources:
         if source is not None and source.count is not None:
-            look(source.nested(source.arrays))
+            look(source.nest(source.arrays))
     return look
 
 

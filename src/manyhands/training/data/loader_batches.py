@@ -105,7 +105,7 @@ def another_size(size: int, of_data: int) -> BadSettings:
     )
 
 
-def agreed(pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool]) -> Generator[tuple[Window, B]]:
+def check_agreement(pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool]) -> Generator[tuple[Window, B]]:
     """The same batches; an error where the loaders of other processes give other ones.
 
     ``all_have`` asks all processes whether they have the same number.
@@ -129,7 +129,7 @@ def check_agreed(window: Window, all_have: Callable[[int], bool]) -> None:
         )
 
 
-def sampled(size: int) -> slice:
+def sampled_places(size: int) -> slice:
     """Where in a flat array the elements are that its digest is made of: few, and from all rows and columns."""
     stride = max(1, size // _SAMPLED)
     while math.gcd(stride, size) > 1:
@@ -217,7 +217,7 @@ _ADVICE = (
 # Random numbers that a loader draws
 
 
-class OwnStream:
+class OwnRandomStream:
     """Within it, NumPy and Python draw from a separate stream, which the next ``with`` continues."""
 
     def __init__(self, seed: int) -> None:

@@ -107,7 +107,7 @@ def windows(cursor: Cursor, count: int, batch_size: int, *, whole: bool = False)
         step += 1
 
 
-def undivided(
+def whole_batches(
     pairs: Iterable[tuple[Window, B]], whole: bool | Callable[[B], bool] = True
 ) -> Iterator[tuple[Window, B]]:
     """The same batches, marked as whole; ``whole`` may be a function that picks batches."""

@@ -91,7 +91,7 @@ def _makes_batches(part: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModelInputs:
     """How many inputs a model takes, and whether the caller says that the last part of the data is a target."""
 
     name: str  # the model's
@@ -130,12 +130,12 @@ class Inputs:
 
 def inputs_of(
     call: Callable[..., Any], name: str = "the model", targets: bool | None = None, *, ignored: Sequence[str] = ()
-) -> Inputs:
+) -> ModelInputs:
     """The inputs of a model that is called in this way; arguments that are ``ignored`` are none."""
     try:
         parameters = [each for each in inspect.signature(call).parameters.values() if each.name not in ignored]
     except (TypeError, ValueError):
-        return Inputs(name, 1, 1, math.inf, targets)
+        return ModelInputs(name, 1, 1, math.inf, targets)
     positional = [
         parameter
         for parameter in parameters
@@ -148,7 +148,7 @@ def inputs_of(
             break
         arrays += 1
     endless = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    return Inputs(name, needed, math.inf if endless else arrays, math.inf if endless else len(positional), targets)
+    return ModelInputs(name, needed, math.inf if endless else arrays, math.inf if endless else len(positional), targets)
 
 
 def _may_be_array(optional: inspect.Parameter) -> bool:

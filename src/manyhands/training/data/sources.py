@@ -18,7 +18,7 @@ from manyhands.amounts import counted
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
-from manyhands.training.data.loader_batches import OwnStream, draw_within
+from manyhands.training.data.loader_batches import OwnRandomStream, draw_within
 from manyhands.training.data.order import Cursor, Window, epoch_order, spread
 
 Batch = tuple[Any, ...]
@@ -139,13 +139,13 @@ class Arrays:
         """The samples of those numbers, as NumPy arrays: neither native nor prepared."""
         return tuple(array[numbers] for array in self.arrays)
 
-    def nested(self, batch: Batch) -> Batch:
+    def nest(self, batch: Batch) -> Batch:
         """A prepared batch in the structure that the user's data have."""
-        return batch if self.structure is None else self.structure.nested(batch)
+        return batch if self.structure is None else self.structure.nest(batch)
 
     def few(self, count: int, native: Callable[[Array], Any]) -> Batch:
         """A batch of the first samples, as the model will get them."""
-        return self.nested(self.prepare(tuple(map(native, self.rows(slice(count))))))
+        return self.nest(self.prepare(tuple(map(native, self.rows(slice(count))))))
 
     def first(self, count: int) -> Arrays:
         """Only the first samples."""
@@ -192,9 +192,9 @@ class Stream:
         """Whether reading the first samples would consume them."""
         return isinstance(self.loader, Iterator)
 
-    def nested(self, batch: Batch) -> Batch:
+    def nest(self, batch: Batch) -> Batch:
         """A batch in the structure that the loader gave it."""
-        return batch if self.structure is None else self.structure.nested(batch)
+        return batch if self.structure is None else self.structure.nest(batch)
 
     def windows(self, cursor: Cursor, seed: int) -> Iterator[tuple[Window, tuple[Array, ...]]]:
         """The batches that are left of the cursor's epoch, in NumPy's arrays, each with its window.
@@ -205,7 +205,7 @@ class Stream:
         if hasattr(self.loader, "set_order"):
             self.loader.set_order(seed if self.shuffle else None)
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        from_loader: Iterable[Any] = draw_within(OwnStream(mixed), self.loader)
+        from_loader: Iterable[Any] = draw_within(OwnRandomStream(mixed), self.loader)
         if not self.targets:
             from_loader = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in from_loader)
         batches = (_parts(batch, self.structure, 1 + self.targets) for batch in from_loader)
@@ -215,7 +215,7 @@ class Stream:
 
     def few(self, count: int, native: Callable[[Array], Any]) -> Batch:
         """A batch of the first samples, as the model will get them; not for a loader that is read once."""
-        return self.nested(tuple(native(part[:count]) for part in self.first_batch))
+        return self.nest(tuple(native(part[:count]) for part in self.first_batch))
 
     @functools.cached_property
     def first_batch(self) -> tuple[Array, ...]:
@@ -304,7 +304,7 @@ def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
     """What the digest of a batch is made of."""
     for part in parts:
         yield f"{part.dtype} {part.shape}".encode()
-        yield part.flat[loader_batches.sampled(part.size)].tobytes()
+        yield part.flat[loader_batches.sampled_places(part.size)].tobytes()
 
 
 def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> tuple[Array, ...]:
@@ -362,7 +362,7 @@ class Structure:
             )
         return tuple(arrays)
 
-    def nested(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    def nest(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """A batch of these arrays, as the user's batches are."""
         if self._spec is None:
             return tuple(arrays)

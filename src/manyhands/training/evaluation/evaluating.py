@@ -15,7 +15,7 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import options, refusals
 from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import first_batches
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import is_array
 from manyhands.training.evaluation.metrics import MetricCalls, Metrics, collect_outputs, evaluate_to_dict, metrics_of
 from manyhands.training.options import Settings
@@ -24,7 +24,7 @@ from manyhands.training.options import Settings
 class Evaluating(abc.ABC):
     """The part of a trainer that computes with a model and does not change it."""
 
-    @refusals.explained(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
+    @refusals.explain_mistakes(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
     def evaluate(self, model: Any, data: Any, *, limit_batches: int | float | None = None) -> dict[str, Any]:
         """The metrics of a model over data with targets: ``{"loss": 0.31, "acc": 0.89, "f1": 0.88}``.
 
@@ -44,7 +44,7 @@ class Evaluating(abc.ABC):
         source, settings = self._in_order(data, "evaluate", limit_batches)
         return self._evaluate(model, source, settings)
 
-    @refusals.explained(too_many="predict takes a model and data, with or without targets: predict(model, X)")
+    @refusals.explain_mistakes(too_many="predict takes a model and data, with or without targets: predict(model, X)")
     def predict(
         self, model: Any, data: Any, *, targets: bool | None = None, limit_batches: int | float | None = None
     ) -> Any:
@@ -84,7 +84,7 @@ class Evaluating(abc.ABC):
         source, settings = self._in_order(data, "predict", limit_batches)
         return self._predict(model, source, settings, inputs)
 
-    def _may_be_batches(self, data: Any, inputs: Inputs) -> bool:
+    def _may_be_batches(self, data: Any, inputs: ModelInputs) -> bool:
         """Whether it is a list of arrays, and the model needs one input; or a list of tuples of arrays with rows."""
         if not isinstance(data, list) or not data:
             return False
@@ -95,7 +95,7 @@ class Evaluating(abc.ABC):
         return all(part.ndim and len(part) == len(entry[0]) for entry in data for part in entry if entry[0].ndim)
 
     @abc.abstractmethod
-    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+    def _inputs_of(self, model: Any, targets: bool | None) -> ModelInputs:
         """How many inputs the model takes."""
 
     def _in_order(self, data: Any, method: str, limit: float | None) -> tuple[Any, Settings]:
@@ -117,14 +117,14 @@ class Evaluating(abc.ABC):
         return first_batches(source, limit, settings.batch_size, option), settings
 
     def _evaluate(self, model: Any, source: Any, settings: Settings) -> dict[str, Any]:
-        with self._evaluating(model, source, settings, tests=True) as evaluation:
+        with self._evaluation_of(model, source, settings, tests=True) as evaluation:
             return evaluate_to_dict(evaluation, self._metrics(model))
 
-    def _predict(self, model: Any, source: Any, settings: Settings, inputs: Inputs) -> Any:
-        with self._evaluating(model, source, settings, tests=False) as evaluation:
-            return collect_outputs(functools.partial(evaluation.predict, inputs), self._joined)
+    def _predict(self, model: Any, source: Any, settings: Settings, inputs: ModelInputs) -> Any:
+        with self._evaluation_of(model, source, settings, tests=False) as evaluation:
+            return collect_outputs(functools.partial(evaluation.predict, inputs), self._join_arrays)
 
-    def _evaluating(
+    def _evaluation_of(
         self, model: Any, source: Any, settings: Settings, *, tests: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """The model on all devices; ``tests``: the loss is computed, and not only the model's outputs."""
@@ -134,14 +134,14 @@ class Evaluating(abc.ABC):
 
     def _metrics(self, model: Any = None) -> Metrics:
         """The metrics of a job, those of a compiled model included."""
-        return metrics_of(self.options.metrics, self._own_meter, self._joined)
+        return metrics_of(self.options.metrics, self._own_meter, self._join_arrays)
 
     def _own_meter(self, metric: Any) -> MetricCalls | None:
         """A meter of a metric of the framework's own kind; None for any other."""
         return None
 
     @staticmethod
-    def _joined(arrays: list[Any]) -> Any:
+    def _join_arrays(arrays: list[Any]) -> Any:
         """Arrays on the host as one, along the first axis."""
         return np.concatenate(arrays)
 

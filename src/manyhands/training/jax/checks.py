@@ -61,7 +61,7 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
     is_known = isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy
 
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
-        copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
+        copy = models.for_evaluation(skeleton.model({**numbers, "parameters": parameters}))
         value = objective(copy, batch, training=True)
         size = size_of(batch)
         return (value.loss * size, size) if value.count is None else (value.loss, value.count)
@@ -70,7 +70,7 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
 
     def compute(arrays: Arrays, rows: Sequence[int]) -> Pass:
         picked = arrays.prepare(tuple(map(arrays.native, arrays.rows(rows))))
-        parts = arrays.nested(tuple(map(jax.numpy.asarray, picked)))
+        parts = arrays.nest(tuple(map(jax.numpy.asarray, picked)))
         (total, count), gradients = gradients_of(numbers["parameters"], parts)
         of_leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradients)]
         return Pass([Term(float(total), float(count), of_leaves)])

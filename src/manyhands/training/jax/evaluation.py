@@ -1,6 +1,6 @@
 """Evaluation and prediction: one compiled program per size of batch, over all devices.
 
-The programs are those of :class:`.step.Steps`. After each of them every device has the model's outputs; they are
+The programs are those of :class:`.step.Programs`. After each of them every device has the model's outputs; they are
 read one batch late, so that the devices have the next one already. Every process has all outputs; the first one's
 count.
 """
@@ -21,12 +21,12 @@ from flax import nnx
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import Source, Stream
 from manyhands.training.evaluation.metrics import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax.objective import Objective, is_dict
-from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import Resident, State, StepInput, Steps, mean_of, sums_of
+from manyhands.training.jax.skeleton import PARTS, Skeleton, by_name, refill
+from manyhands.training.jax.step import Programs, Resident, State, StepInput, mean_of, sums_of
 from manyhands.training.jax.world import World, rows_of, sent
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
@@ -37,7 +37,7 @@ from manyhands.training.running_sums import Totals
 class Evaluation:
     """A model and a data set, and the programs that compute with them without training."""
 
-    steps: Steps
+    steps: Programs
     state: Callable[[], State]
     data: Source
     is_mean: bool  # whether the loss is known to be a mean over samples, so that it is the same in any batches
@@ -60,7 +60,7 @@ class Evaluation:
         outputs.finish()
         return mean_of(total, counted=self.steps.tests_count_correct)
 
-    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: ModelInputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
         state, outputs = self.state(), _outputs(take)
 
@@ -84,7 +84,7 @@ class Evaluation:
         data, batch_size = self.data, self.settings.batch_size
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
-            for window, parts in loader_batches.agreed(batches, self._all_have):
+            for window, parts in loader_batches.check_agreement(batches, self._all_have):
                 yield window, sent(parts, window.size, self.world)
             return
         order = np.arange(data.count)
@@ -116,7 +116,7 @@ def apart(
     their parameters.
     """
     skeleton = Skeleton(model)
-    steps = Steps(skeleton, objective, optax.with_extra_args_support(optax.identity()), world, dtype, settings)
+    steps = Programs(skeleton, objective, optax.with_extra_args_support(optax.identity()), world, dtype, settings)
     state = first_numbers(skeleton, model, world, double=settings.precision == "fp64")
     return Evaluation(steps, lambda: state, data, objective.is_mean(model))
 
@@ -127,16 +127,16 @@ def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double
     if world.size > 1:
         numbers = {part: _from_first_process(tree, world) for part, tree in numbers.items()}
     if double:
-        numbers = jax.tree.map(_doubled, numbers)
+        numbers = jax.tree.map(_double, numbers)
     return {part: world.put_copy(numbers[part]) for part in PARTS}
 
 
 def _from_first_process(tree: Any, world: World) -> Any:
-    leaves = named(tree)
-    return refilled(tree, tensors.fitting(world.from_first(tensors.pack(leaves)), leaves, "numbers of another model"))
+    leaves = by_name(tree)
+    return refill(tree, tensors.arrays_for(world.from_first(tensors.pack(leaves)), leaves, "numbers of another model"))
 
 
-def _doubled(leaf: Any) -> Any:
+def _double(leaf: Any) -> Any:
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return np.asarray(leaf).astype(np.float64) if floating else leaf
 
@@ -159,7 +159,7 @@ def prepared_by(source: Source) -> Callable[[Any], Any]:
 
     Compiled programs are cached by it: one for each source and job.
     """
-    return lambda batch: source.nested(source.prepare(batch))
+    return lambda batch: source.nest(source.prepare(batch))
 
 
 def _even(count: int, size: int) -> int:

@@ -23,8 +23,18 @@ from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
 from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
 from manyhands.training.jax.objective import Objective
-from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import AVERAGES, Resident, State, StepInput, Steps, Sums, is_ready, sums_of, totals_of
+from manyhands.training.jax.skeleton import PARTS, Skeleton, by_name, refill
+from manyhands.training.jax.step import (
+    AVERAGES,
+    Programs,
+    Resident,
+    State,
+    StepInput,
+    Sums,
+    is_ready,
+    sums_of,
+    totals_of,
+)
 from manyhands.training.jax.world import World, resident, rows_of, sent
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates
 from manyhands.training.options import Settings
@@ -60,10 +70,10 @@ class JaxLearner:
         self.optimizer_name = job.optimizer_name
         self.shares: list[float] | None = None
         self.notes: list[str] = []
-        self.steps = Steps(job.skeleton, job.objective, job.optimizer, world, job.dtype, job.settings)
+        self.steps = Programs(job.skeleton, job.objective, job.optimizer, world, job.dtype, job.settings)
         self.state: State = self._first_state(job.optimizer)
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
-        self.optimizer_options = _injected(self.state["optimizer"])
+        self.optimizer_options = _injected_hyperparameters(self.state["optimizer"])
         self.sums: Sums = world.put_copy(sums_of(Totals()))
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Totals | None = None
@@ -111,7 +121,7 @@ class JaxLearner:
         if isinstance(data, Stream):
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
-                    self.job.labels(data.nested(parts))
+                    self.job.labels(data.nest(parts))
                 yield window, sent(parts, window.size, self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
@@ -158,7 +168,7 @@ class JaxLearner:
             self.state[average] = self.world.put_copy(self.state[part])
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def with_averaged_weights(self) -> Iterator[None]:
         weights = {part: self.state[part] for part in self._averages.values()}
         self.state.update({part: self.state[average] for average, part in self._averages.items()})
         try:
@@ -202,27 +212,27 @@ class JaxLearner:
     def save(self) -> Saved | None:
         if self.rank:
             return None
-        blobs = {part: tensors.pack(named(self.state[part])) for part in ("optimizer", "random")}
+        blobs = {part: tensors.pack(by_name(self.state[part])) for part in ("optimizer", "random")}
         blobs["model"] = tensors.pack(self._weights())
         if self._averages:
-            with self.averaged():
+            with self.with_averaged_weights():
                 blobs["average"] = tensors.pack(self._weights())
         return Saved({"devices": [device.platform for device in self.world.devices], "processes": self.size}, blobs)
 
     def _weights(self) -> dict[str, Any]:
-        return {**named(self.state["parameters"]), **named(self.state["rest"])}
+        return {**by_name(self.state["parameters"]), **by_name(self.state["rest"])}
 
     def _restore_average(self, blobs: Mapping[str, bytes]) -> None:
         self._start_average()
         if "average" not in blobs:
             self.notes.append(NO_AVERAGE)
             return
-        saved = tensors.fitting(blobs["average"], self._weights(), "an average of another model's weights")
+        saved = tensors.arrays_for(blobs["average"], self._weights(), "an average of another model's weights")
         for average in self._averages:
             self._refill(average, saved)
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
-        weights = tensors.fitting(blobs["model"], self._weights(), "weights of another model")
+        weights = tensors.arrays_for(blobs["model"], self._weights(), "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
         for part, refusal in (
@@ -230,8 +240,8 @@ class JaxLearner:
             ("random", "random numbers of another model"),
         ):
             if part in blobs:  # weights from another framework come alone
-                expected = named(self.state[part])
-                saved_part = tensors.fitting(blobs[part], expected, refusal)
+                expected = by_name(self.state[part])
+                saved_part = tensors.arrays_for(blobs[part], expected, refusal)
                 job_options = [name for name in expected if saving.is_kept(name, self.optimizer_options, saved)]
                 self._refill(part, {**saved_part, **{name: expected[name] for name in job_options}})
         if self._averages:
@@ -242,7 +252,7 @@ class JaxLearner:
         self.sums = self.world.put_copy(sums_of(first))
 
     def _refill(self, part: str, numbers: Mapping[str, Any]) -> None:
-        self.state[part] = self.world.put_copy(refilled(self.state[part], numbers))
+        self.state[part] = self.world.put_copy(refill(self.state[part], numbers))
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
@@ -258,7 +268,7 @@ class JaxLearner:
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
         before = self.job.skeleton.numbers(self.job.model)
-        with self.averaged():
+        with self.with_averaged_weights():
             after = {part: jax.tree.map(_home, self.state[part], before[part]) for part in PARTS}
         self.job.skeleton.put_into(self.job.model, after)
 
@@ -272,7 +282,7 @@ def _home(array: jax.Array, like: Any) -> Any:
     return jax.device_put(host, like.sharding) if is_placed else jax.device_put(host)
 
 
-def _injected(state: Any) -> dict[str, Any]:
+def _injected_hyperparameters(state: Any) -> dict[str, Any]:
     """The options that ``optax.inject_hyperparams`` keeps in the state; all others are hidden in functions."""
-    numbers = {name: np.asarray(leaf) for name, leaf in named(state).items() if "hyperparams" in name.split(".")}
+    numbers = {name: np.asarray(leaf) for name, leaf in by_name(state).items() if "hyperparams" in name.split(".")}
     return {name: number.item() for name, number in numbers.items() if not number.ndim and np.isfinite(number)}

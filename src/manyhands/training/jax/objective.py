@@ -69,10 +69,10 @@ def needed_target(batch: Batch) -> Any:
 
 def arguments_of(model: Any, batch: Batch) -> Arguments:
     """What the model is called with for a batch with a target; of a dict also for one without."""
-    return _named(model, batch[0]) if is_dict(batch) else (batch[:-1], {})
+    return _by_name(model, batch[0]) if is_dict(batch) else (batch[:-1], {})
 
 
-def _named(model: Any, entries: Mapping[str, Any]) -> Arguments:
+def _by_name(model: Any, entries: Mapping[str, Any]) -> Arguments:
     inputs = {name: value for name, value in entries.items() if name not in LABELS}
     call = type(getattr(model, "to_nnx__module", model)).__call__
     parameters = inspect.signature(call).parameters
@@ -85,7 +85,7 @@ def _named(model: Any, entries: Mapping[str, Any]) -> Arguments:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Value:
+class LossValue:
     """The loss of a batch: a mean, or (if the user's loss is a :class:`LossSum`) a sum and its divisor."""
 
     loss: jax.Array
@@ -97,13 +97,13 @@ class Value:
     def mean(self) -> jax.Array:
         return self.loss if self.count is None else self.loss / self.count
 
-    def plus(self, penalty: Any) -> Value:
+    def plus(self, penalty: Any) -> LossValue:
         """With a term added to the mean."""
         return replace(self, loss=self.loss + penalty * (1 if self.count is None else self.count))
 
 
 class Objective(Protocol):
-    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value: ...
+    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> LossValue: ...
 
     def is_mean(self, model: nnx.Module) -> bool:
         """Whether the loss is known to be a mean over samples; any other loss gets batches of a documented size."""
@@ -127,7 +127,7 @@ class Supervised:
             return self.loss
         return cross_entropy if has_default_loss(model) else model.loss
 
-    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value:
+    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> LossValue:
         target, loss = needed_target(batch), self.loss_of(model)
         output = output_of(model, *arguments_of(model, batch))
         if loss is cross_entropy and not (isinstance(output, jax.Array) and isinstance(target, jax.Array)):
@@ -149,7 +149,7 @@ class OwnStep:
     def is_mean(self, model: nnx.Module) -> bool:
         return False
 
-    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> Value:
+    def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> LossValue:
         name = step_name(model, training=training)
         value, accuracy = call_step(model, name, as_given(batch))
         correct = None if accuracy is None else jnp.round(accuracy * size_of(batch))
@@ -172,7 +172,7 @@ def cross_entropy(y_hat: jax.Array, y: jax.Array) -> jax.Array:
     return optax.losses.softmax_cross_entropy_with_integer_labels(y_hat, y)
 
 
-def predicted(model: nnx.Module, batch: Batch) -> Any:
+def predict(model: nnx.Module, batch: Batch) -> Any:
     """The model's output for a batch with a target, in full precision."""
     if is_dict(batch):
         return output_of(model, *arguments_of(model, batch))
@@ -181,8 +181,8 @@ def predicted(model: nnx.Module, batch: Batch) -> Any:
 
 def output_of(model: nnx.Module, inputs: Batch, named: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The model's output in full precision. If it does not take such inputs, the error describes the user's data."""
-    with explained(model, inputs, named):
-        return _widened(model(*inputs, **named))
+    with explain_errors(model, inputs, named):
+        return _widen(model(*inputs, **named))
 
 
 def call_of(model: nnx.Module) -> Callable[..., Any]:
@@ -190,7 +190,7 @@ def call_of(model: nnx.Module) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def explained(model: Any, inputs: Batch, named: Mapping[str, Any]) -> Iterator[None]:
+def explain_errors(model: Any, inputs: Batch, named: Mapping[str, Any]) -> Iterator[None]:
     """Turn an error of the model for these inputs into one that describes the user's data, or the model."""
     try:
         yield
@@ -222,19 +222,19 @@ def _not_taken(model: Any, inputs: Batch, named: Mapping[str, Any], error: Excep
     return str(refusals.not_taken(model, [part.shape[1:] for part in jax.tree.leaves((inputs, dict(named)))], error))
 
 
-def _value(value: Any, name: str, correct: jax.Array | None) -> Value:
+def _value(value: Any, name: str, correct: jax.Array | None) -> LossValue:
     """The value that the user's code returned: a mean, numbers for each sample, or a sum with its count."""
     if isinstance(value, LossSum):
-        total, count = _widened(value.total), jnp.asarray(value.count)
+        total, count = _widen(value.total), jnp.asarray(value.count)
         if getattr(total, "shape", None) != () or count.ndim:
             raise BadSettings(
                 f"{name} returned a LossSum of {refusals.in_words(value.total)} and {refusals.in_words(value.count)}: "
                 "total has to be an array of one number without dimensions, count too, or a plain number"
             )
-        return Value(total, jax.lax.stop_gradient(count).astype(total.dtype), correct)
+        return LossValue(total, jax.lax.stop_gradient(count).astype(total.dtype), correct)
     if not isinstance(value, jax.Array):
         raise refusals.not_a_loss(name, value)
-    return Value(_mean(_widened(value)), None, correct)
+    return LossValue(_mean(_widen(value)), None, correct)
 
 
 def _mean(value: jax.Array) -> jax.Array:
@@ -242,14 +242,14 @@ def _mean(value: jax.Array) -> jax.Array:
     return value.reshape(len(value), -1).sum(1).mean() if value.ndim else value
 
 
-def _widened(output: Any) -> Any:
+def _widen(output: Any) -> Any:
     """The loss is computed in full precision, whatever the model computes in."""
 
-    def widened(leaf: Any) -> Any:
+    def widen_leaf(leaf: Any) -> Any:
         narrow = getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
         return leaf.astype(jnp.float32) if narrow else leaf
 
-    return jax.tree.map(widened, output)
+    return jax.tree.map(widen_leaf, output)
 
 
 def _correct(output: Any, target: Any, *, one_hot: bool) -> jax.Array | None:

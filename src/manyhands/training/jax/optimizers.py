@@ -68,7 +68,7 @@ def optimizer_for(
         optimizer = model.configure_optimizers()
         check(optimizer, None)
     is_finished = isinstance(optimizer, optax.GradientTransformation)
-    transformation = optimizer if is_finished else OPTIMIZERS.created(model, optimizer, lr)
+    transformation = optimizer if is_finished else OPTIMIZERS.create(model, optimizer, lr)
     parts: list[str] = []
     _state_names(jax.eval_shape(transformation.init, parameters), parts)
     for part, what in _NOT_PROPORTIONAL.items():
@@ -77,10 +77,10 @@ def optimizer_for(
                 f"schedule= multiplies every update, and the optimizer {what}: leave out schedule=, and give the "
                 "optimizer a schedule of Optax as its learning rate"
             )
-    return _adapted(transformation, parameters), "+".join(parts) or "sgd"
+    return _adapt(transformation, parameters), "+".join(parts) or "sgd"
 
 
-def _adapted(transformation: optax.GradientTransformation, parameters: Any) -> Optimizer:
+def _adapt(transformation: optax.GradientTransformation, parameters: Any) -> Optimizer:
     """The optimizer, given the loss as ``value`` if it takes that.
 
     Keys of random numbers in its state are plain numbers, which can be copied and saved.

@@ -64,17 +64,17 @@ class Skeleton:
 
     def model(self, numbers: Numbers) -> nnx.Module:
         """A new model with those numbers."""
-        return nnx.merge(self._graph, *(self._filled(part, numbers[part]) for part in PARTS))
+        return nnx.merge(self._graph, *(self._fill(part, numbers[part]) for part in PARTS))
 
     def put_into(self, model: nnx.Module, numbers: Numbers) -> None:
         """Give those numbers to a model of this kind, in place."""
-        nnx.update(model, *(self._filled(part, numbers[part]) for part in PARTS))
+        nnx.update(model, *(self._fill(part, numbers[part]) for part in PARTS))
 
     def _pure(self, part: str) -> Tree:
         pure: Tree = nnx.to_pure_dict(self._states[part])
         return pure
 
-    def _filled(self, part: str, tree: Tree) -> Any:
+    def _fill(self, part: str, tree: Tree) -> Any:
         if part == "random":
             tree = jax.tree_util.tree_map_with_path(self._as_key, tree)
         state = jax.tree.map(lambda leaf: leaf, self._states[part])  # a new one: it is written to
@@ -105,12 +105,12 @@ def _check_wrt(model: nnx.Module, wrt: Any, trained: Tree) -> None:
             raise BadSettings(f"Step(wrt={wrt!r}) picks {name}, which holds {leaf.dtype} and has no gradient: {_WRT}")
 
 
-def refilled(tree: Any, values: Mapping[str, Any]) -> Any:
+def refill(tree: Any, values: Mapping[str, Any]) -> Any:
     """A tree of the same structure, filled with values by the names of its leaves."""
     return jax.tree_util.tree_map_with_path(lambda path, _: values[name_of(path)], tree)
 
 
-def doubled(model: nnx.Module) -> None:
+def to_double(model: nnx.Module) -> None:
     """Turn all floating-point numbers of a model into double precision; inside ``jax.enable_x64`` only."""
 
     def wide(leaf: Any) -> Any:
@@ -124,7 +124,7 @@ def name_of(path: Any) -> str:
     return str(jax.tree_util.keystr(path, simple=True, separator="."))
 
 
-def named(tree: Any) -> dict[str, Any]:
+def by_name(tree: Any) -> dict[str, Any]:
     """A tree's leaves by name."""
     return dict(_leaves(tree))
 
@@ -149,7 +149,7 @@ def _only(tree: Tree, like: Tree) -> Tree:
 # Modes and precision, of models that live for one trace
 
 
-def training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
+def for_training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
     """The model in training mode; layers that the caller has frozen stay in evaluation mode, unless all of them are."""
     if skeleton.all_evaluating:
         model.train()
@@ -157,7 +157,7 @@ def training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
     return model
 
 
-def evaluating(model: nnx.Module) -> nnx.Module:
+def for_evaluation(model: nnx.Module) -> nnx.Module:
     """In evaluation mode: no dropout, and statistics as they were learned."""
     model.eval()
     linen.in_mode(model, training=False)

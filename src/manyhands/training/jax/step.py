@@ -37,7 +37,7 @@ import optax
 
 from manyhands.training.jax import linen
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax.objective import Batch, Objective, is_dict, output_of, predicted, size_of, target_of
+from manyhands.training.jax.objective import Batch, Objective, is_dict, output_of, predict, size_of, target_of
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
 from manyhands.training.options import Settings
@@ -66,7 +66,7 @@ StepInput = Batch | Resident  # the rows of a batch as they were sent, or where 
 
 
 @dataclass
-class Steps:
+class Programs:
     """The programs of a job, each compiled when it is first needed."""
 
     skeleton: Skeleton
@@ -117,21 +117,21 @@ class Steps:
         if not isinstance(rows, Resident):
 
             def batch_of(part: Any) -> Batch:
-                return prepare(self.world.divided(part))  # type: ignore[no-any-return]
+                return prepare(self.world.divide(part))  # type: ignore[no-any-return]
 
             return self._update(state, so_far, factor, self._real(rows, size), batch_of, size)
 
         numbers = jax.lax.dynamic_slice_in_dim(rows.order, state["at"][0], size)
 
-        def gathered(numbers: Any) -> Batch:
-            return prepare(self.world.divided(_gathered(rows.arrays, self.world.divided(numbers))))  # type: ignore[no-any-return]
+        def gather(numbers: Any) -> Batch:
+            return prepare(self.world.divide(_gather_rows(rows.arrays, self.world.divide(numbers))))  # type: ignore[no-any-return]
 
-        return self._update(state, so_far, factor, numbers, gathered, size)
+        return self._update(state, so_far, factor, numbers, gather, size)
 
     def _test(
         self, numbers: Any, so_far: Sums, rows: StepInput, *, size: int, prepare: Any, with_outputs: bool
     ) -> tuple[Sums, Any]:
-        model = self._evaluating(numbers)
+        model = self._evaluate(numbers)
         batch = _as_parameters(prepare(self._real(rows, size)), numbers["parameters"])
         value = self.objective(model, batch, training=False)
         self.tests_count_correct = value.correct is not None
@@ -139,13 +139,13 @@ class Steps:
         if not with_outputs:
             return so_far, None
         # The model's own step does not return its output.
-        output = predicted(self._evaluating(numbers), batch) if value.output is None else value.output
+        output = predict(self._evaluate(numbers), batch) if value.output is None else value.output
         return so_far, (output, target_of(batch))
 
     def _predict(self, numbers: Any, rows: Batch, *, size: int, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, size)), numbers["parameters"])
-        model = self._evaluating(numbers)
-        return predicted(model, batch) if is_dict(batch) else output_of(model, batch)
+        model = self._evaluate(numbers)
+        return predict(model, batch) if is_dict(batch) else output_of(model, batch)
 
     def _real(self, rows: StepInput, size: int) -> Batch:
         """The rows of a batch, without those at the end that only fill up the last device's part."""
@@ -153,7 +153,7 @@ class Steps:
             real = tuple(jax.lax.dynamic_slice_in_dim(array, rows.start, size) for array in rows.arrays)
         else:
             real = tuple(part[:size] for part in rows)
-        divided: Batch = self.world.divided(real)
+        divided: Batch = self.world.divide(real)
         return divided
 
     def _update(
@@ -177,15 +177,15 @@ class Steps:
         if self.decay is not None:
             for average, part in AVERAGES.items():
                 if average in state:
-                    after[average] = jax.tree.map(self._averaged, state[average], after[part])
+                    after[average] = jax.tree.map(self._average, state[average], after[part])
         if self.settings.step.on_nan == "continue":  # a batch whose loss is NaN changes nothing
             good = jnp.isfinite(loss)
-            after = {name: _chosen(good, after[name], state[name]) for name in after}
+            after = {name: _choose(good, after[name], state[name]) for name in after}
         position, step = state["at"]
         so_far = add_batch(so_far, loss, correct, size, step)
         return {**after, "at": jnp.stack([position + size, step + 1])}, so_far
 
-    def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
+    def _average(self, average: jax.Array, weight: jax.Array) -> jax.Array:
         if not jnp.issubdtype(average.dtype, jnp.inexact):
             return weight
         moved = average + (weight - average) * (1 - self.decay)  # type: ignore[operator]
@@ -201,19 +201,19 @@ class Steps:
             count = jnp.asarray(size if value.count is None else value.count, total.dtype)
             return total, (count, after, jnp.zeros((), jnp.int32) if value.correct is None else value.correct)
 
-        def work(rows: Any, numbers: Any) -> Sum:
+        def work(rows: Any, numbers: Any) -> MicroBatchSum:
             of_sum = jax.value_and_grad(total_of, has_aux=True)
             (total, (count, after, correct)), gradients = of_sum(state["parameters"], batch_of(rows), numbers)
-            return Sum(total, count, correct, gradients, after)
+            return MicroBatchSum(total, count, correct, gradients, after)
 
         numbers = {part: state[part] for part in ("random", "rest")}
-        whole = accumulated(work, rows, numbers, self.settings.step.accumulate)
+        whole = accumulate(work, rows, numbers, self.settings.step.accumulate)
         gradients = jax.tree.map(lambda gradient: gradient / whole.count.astype(gradient.dtype), whole.gradients)
         return whole.total / whole.count, whole.numbers, whole.correct, gradients
 
     def _loss(self, parameters: Any, random: Any, rest: Any, batch: Batch) -> tuple[jax.Array, Any]:
         model = self.skeleton.model({"parameters": parameters, "random": random, "rest": rest})
-        model = models.training(model, self.skeleton)
+        model = models.for_training(model, self.skeleton)
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=True)
         value = self.objective(model, _as_parameters(batch, parameters), training=True)
@@ -222,8 +222,8 @@ class Steps:
         numbers = self.skeleton.numbers(model)
         return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value)
 
-    def _evaluating(self, numbers: Any) -> Any:
-        model = models.evaluating(self.skeleton.model(numbers))
+    def _evaluate(self, numbers: Any) -> Any:
+        model = models.for_evaluation(self.skeleton.model(numbers))
         return model if self.dtype is None else models.computing_in(model, self.dtype, statistics=False)
 
 
@@ -232,7 +232,7 @@ def _numbers(state: State) -> State:
     return {part: state[part] for part in models.PARTS}
 
 
-def _gathered(arrays: Batch, numbers: jax.Array) -> Batch:
+def _gather_rows(arrays: Batch, numbers: jax.Array) -> Batch:
     return tuple(array.at[numbers].get(mode="promise_in_bounds") for array in arrays)
 
 
@@ -240,14 +240,14 @@ def _as_parameters(batch: Batch, parameters: Any) -> Batch:
     """Floating-point inputs in double precision, where the parameters are."""
     double = any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(parameters))
 
-    def widened(part: jax.Array) -> jax.Array:
+    def widen(part: jax.Array) -> jax.Array:
         return part.astype(jnp.float64) if double and jnp.issubdtype(part.dtype, jnp.floating) else part
 
-    widened_batch: Batch = jax.tree.map(widened, batch)
+    widened_batch: Batch = jax.tree.map(widen, batch)
     return widened_batch
 
 
-def _chosen(good: jax.Array, new: Any, old: Any) -> Any:
+def _choose(good: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, old)
 
 
@@ -256,7 +256,7 @@ def _chosen(good: jax.Array, new: Any, old: Any) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sum:
+class MicroBatchSum:
     """Of the micro-batches so far: the loss as a sum and a count, correct predictions, gradients of the sum."""
 
     total: Any
@@ -266,7 +266,7 @@ class Sum:
     numbers: Any  # the model's random numbers and statistics after them
 
 
-def accumulated(work: Callable[[Any, Any], Sum], rows: Any, numbers: Any, parts: int) -> Sum:
+def accumulate(work: Callable[[Any, Any], MicroBatchSum], rows: Any, numbers: Any, parts: int) -> MicroBatchSum:
     """The sum over all micro-batches of a batch, whose rows are a tree of arrays.
 
     ``work``: from rows and the numbers of the model before them to their sum.
@@ -278,22 +278,24 @@ def accumulated(work: Callable[[Any, Any], Sum], rows: Any, numbers: Any, parts:
     def in_loops(array: jax.Array) -> jax.Array:
         return jnp.swapaxes(array[: loops * size].reshape(size, loops, *array.shape[1:]), 0, 1)
 
-    def body(so_far: Sum, micro: Any) -> tuple[Sum, None]:
+    def body(so_far: MicroBatchSum, micro: Any) -> tuple[MicroBatchSum, None]:
         return _plus(so_far, work(micro, so_far.numbers)), None
 
     micro_batches = jax.tree.map(in_loops, rows)
     shapes = jax.eval_shape(lambda: work(jax.tree.map(lambda array: array[0], micro_batches), numbers))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    so_far = Sum(nothing.total, nothing.count, nothing.correct, nothing.gradients, numbers)
+    so_far = MicroBatchSum(nothing.total, nothing.count, nothing.correct, nothing.gradients, numbers)
     so_far, _ = jax.lax.scan(body, so_far, micro_batches)
     if rest:
         so_far, _ = body(so_far, jax.tree.map(lambda array: array[loops * size :], rows))
     return so_far
 
 
-def _plus(so_far: Sum, now: Sum) -> Sum:
+def _plus(so_far: MicroBatchSum, now: MicroBatchSum) -> MicroBatchSum:
     gradients = jax.tree.map(jnp.add, so_far.gradients, now.gradients)
-    return Sum(so_far.total + now.total, so_far.count + now.count, so_far.correct + now.correct, gradients, now.numbers)
+    return MicroBatchSum(
+        so_far.total + now.total, so_far.count + now.count, so_far.correct + now.correct, gradients, now.numbers
+    )
 
 
 # Sums
@@ -363,4 +365,4 @@ def mean_of(sums: Sums, *, counted: bool) -> Totals:
     """The totals of an evaluation: its loss is divided once, by the sum of all divisors."""
     summed = totals_of(sums, counted=counted)
     divisor = float(np.asarray(sums["divisor"], np.float64).sum())
-    return summed if divisor == summed.count else summed.weighed(divisor)
+    return summed if divisor == summed.count else summed.with_weight(divisor)

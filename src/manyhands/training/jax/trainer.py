@@ -21,12 +21,12 @@ from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.loader_batches import Samples, is_random_access
-from manyhands.training.data.roles import Inputs, inputs_of
+from manyhands.training.data.roles import ModelInputs, inputs_of
 from manyhands.training.data.sources import Source, Stream, Structure, is_dataset, source
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.evaluation import Evaluation, apart
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import call_of, cross_entropy, explained, objective_for
+from manyhands.training.jax.objective import call_of, cross_entropy, explain_errors, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.options import BatchStats, Settings
 from manyhands.training.result import Result
@@ -82,7 +82,7 @@ class Trainer(BaseTrainer):
         lr = self.options.lr
         optimizers.check(self.options.optimizer, lr)
         if callable(lr):  # a schedule of Optax: the optimizer is made with it
-            self.optimizer, self.lr = optimizers.OPTIMIZERS.created(None, self.options.optimizer, lr), None
+            self.optimizer, self.lr = optimizers.OPTIMIZERS.create(None, self.options.optimizer, lr), None
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         structure = Structure(dicts=True)
@@ -98,7 +98,7 @@ class Trainer(BaseTrainer):
         first, second = data[:2]
         return not (isinstance(first, Mapping) and isinstance(second, Mapping) and first.keys() == second.keys())
 
-    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def _copies_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Optax's optimizers, and Linen's modules, hold nothing that a step changes."""
         return model if linen.is_linen(model) else nnx.clone(model), optimizer
 
@@ -112,7 +112,7 @@ class Trainer(BaseTrainer):
         if linen.is_linen(model):
             world.check()
             inputs = checks.first_inputs(model, self.train_source)
-            with explained(model, *inputs):
+            with explain_errors(model, *inputs):
                 variables = linen.variables_of(model, *inputs, settings.seed)
             wrapped = linen.as_nnx(model, variables, settings.seed)
             result = self._train(wrapped, settings, dispatcher, run=run, resume=resume)
@@ -126,7 +126,7 @@ class Trainer(BaseTrainer):
                 learner.notes += checks.check_loss(model, job.skeleton, job.objective, job.train)
             loop = self._loop(learner, model, settings, dispatcher, run=run, resume=resume)
             if settings.precision == "auto":
-                learner.chosen_precision = _chosen(learner.job.dtype)
+                learner.chosen_precision = _choose_precision(learner.job.dtype)
             result = loop.fit()
         kind, per_rank = backend.neutral(self._natives()[0]).kind, len(here.devices) // here.size
         result.devices = self.device_names if here.size == 1 else launcher.device_names(kind, per_rank)
@@ -139,12 +139,12 @@ class Trainer(BaseTrainer):
         with jax.enable_x64(True) if settings.precision == "fp64" else contextlib.nullcontext(), world.without_mesh():
             yield world.World(self._natives())
 
-    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+    def _inputs_of(self, model: Any, targets: bool | None) -> ModelInputs:
         call: Any = call_of(model) if callable(model) else None
         return inputs_of(call, type(model).__name__, targets)
 
     @contextlib.contextmanager
-    def _evaluating(
+    def _evaluation_of(
         self, model: nnx.Module, source: Source, settings: Settings, *, tests: bool
     ) -> Iterator[Evaluation]:
         model = linen.with_weights(model)
@@ -187,7 +187,7 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
     return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
 
 
-def _chosen(dtype: Any) -> tuple[str, str]:
+def _choose_precision(dtype: Any) -> tuple[str, str]:
     """What ``precision="auto"`` was, and why, for the run's folder."""
     if dtype is None:
         return "the model's own", "no GPU with bfloat16, or optimize='off'"

@@ -125,27 +125,27 @@ class World:
     def put_copy(self, tree: Any) -> Any:
         """A tree of arrays on every device, each in separate memory, so that a step can take it (donation)."""
 
-        def copied(array: Any) -> jax.Array:
+        def copy_leaf(array: Any) -> jax.Array:
             # A copy for each device: on a CPU an array may be the very memory that it was made of.
             parts = [jax.device_put(np.array(array), device) for device in self._local_devices]
             return jax.make_array_from_single_device_arrays(parts[0].shape, self.everywhere, parts)
 
-        return jax.tree.map(copied, tree)
+        return jax.tree.map(copy_leaf, tree)
 
-    def divided(self, tree: Any) -> Any:
+    def divide(self, tree: Any) -> Any:
         """Inside a step: divide every array of the tree over the devices, by its first dimension.
 
         With 64-bit numbers an array that does not divide evenly is whole on every device: XLA aborts the process where
         such numbers are the indices of a lookup (of an embedding) that is divided unevenly. Seen with jaxlib 0.10.
         """
 
-        def divided(leaf: Any) -> Any:
+        def divide(leaf: Any) -> Any:
             if not leaf.ndim:
                 return leaf
             whole = jax.config.jax_enable_x64 and len(leaf) % len(self.devices)
             return jax.lax.with_sharding_constraint(leaf, self.everywhere if whole else self.in_parts)
 
-        return jax.tree.map(divided, tree)
+        return jax.tree.map(divide, tree)
 
     def from_first(self, data: bytes) -> bytes:
         """The bytes that the first process has."""

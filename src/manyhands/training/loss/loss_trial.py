@@ -180,14 +180,14 @@ def compare(batches: Batches, close: tuple[float, float]) -> Difference | str | 
     """
     outcomes: list[str | None] = []
     for number, (compute, size) in enumerate(batches):
-        outcome = _compared(compute, size, close, halves=not number)
+        outcome = _compare(compute, size, close, halves=not number)
         if isinstance(outcome, Difference):
             return outcome
         outcomes.append(outcome)
     return None if None in outcomes else next(iter(outcomes), None)
 
 
-def _compared(compute: Compute, size: int, close: tuple[float, float], *, halves: bool) -> Difference | str | None:
+def _compare(compute: Compute, size: int, close: tuple[float, float], *, halves: bool) -> Difference | str | None:
     whole = compute(range(size))
     if not whole.is_finite:
         return "it is NaN for the samples that were tried"
@@ -231,12 +231,12 @@ def _all(compute: Compute, parts: Iterable[Sequence[int]]) -> list[Pass] | None:
 def _together(passes: Sequence[Pass]) -> Pass:
     """The parts put together: all totals are added, and divided by all counts."""
 
-    def added(terms: Sequence[Term]) -> Term:
+    def sum_of(terms: Sequence[Term]) -> Term:
         columns = zip(*(term.gradients for term in terms), strict=True)
         gradients = [np.asarray(sum(column)) for column in columns]
         return Term(sum(term.total for term in terms), sum(term.count for term in terms), gradients)
 
-    return Pass([added(terms) for terms in zip(*(pass_.terms for pass_ in passes), strict=True)])
+    return Pass([sum_of(terms) for terms in zip(*(pass_.terms for pass_ in passes), strict=True)])
 
 
 def are_close(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[float, float]) -> bool:

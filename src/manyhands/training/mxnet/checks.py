@@ -117,8 +117,8 @@ def laid_for(model: Any, batch: Batch) -> Batch:
     first: gluon.Parameter = replicas.distinct(model)[0]
     device, dtype = first.list_ctx()[0], first.dtype
 
-    def moved(part: Any) -> Any:
+    def move(part: Any) -> Any:
         part = part.as_in_context(device)
         return part.astype(dtype) if "float" in np.dtype(part.dtype).name else part
 
-    return tuple(map(moved, batch))
+    return tuple(map(move, batch))

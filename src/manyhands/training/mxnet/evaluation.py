@@ -10,7 +10,7 @@ import mxnet as mx
 
 from manyhands import tree
 from manyhands.training.data.order import Cursor
-from manyhands.training.data.roles import Inputs, input_count
+from manyhands.training.data.roles import ModelInputs, input_count
 from manyhands.training.data.sources import Batch
 from manyhands.training.evaluation.metrics import (
     MetricCalls,
@@ -50,7 +50,7 @@ class Evaluation:
         outputs.finish()
         return sums.read()
 
-    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: ModelInputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
         outputs = _outputs(take)
         for shards in self._batches():
@@ -72,7 +72,7 @@ class Evaluation:
 
     def _pieces(self, shards: Sequence[Batch], computed: Sequence[Any]) -> Pieces:
         """The outputs and targets of a batch, in the order of the samples; an output that is None is computed."""
-        model, pieces = self.objective.model, Pieces(joined)
+        model, pieces = self.objective.model, Pieces(join_arrays)
         for shard, output in zip(shards, computed, strict=True):
             inputs = input_count(call_of(model), len(shard))
             outputs = checked_output(model, shard[:inputs]) if output is None else output
@@ -103,7 +103,7 @@ def call_of(model: Any) -> Any:
     return model.forward
 
 
-def joined(arrays: list[Any]) -> Any:
+def join_arrays(arrays: list[Any]) -> Any:
     """Arrays of either of MXNet's kinds as one."""
     if isinstance(arrays[0], mx.np.ndarray):
         return mx.np.concatenate(arrays, axis=0)

@@ -25,7 +25,7 @@ from manyhands.training.learner import Saved, Take, named_rates
 from manyhands.training.mxnet import optimizers, replicas
 from manyhands.training.mxnet.evaluation import Evaluation
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.step import Feed, RunningSums, Shards, Step
+from manyhands.training.mxnet.step import Feed, RunningSums, Shards, TrainingStep
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 
@@ -60,7 +60,7 @@ class GluonLearner:
         test_feed = None if test is None else Feed(test, devices, dtype, look=look)
         self.evaluation = None if test_feed is None else Evaluation(objective, test_feed, settings)
         self.sums = RunningSums(self.devices[0])
-        self.whole_step = Step(trainer, objective, self.sums, settings.gradient_clip_val)
+        self.whole_step = TrainingStep(trainer, objective, self.sums, settings.gradient_clip_val)
 
     def close(self) -> None:
         self._share_statistics()
@@ -95,14 +95,14 @@ class GluonLearner:
     def keep_average(self, averaging: Averaging) -> None:
         raise BadSettings("EMA: MXNet's trainer keeps no average of the weights, those of the other frameworks do")
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def with_averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def send_totals(self, step: int) -> None:
         self.sums.send(step)
 
     def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
-        return self.sums.arrived(wait=wait)
+        return self.sums.take_arrived(wait=wait)
 
     def learning_rates(self) -> dict[str, float]:
         return named_rates([float(self.trainer.learning_rate)])

@@ -77,7 +77,7 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
         # Its own steps divide by the number of samples; here the loss has been divided already.
         optimizer, scale = optimizer.optimizer, optimizer._scale
     if not isinstance(optimizer, Optimizer):
-        optimizer = OPTIMIZERS.created(model, optimizer, lr)
+        optimizer = OPTIMIZERS.create(model, optimizer, lr)
     _check_fits(optimizer, scheduled=scheduled, devices=devices)
     # Without the statistics: at its first step the trainer sends the first device's of all that it has to the others.
     trained = [parameter for parameter in trained if parameter.grad_req != "null"]

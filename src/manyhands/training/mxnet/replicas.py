@@ -116,7 +116,7 @@ def restore_model(model: Any, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
     by_name = parameters(model)
     arrays = {name: parameter.list_data()[0] for name, parameter in by_name.items()}
-    for name, values in tensors.fitting(blob, arrays, "weights of another model").items():
+    for name, values in tensors.arrays_for(blob, arrays, "weights of another model").items():
         set_values(by_name[name], values)
 
 

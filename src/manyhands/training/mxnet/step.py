@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch
 from manyhands.training.data.labels import Look
-from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
+from manyhands.training.data.order import Cursor, Window, epoch_order, whole_batches, windows
 from manyhands.training.data.sources import Batch, Source, Stream
 from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
@@ -48,7 +48,7 @@ _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
 
 
-class Step:
+class TrainingStep:
     """Forward and backward on each device, sum, clip, update."""
 
     def __init__(self, trainer: gluon.Trainer, objective: Objective, sums: RunningSums, clip: float) -> None:
@@ -106,7 +106,7 @@ class Step:
     def _finite(self) -> list[Any]:
         """1 or 0 on a device. MXNet's ReLU turns NaN into 0, so bad samples may show in the gradients only."""
         by_dtype: dict[Any, list[Any]] = {}
-        for parameter in self._used:
+        for parameter in self._used_parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter.list_grad()[0].as_nd_ndarray())
         parts = [ones[at : at + _AT_ONCE] for ones in by_dtype.values() for at in range(0, len(ones), _AT_ONCE)]
         return [mx.nd.multi_all_finite(*part, num_arrays=len(part)) for part in parts]
@@ -117,7 +117,7 @@ class Step:
         They are the same on every device.
         """
         with numpy_like():
-            gradients = [parameter.list_grad()[number].as_np_ndarray() for parameter in self._used]
+            gradients = [parameter.list_grad()[number].as_np_ndarray() for parameter in self._used_parameters]
             if counts and gradients:
                 here = [count.as_np_ndarray().reshape(()).as_in_ctx(gradients[0].ctx) for count in counts]
                 _multiply(gradients, 1.0 / sum(here[1:], here[0]))
@@ -126,7 +126,7 @@ class Step:
                 _multiply(gradients, mx.np.minimum(self.clip / (mx.np.sqrt(squares.sum()) + _TINY), 1.0))
 
     @property
-    def _used(self) -> list[gluon.Parameter]:
+    def _used_parameters(self) -> list[gluon.Parameter]:
         """The parameters that have a gradient of this step."""
         return [parameter for parameter in self.parameters if parameter.list_data()[0]._fresh_grad]
 
@@ -214,7 +214,7 @@ class RunningSums:
         """Remember to hand out the sums that have just set out, once they are there."""
         self._sent.append((step, *self._coming[-1]))
 
-    def arrived(self, *, wait: bool) -> list[tuple[int, Totals]]:
+    def take_arrived(self, *, wait: bool) -> list[tuple[int, Totals]]:
         """The sent totals that have arrived, with their steps; ``wait``: all of them."""
         under_way = {id(sums) for _, sums in self._coming}
         totals = []
@@ -242,7 +242,7 @@ class RunningSums:
         numbers = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
         loss, correct, bad, divisor = numbers
         totals = Totals(loss, correct, count, None if math.isinf(bad) else int(bad), self.counts_correct)
-        return totals.weighed(divisor) if self._weighed else totals
+        return totals.with_weight(divisor) if self._weighed else totals
 
 
 Shards = list[Batch | None]  # one per device; None where it has no samples
@@ -265,16 +265,16 @@ class Feed:
         """
         source = self.source
         if isinstance(source, Stream):
-            for window, batch in undivided(source.windows(cursor, seed), whole):
+            for window, batch in whole_batches(source.windows(cursor, seed), whole):
                 if self.look is not None:
                     self.look(batch)
-                yield window, self._divided(window, shares, batch, np.arange(window.size))
+                yield window, self._divide(window, shares, batch, np.arange(window.size))
             return
         order = epoch_order(seed, cursor.epoch, source.count, shuffle=source.shuffle)
         for window in windows(cursor, source.count, size, whole=whole):
-            yield window, self._divided(window, shares, source.arrays, order[window.start : window.stop])
+            yield window, self._divide(window, shares, source.arrays, order[window.start : window.stop])
 
-    def _divided(self, window: Window, shares: Sequence[float] | None, parts: Batch, rows: NDArray[np.int64]) -> Shards:
+    def _divide(self, window: Window, shares: Sequence[float] | None, parts: Batch, rows: NDArray[np.int64]) -> Shards:
         """A shard of these rows for each device; None where it has no samples."""
         ends = np.cumsum([0, *window.sizes(len(self.devices), shares, least=self.least)])
         return [

@@ -16,7 +16,7 @@ from manyhands.backends.mxnet import devices as backend
 from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
-from manyhands.training.data.roles import Inputs, inputs_of
+from manyhands.training.data.roles import ModelInputs, inputs_of
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation.metrics import MetricCalls
 from manyhands.training.mxnet import checks, evaluation, optimizers, replicas
@@ -72,15 +72,15 @@ class Trainer(BaseTrainer):
         return evaluation.own_meter(metric)
 
     @staticmethod
-    def _joined(arrays: list[Any]) -> Any:
-        return evaluation.joined(arrays)
+    def _join_arrays(arrays: list[Any]) -> Any:
+        return evaluation.join_arrays(arrays)
 
-    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+    def _inputs_of(self, model: Any, targets: bool | None) -> ModelInputs:
         checks.check_block(model)
         return inputs_of(evaluation.call_of(model), type(model).__name__, targets)
 
     @contextlib.contextmanager
-    def _evaluating(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
+    def _evaluation_of(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
         checks.refuse_launcher()
         checks.check_values(model)
         objective, devices = objective_for(model, self.options.loss), self._natives()

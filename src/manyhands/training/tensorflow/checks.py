@@ -21,7 +21,7 @@ from manyhands.training.data.labels import ClassLabels, Look, check_sources
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.loss import loss_trial
 from manyhands.training.loss.loss_trial import Pass, Term
-from manyhands.training.tensorflow.model import Function, changed, without_noise
+from manyhands.training.tensorflow.model import Function, apply_changes, without_noise
 from manyhands.training.tensorflow.objective import Objective, OwnStep, Supervised, output_of, parts_of
 
 _FEW = 2
@@ -135,7 +135,7 @@ def check_loss(model: Any, objective: Objective, train: Source) -> list[str]:
     """
     function, seeds = Function(model, objective, 0), itertools.count()
     graph: Any = None
-    with changed(without_noise(model)), tf.device("/device:CPU:0"):
+    with apply_changes(without_noise(model)), tf.device("/device:CPU:0"):
 
         def compute(data: Arrays, rows: Sequence[int]) -> Pass:
             nonlocal graph
@@ -157,7 +157,7 @@ def _graph(function: Function, data: Arrays) -> Any:
     def work(seed: Any, *arrays: Any) -> list[tuple[Any, Any, list[Any]]]:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            losses, _ = function(weights, statistics, (seed,), data.nested(data.prepare(arrays)), training=True)
+            losses, _ = function(weights, statistics, (seed,), data.nest(data.prepare(arrays)), training=True)
             size = tf.shape(arrays[0])[0]
             mean = [] if losses.mean is None else [(losses.mean * tf.cast(size, losses.mean.dtype), size)]
             terms = mean + [(part.total, part.count) for part in losses.sums]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation.metrics import (
     MetricCalls,
@@ -27,14 +27,14 @@ from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 from manyhands.training.tensorflow.model import Function
 from manyhands.training.tensorflow.objective import ACCURACY, Objective, compiled_metrics, inputs_for
-from manyhands.training.tensorflow.step import CORRECT, COUNT, LOSS, PLAIN, WIDTH, Feed, Step
+from manyhands.training.tensorflow.step import CORRECT, COUNT, LOSS, PLAIN, WIDTH, Feed, TrainingStep
 from manyhands.training.tensorflow.world import World
 
 
 class Evaluation:
     """A model's replicas and a data set, and the programs that compute with them without training."""
 
-    def __init__(self, step: Step, world: World, data: Source, check: Any) -> None:
+    def __init__(self, step: TrainingStep, world: World, data: Source, check: Any) -> None:
         """``check`` looks at the labels of a loader's batches."""
         self.step, self.world, self.rank = step, world, world.rank
         self.feed = Feed(data, world.replicas, check)
@@ -49,9 +49,9 @@ class Evaluation:
         whole, batch_size = not self.step.function.objective.is_mean, self.step.settings.batch_size
         size = whole_size(self.feed.source, batch_size) if whole else batch_size_for(batch_size)
         self._run(self._programs[take is not None], alive, take, size, whole=whole)
-        return self._tested(counted=counted)
+        return self._totals(counted=counted)
 
-    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: ModelInputs, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples."""
         size = batch_size_for(self.step.settings.batch_size)
         self._run(self._program(inputs, loss=False), alive, take, size)
@@ -59,7 +59,7 @@ class Evaluation:
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
 
-    def _program(self, inputs: Inputs | None, *, loss: bool) -> Any:
+    def _program(self, inputs: ModelInputs | None, *, loss: bool) -> Any:
         gathered = inputs is not None and self.world.size > 1
         prepare = prepared_by(self.feed.source)
         return self.step.tester(prepare, loss=loss, inputs=inputs, gathered=gathered)
@@ -69,12 +69,12 @@ class Evaluation:
     ) -> None:
         outputs = _outputs(self.world, take)
         batches = self.feed.batches(Cursor(), size, 0, None, 1, whole=whole)
-        for window, batch in loader_batches.agreed(batches, self.world.all_have):
+        for window, batch in loader_batches.check_agreement(batches, self.world.all_have):
             outputs.add((program(batch.data, batch.order, batch.bounds), window.size))
             alive()
         outputs.finish()
 
-    def _tested(self, *, counted: bool) -> Totals:
+    def _totals(self, *, counted: bool) -> Totals:
         """The totals over all processes; sums with a count of their own are divided now."""
         sums_here = np.sum([sums.numpy() for sums in self.step.on_each(self.step.test_sums)], axis=0)
         whole = np.sum(self.world.gather([*sums_here, self.step.counts_correct or counted]), axis=0)
@@ -86,13 +86,13 @@ class Evaluation:
 
 def apart(model: Any, objective: Objective, data: Source, world: World, settings: Settings, check: Any) -> Evaluation:
     """The evaluation of a caller's model, apart from any training."""
-    step = Step(world.strategy, Function(model, objective, settings.seed), None, (), settings)
+    step = TrainingStep(world.strategy, Function(model, objective, settings.seed), None, (), settings)
     step.copy_from_first(world)
     return Evaluation(step, world, data, check)
 
 
 def prepared_by(source: Source) -> Any:
-    return lambda batch: source.nested(source.prepare(batch))
+    return lambda batch: source.nest(source.prepare(batch))
 
 
 def _outputs(world: World, take: Take | None) -> PendingOutputs:
@@ -103,7 +103,7 @@ def _outputs(world: World, take: Take | None) -> PendingOutputs:
 
     def whole(rows: Any) -> Any:
         parts = [part.numpy() for part in world.strategy.experimental_local_results(rows)]
-        return parts[0] if world.size > 1 or len(parts) == 1 else _joined(parts)
+        return parts[0] if world.size > 1 or len(parts) == 1 else _join(parts)
 
     def deliver(coming: tuple[Any, int]) -> None:
         pair, size = coming
@@ -115,7 +115,7 @@ def _outputs(world: World, take: Take | None) -> PendingOutputs:
     return PendingOutputs(deliver if take is not None and world.first else None)
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join(parts: list[Any]) -> Any:
     filled = [part for part in parts if part.ndim and len(part)]
     return np.concatenate(filled) if filled else parts[0]
 

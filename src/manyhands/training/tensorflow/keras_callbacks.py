@@ -87,7 +87,7 @@ class KerasCallback(Callback):
         self.saved |= state
 
 
-def adapted(values: Any) -> Any:
+def adapt(values: Any) -> Any:
     """The same callbacks, with Keras's own as ours."""
     if isinstance(values, keras.callbacks.Callback):
         values = [values]

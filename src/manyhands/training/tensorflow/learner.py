@@ -33,7 +33,7 @@ from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names,
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback
 from manyhands.training.tensorflow.model import Function, batch_norms, names
 from manyhands.training.tensorflow.objective import Objective
-from manyhands.training.tensorflow.step import BAD_STEP, Feed, Step, StepInput
+from manyhands.training.tensorflow.step import BAD_STEP, Feed, StepInput, TrainingStep
 from manyhands.training.tensorflow.world import World
 
 _NONE_BAD = 2.0**62  # the first bad step, where there is none: processes exchange numbers
@@ -68,7 +68,7 @@ class KerasLearner:
         function = Function(job.model, job.objective, job.settings.seed)
         self.optimizer = optimizers.stateless(job.optimizer, function.trained)
         memory = optimizers.memory(job.optimizer, self.optimizer, job.model)
-        self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
+        self.step_of = TrainingStep(world.strategy, function, self.optimizer, memory, job.settings)
         self.variables = self._variables()
         self.memory = {str(number): variable for number, variable in enumerate(self.step_of.memory)}
         self.callbacks: list[KerasCallback] = []  # of Keras
@@ -135,7 +135,7 @@ class KerasLearner:
         self.step_of.keep_average(averaging)
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def with_averaged_weights(self) -> Iterator[None]:
         pairs = [
             (weight, average)
             for both in zip(self.step_of.averaged, self.step_of.average, strict=True)
@@ -200,14 +200,14 @@ class KerasLearner:
         self._share_statistics()
         if not self.world.first:
             return None
-        blobs = {"model": self._packed(self.variables), "optimizer": self._packed(self.memory)}
+        blobs = {"model": self._pack(self.variables), "optimizer": self._pack(self.memory)}
         blobs |= keras_callbacks.pack(self.callbacks)
         if self.step_of.average:
-            with self.averaged():
-                blobs["average"] = self._packed(self.variables)
+            with self.with_averaged_weights():
+                blobs["average"] = self._pack(self.variables)
         return Saved({"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)}, blobs)
 
-    def _packed(self, variables: Mapping[str, Any]) -> bytes:
+    def _pack(self, variables: Mapping[str, Any]) -> bytes:
         return tensors.pack({name: self.step_of.value(variable) for name, variable in variables.items()})
 
     def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], totals: Totals) -> None:
@@ -226,7 +226,7 @@ class KerasLearner:
 
     def _fill(self, variables: Mapping[str, Any], blob: bytes, contents: str, *, kept: str | None = None) -> None:
         expected = {name: self.step_of.value(variable) for name, variable in variables.items()}
-        for name, value in tensors.fitting(blob, expected, contents).items():
+        for name, value in tensors.arrays_for(blob, expected, contents).items():
             if name != kept:
                 self.step_of.assign(variables[name], value)
 
@@ -246,7 +246,7 @@ class KerasLearner:
 
     def update_caller_model(self) -> None:
         """Write the current weights (or their average, if one is kept) into the caller's model."""
-        with self.averaged():
+        with self.with_averaged_weights():
             for weight, variable in zip(self.job.model.weights, self.variables.values(), strict=True):
                 weight.assign(self.step_of.value(variable))
 

@@ -152,10 +152,10 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
                 "number per sample, and the trainer applies the weights; or write a training_step(batch), which is "
                 "given the weights and returns mh.LossSum(total, count) with them in both"
             )
-        return reduced(values, name=name)
+        return reduce_values(values, name=name)
     masks = [mask for mask in (*masks, keras.src.backend.get_keras_mask(values)) if mask is not None]
     mask = tf.logical_and(*(tf.cast(mask, tf.bool) for mask in masks)) if len(masks) == 2 else next(iter(masks), None)
-    return _weighed(tf.cast(values, dtype), mask, sample_weight, loss.reduction)
+    return _weigh(tf.cast(values, dtype), mask, sample_weight, loss.reduction)
 
 
 def _check_shapes(loss: Any, y_true: Any, y_pred: Any) -> None:
@@ -174,7 +174,7 @@ def _check_shapes(loss: Any, y_true: Any, y_pred: Any) -> None:
         raise refusals.unlike_target(y_pred.shape, y_true.shape)
 
 
-def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str) -> Losses:
+def _weigh(values: Any, mask: Any, sample_weight: Any, reduction: str) -> Losses:
     """As ``keras.src.losses.loss.reduce_weighted_values``, but with sums and divisors where parts have to add up."""
     weight = None if sample_weight is None else tf.cast(sample_weight, values.dtype)
     if mask is not None:
@@ -192,23 +192,23 @@ def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str) -> Loss
     return Losses(tf.math.divide_no_nan(total, elements))
 
 
-def reduced(value: Any, *, name: str) -> Losses:
+def reduce_values(value: Any, *, name: str) -> Losses:
     """The value of a user's loss or step: a scalar, one number per sample (their mean is taken), or a LossSum."""
     if isinstance(value, LossSum):
-        total = _floating(value.total, name)
+        total = _as_floating(value.total, name)
         if total.shape.rank:
             raise BadSettings(
                 f"{name} returned a LossSum whose total has shape {tuple(total.shape)}: a total is one number, "
                 "tf.reduce_sum(...)"
             )
         return Losses(sums=(LossSum(total, tf.stop_gradient(tf.cast(value.count, total.dtype))),))
-    loss = _floating(value, name)
+    loss = _as_floating(value, name)
     if not loss.shape.rank:
         return Losses(loss)
     return Losses(tf.math.divide_no_nan(tf.reduce_sum(loss), tf.cast(tf.size(loss), loss.dtype)))
 
 
-def _floating(value: Any, name: str) -> Any:
+def _as_floating(value: Any, name: str) -> Any:
     if isinstance(value, keras.Variable):
         value = value.value
     if tf.is_tensor(value) and value.dtype.is_floating:

@@ -26,10 +26,10 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.distribute import distribute_lib
 
 from manyhands.errors import BadSettings, type_in_words
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.losses import Losses
-from manyhands.training.tensorflow.objective import Objective, inputs_of, output_of, widened
+from manyhands.training.tensorflow.objective import Objective, inputs_of, output_of, widen
 
 _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 _NUMBER = re.compile(r"_\d+\Z")
@@ -70,11 +70,16 @@ class Function:
         return losses, [scope.get_current_value(variable) for variable in self.statistics]
 
     def output(
-        self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch, inputs: Inputs
+        self,
+        weights: Sequence[Any],
+        statistics: Sequence[Any],
+        numbers: Sequence[Any],
+        batch: Batch,
+        inputs: ModelInputs,
     ) -> Any:
         """The model's output for a batch with or without targets, in evaluation mode and full precision."""
         with self._within(weights, statistics, numbers):
-            return widened(output_of(self.model, inputs_of(self.model, batch, inputs), training=False))
+            return widen(output_of(self.model, inputs_of(self.model, batch, inputs), training=False))
 
     @contextlib.contextmanager
     def _within(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any]) -> Iterator[Any]:
@@ -126,7 +131,7 @@ Change = tuple[Any, str, Any]  # a layer, the name of an attribute, and its valu
 
 
 @contextlib.contextmanager
-def changed(changes: Sequence[Change]) -> Iterator[None]:
+def apply_changes(changes: Sequence[Change]) -> Iterator[None]:
     """Within it these attributes of layers have these values."""
     before = [(layer, name, getattr(layer, name)) for layer, name, _ in changes]
     try:

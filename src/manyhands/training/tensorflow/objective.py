@@ -23,10 +23,10 @@ from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_word
 from manyhands.training import refusals
 from manyhands.training.data import roles
 from manyhands.training.data.labels import ClassLabels
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import Batch, is_nested
 from manyhands.training.loss.own_step import call_step, is_default, step_name
-from manyhands.training.tensorflow.losses import KerasLoss, Losses, are_of_keras, reduced
+from manyhands.training.tensorflow.losses import KerasLoss, Losses, are_of_keras, reduce_values
 
 ACCURACY = ("accuracy", "acc")
 Accuracy = Callable[[Any, Any], Any]
@@ -60,7 +60,7 @@ def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
     return Parts(tuple(batch[:inputs]), *batch[inputs:])
 
 
-def inputs_of(model: Any, batch: Sequence[Any], inputs: Inputs) -> tuple[Any, ...]:
+def inputs_of(model: Any, batch: Sequence[Any], inputs: ModelInputs) -> tuple[Any, ...]:
     """The model's inputs in a batch that may have no targets."""
     if len(batch) == 1 or inputs.targets is False:
         return tuple(batch)
@@ -69,10 +69,10 @@ def inputs_of(model: Any, batch: Sequence[Any], inputs: Inputs) -> tuple[Any, ..
     return parts_of(model, batch).inputs
 
 
-def inputs_for(model: Any, targets: bool | None) -> Inputs:
+def inputs_for(model: Any, targets: bool | None) -> ModelInputs:
     """The inputs of a model, for prediction; ``targets``: whether the last part of the data is a target."""
     fewest, most = _inputs(model)
-    return Inputs(type(model).__name__, fewest, most, most, targets)
+    return ModelInputs(type(model).__name__, fewest, most, most, targets)
 
 
 def _inputs(model: Any) -> tuple[int, float]:
@@ -144,7 +144,7 @@ class Supervised:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        output = widened(output_of(model, parts.inputs, training=training))
+        output = widen(output_of(model, parts.inputs, training=training))
         if self.labels is not None and tf.is_tensor(output):
             self.labels.learn(output.shape)
         if self.loss is None and not tf.is_tensor(output):
@@ -170,7 +170,7 @@ class OwnLoss:
         name = f"loss of {type(self.model).__name__}"
         if sample_weight is not None:
             raise BadBatch(f"the {name} takes no weights of samples: write a training_step(batch)")
-        return reduced(self.model.loss(output, target), name=name)
+        return reduce_values(self.model.loss(output, target), name=name)
 
 
 @dataclass
@@ -182,7 +182,7 @@ class OwnStep:
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         name = step_name(model, training=training)
         value, accuracy = call_step(model, name, batch)
-        losses = reduced(value, name=f"{name} of {type(model).__name__}")
+        losses = reduce_values(value, name=f"{name} of {type(model).__name__}")
         if accuracy is None:
             return losses
         size = tf.shape(keras.tree.flatten(batch)[0])[0]
@@ -205,7 +205,7 @@ def objective_for(model: Any, loss: Any) -> Objective:
     return Supervised(None, KerasLoss(lambda y_true, y_pred: cross_entropy(y_pred, y_true), output_names=names))
 
 
-def widened(output: Any) -> Any:
+def widen(output: Any) -> Any:
     """Half-precision outputs as float32: a loss in half precision loses accuracy. The mask and the scores that Keras
     keeps with an output for its losses stay with it.
     """

@@ -120,4 +120,4 @@ def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
         OPTIMIZERS.refuse_rate(lr, f"a model that was compiled with {type(optimizer).__name__}")
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
-    return OPTIMIZERS.created(model, optimizer, lr)
+    return OPTIMIZERS.create(model, optimizer, lr)

@@ -25,8 +25,8 @@ import tensorflow as tf
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Averaging
-from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.order import Cursor, Window, epoch_order, whole_batches, windows
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.learner import check_average
 from manyhands.training.options import Settings
@@ -79,9 +79,9 @@ class Feed:
 
         source = self.source
         if isinstance(source, Stream):
-            for window, arrays in undivided(source.windows(cursor, seed), whole):
+            for window, arrays in whole_batches(source.windows(cursor, seed), whole):
                 if self.check is not None:
-                    self.check(source.nested(arrays))
+                    self.check(source.nest(arrays))
                 data = tuple(map(_on_host, (*arrays, np.arange(window.size))))
                 yield window, StepInput(data[:-1], data[-1], bounds(window))
             return
@@ -95,7 +95,7 @@ def _on_host(array: Array) -> Any:
         return tf.convert_to_tensor(array)
 
 
-class Step:
+class TrainingStep:
     """The variables of every replica, and the functions that work on them."""
 
     def __init__(self, strategy: Any, function: Function, optimizer: Any, memory: Sequence[Array], settings: Settings):
@@ -115,8 +115,8 @@ class Step:
         self.all_take_part = settings.step.batch_stats == "global" and self.replicas > 1
         self.counts_correct = False
         self.sums_of_loss = 0  # known when the loss was traced
-        self.share_statistics = _compiled(self._share_statistics)
-        self.sums_together = _compiled(self._sums_together)
+        self.share_statistics = _compile(self._share_statistics)
+        self.sums_together = _compile(self._sums_together)
 
     def _per_replica(self, value: Array) -> Any:
         """A variable with a separate value on every replica, read and written without the others."""
@@ -167,9 +167,9 @@ class Step:
         def work(*arguments: Any) -> None:
             self.strategy.run(functools.partial(self._train_replica, prepare), args=arguments)
 
-        return _compiled(work)
+        return _compile(work)
 
-    def tester(self, prepare: Prepare, *, loss: bool, inputs: Inputs | None, gathered: bool) -> Any:
+    def tester(self, prepare: Prepare, *, loss: bool, inputs: ModelInputs | None, gathered: bool) -> Any:
         """Evaluates a batch, ``(data, order, bounds)``: its loss is added to the sums of a test, if ``loss``.
 
         ``inputs``: it returns the model's outputs and the targets, of each replica; ``gathered``: each has those of
@@ -182,7 +182,7 @@ class Step:
 
             def work() -> Any:
                 values = _read(self.weights), _read(self.statistics), (0, number)
-                batch = prepare(_gathered(data, order[begin:end]))
+                batch = prepare(_gather(data, order[begin:end]))
                 losses = self.function(*values, batch, training=False)[0] if loss else Losses()
                 pair = losses.output, losses.targets
                 if inputs is not None and losses.output is None:  # the model's own step does not return it
@@ -199,7 +199,7 @@ class Step:
             context = tf.distribute.get_replica_context()
             return tf.nest.map_structure(lambda rows: context.all_gather(rows, 0), pair) if gathered else pair
 
-        return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
+        return _compile(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     # What one replica does
 
@@ -212,14 +212,14 @@ class Step:
             start, stop = (begin + (end - begin) * i // parts for i in (part, part + 1))
 
             def rows(start: Any = start, stop: Any = stop) -> Batch:
-                return prepare(_gathered(data, order[start:stop]))
+                return prepare(_gather(data, order[start:stop]))
 
             numbers = (number, replica, part)
             more, statistics, now = self._part(rows, stop - start, whole, weights, statistics, numbers)
             both = zip(gradients, more, strict=True)
             gradients = [list(map(tf.add, *parts)) for parts in both] if gradients else more
             sums += now
-        totals, summed = self._divided(gradients, sums, whole)
+        totals, summed = self._divide(gradients, sums, whole)
         share = tf.cast(totals[LOSS] / tf.cast(whole, tf.float64), summed[0].dtype)
         *summed, loss = _over_replicas([*summed, share])
         if self.settings.gradient_clip_val:
@@ -254,7 +254,7 @@ class Step:
         outcome: _Outcome = tf.cond(size > 0, work, nothing)
         return outcome
 
-    def _divided(self, gradients: list[list[Any]], totals: Any, whole: Any) -> tuple[Any, list[Any]]:
+    def _divide(self, gradients: list[list[Any]], totals: Any, whole: Any) -> tuple[Any, list[Any]]:
         """This replica's part of the loss and of its gradients, each sum divided by the count of all replicas."""
         first, *of_sums = gradients
         plain, totals, counts = tf.split(totals, [PLAIN, MOST_SUMS, MOST_SUMS])
@@ -280,13 +280,13 @@ class Step:
         old = [*weights, *memory, *_read(self.statistics), *average]
         floating = [value for value in statistics if value.dtype.is_floating]
         averaged = [*new_weights, *floating][: len(average)]  # see keep_average: all statistics, or none
-        new = [*new_weights, *new_memory, *statistics, *self._moved(average, averaged)]
+        new = [*new_weights, *new_memory, *statistics, *self._move_average(average, averaged)]
         if self.settings.step.on_nan == "continue":  # a batch whose loss is NaN leaves no trace
             new = [tf.where(tf.math.is_finite(loss), a, b) for a, b in zip(new, old, strict=True)]
         for variable, value in zip([*self.weights, *self.memory, *self.statistics, *self.average], new, strict=True):
             variable.assign(value)
 
-    def _moved(self, average: list[Any], values: list[Any]) -> list[Any]:
+    def _move_average(self, average: list[Any], values: list[Any]) -> list[Any]:
         """The moving average with the values of this step; infinity, as in a mask, stays."""
         moved = [mean + (value - mean) * (1 - self._decay) for mean, value in zip(average, values, strict=True)]
         return [tf.where(a == b, b, c) for a, b, c in zip(average, values, moved, strict=True)]
@@ -348,7 +348,7 @@ def _no_rows(tensor: Any) -> Any:
     return tf.zeros([0, *(size or 0 for size in tensor.shape[1:])], tensor.dtype)
 
 
-def _compiled(work: Callable[..., Any]) -> Any:
+def _compile(work: Callable[..., Any]) -> Any:
     """A graph of TensorFlow's for one job.
 
     TensorFlow warns about functions that are traced again and again, and identifies them by their code: several short
@@ -357,7 +357,7 @@ def _compiled(work: Callable[..., Any]) -> Any:
     return tf.function(functools.partial(work), autograph=False, reduce_retracing=True)
 
 
-def _gathered(data: Batch, numbers: Any) -> Batch:
+def _gather(data: Batch, numbers: Any) -> Batch:
     """The samples of those numbers; only they are copied from the host to the device."""
     with tf.device(_HOST):
         rows = [tf.gather(array, numbers) for array in data]

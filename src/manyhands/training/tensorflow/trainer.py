@@ -15,7 +15,7 @@ from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
 from manyhands.training.callbacks.events import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.data.sources import Source, Structure, is_dataset, source
 from manyhands.training.evaluation.metrics import MetricCalls, Metrics
 from manyhands.training.options import Settings
@@ -23,9 +23,9 @@ from manyhands.training.result import Result
 from manyhands.training.tensorflow import checks, evaluation, losses, optimizers, world
 from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.evaluation import Evaluation
-from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
+from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapt
 from manyhands.training.tensorflow.learner import Job, KerasLearner
-from manyhands.training.tensorflow.model import changed, of_batch_stats, of_precision
+from manyhands.training.tensorflow.model import apply_changes, of_batch_stats, of_precision
 from manyhands.training.tensorflow.objective import inputs_for, objective_for
 from manyhands.training.trainer import BaseTrainer
 
@@ -77,7 +77,7 @@ class Trainer(BaseTrainer):
         settings.check_devices(here.replicas)
         job = self._job(model, settings)
         changes = of_precision(model, settings.precision) + of_batch_stats(model, settings.step.batch_stats)
-        with changed(changes), _explained(here):
+        with apply_changes(changes), _explain_errors(here):
             if here.replicas > 1 or settings.step.accumulate > 1:
                 job.notes += checks.check_loss(model, job.objective, job.train)
             learner = KerasLearner(job, here)
@@ -104,12 +104,12 @@ class Trainer(BaseTrainer):
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         return Job(model, objective, optimizer, self.train_source, self.test_source, settings, labels)
 
-    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+    def _inputs_of(self, model: Any, targets: bool | None) -> ModelInputs:
         checks.check_model(model)
         return inputs_for(model, targets)
 
     @contextlib.contextmanager
-    def _evaluating(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
+    def _evaluation_of(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> Iterator[Evaluation]:
         checks.check_model(model)
         if tests:
             checks.check_compiled(model, loss=self.options.loss, tests=True)
@@ -117,12 +117,12 @@ class Trainer(BaseTrainer):
             raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         objective = objective_for(model, self.options.loss)
-        with changed(of_precision(model, settings.precision)):
+        with apply_changes(of_precision(model, settings.precision)):
             labels = checks.check_labels(model, objective, source) if tests else None
             yield evaluation.apart(model, objective, source, here, settings, labels)
 
     def _resolved_callbacks(self, callbacks: Any) -> Any:
-        return adapted(callbacks)
+        return adapt(callbacks)
 
     def _metrics(self, model: Any = None) -> Metrics:
         return evaluation.with_compiled(super()._metrics(), model)
@@ -132,7 +132,7 @@ class Trainer(BaseTrainer):
 
 
 @contextlib.contextmanager
-def _explained(here: world.World) -> Iterator[None]:
+def _explain_errors(here: world.World) -> Iterator[None]:
     """Turn an error about a process that is gone into one that says so."""
     try:
         yield

@@ -54,11 +54,11 @@ class World:
         """The bytes of the first process; those of the others are ignored."""
         if self.size == 1:
             return data
-        length = int(self._summed(np.array([len(data) if self.first else 0]))[0])
+        length = int(self._sum(np.array([len(data) if self.first else 0]))[0])
         words = np.zeros(-(-length // 8) * 8, np.uint8)
         if self.first:
             words[:length] = np.frombuffer(data, np.uint8)
-        return self._summed(words.view(np.int64)).view(np.uint8)[:length].tobytes()
+        return self._sum(words.view(np.int64)).view(np.uint8)[:length].tobytes()
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of each process; all give equally many."""
@@ -66,13 +66,13 @@ class World:
             return [list(numbers)]
         table = np.zeros((self.size, len(numbers)))
         table[self.rank] = numbers
-        rows: list[list[float]] = self._summed(table).tolist()
+        rows: list[list[float]] = self._sum(table).tolist()
         return rows
 
     def all_have(self, number: int) -> bool:
         return all(row == [number] for row in self.gather([number]))
 
-    def _summed(self, addends: Array) -> Array:
+    def _sum(self, addends: Array) -> Array:
         summed = _sums(self.strategy)(tf.convert_to_tensor(addends.ravel()))
         values: Array = self.strategy.experimental_local_results(summed)[0].numpy()
         return values.reshape(addends.shape)
@@ -119,7 +119,7 @@ def join(*, on_cpu: bool = False) -> World:
     return _joined
 
 
-def _choose_gpu(place: launcher.Place, *, on_cpu: bool) -> None:
+def _choose_gpu(place: launcher.LaunchedProcess, *, on_cpu: bool) -> None:
     """One GPU for each process of a machine where there are enough; a process alone has all of them."""
     gpus = tf.config.get_visible_devices("GPU")
     if on_cpu and gpus:
@@ -161,7 +161,7 @@ def read_tf_config() -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
 
 
-def _resolver(place: launcher.Place) -> Any:
+def _resolver(place: launcher.LaunchedProcess) -> Any:
     """Who takes part in the job, as TensorFlow wants to know it."""
     if "TF_CONFIG" in os.environ:
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()

@@ -28,8 +28,8 @@ from manyhands import tree
 from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
-from manyhands.training.data.order import Cursor, undivided, windows
-from manyhands.training.data.roles import LABELS, Inputs, input_count
+from manyhands.training.data.order import Cursor, whole_batches, windows
+from manyhands.training.data.roles import LABELS, ModelInputs, input_count
 from manyhands.training.evaluation.metrics import (
     MetricCalls,
     PendingOutputs,
@@ -49,17 +49,17 @@ from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.feed import Division
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.job import HALVES, Job, NumberFormat, placement_preserved
-from manyhands.training.torch.objective import Objective, mixes_samples, placed, widened
+from manyhands.training.torch.objective import Objective, mixes_samples, place, widen
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.state.module_state import evaluating
+from manyhands.training.torch.state.module_state import evaluation_mode
 from manyhands.training.torch.step import logged, steps
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.captured_forward import Forward
-    from manyhands.training.torch.fast.recorder import Recorder
+    from manyhands.training.torch.fast.recorder import GraphRecorder
 
 _HOST = torch.device("cpu")
 _ALIVE_EVERY = 0.2  # seconds
@@ -76,7 +76,7 @@ class Evaluation:
         batch_size: int,
         data: Source,
         objective: Objective,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """``recorder``: what records passes of this device, where they may be replayed."""
         self.model, self.world, self.number_format = model, world, number_format
@@ -89,7 +89,7 @@ class Evaluation:
             "measure with outputs": functools.partial(self._measure, with_outputs=True),
             "predict": self._predict,
         }
-        self._inputs: Inputs | None = None
+        self._inputs: ModelInputs | None = None
         if recorder is not None:
             from manyhands.training.torch.fast.captured_forward import CapturedForward
 
@@ -115,7 +115,7 @@ class Evaluation:
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
             whole = _are_dicts(self.data)
         measure = self._forward["measure" if take is None else "measure with outputs"]
-        with evaluating(self.model), contextlib.nullcontext() if take is None else self._recorded_outputs:
+        with evaluation_mode(self.model), contextlib.nullcontext() if take is None else self._recorded_outputs:
             for number, shard in enumerate(self._shards(whole=whole, by_name=True)):
                 if shard is None:
                     outputs.add(None)
@@ -124,17 +124,17 @@ class Evaluation:
                 alive()
         outputs.finish()
         of_all = add(self.world.values(self._sums.read()))
-        return of_all.weighed(sum(float(part) for part in self.world.gather(self._counts)))
+        return of_all.with_weight(sum(float(part) for part in self.world.gather(self._counts)))
 
     def _measure(self, numbered: tuple[Batch, int], size: int, *, with_outputs: bool = False) -> Any:
         """Add the loss of a batch; returns outputs and targets, where they are wanted."""
         batch, self.objective.batch_idx = numbered
         batch, pair = self.number_format.cast(batch), None
         with self.number_format.scope(self.world.device):
-            with logged.collected() as values:
+            with logged.collect() as values:
                 both, loss, correct = self.objective.as_sum(self.model, batch)
             if with_outputs:
-                pair = self._rounded(self._recorded_outputs.take(batch)), target_of(self.model, batch)
+                pair = self._round(self._recorded_outputs.take(batch)), target_of(self.model, batch)
         both = both or LossSum(loss.double() * size, size)
         self._counts += both.count
         self._sums.log(values, size)
@@ -142,11 +142,11 @@ class Evaluation:
         return pair
 
     @torch.no_grad()
-    def predict(self, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: ModelInputs | None, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples; targets in the data are not used."""
         self._inputs = inputs
         outputs = _Outputs(self.world, take)
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             for shard in self._shards():
                 if shard is None:
                     outputs.add(None)
@@ -158,7 +158,7 @@ class Evaluation:
     def _predict(self, batch: Batch, size: int) -> Any:
         batch = self.number_format.cast(batch)
         with self.number_format.scope(self.world.device):
-            return self._rounded(predicted(self.model, batch, self._inputs))
+            return self._round(predict(self.model, batch, self._inputs))
 
     def _shards(self, *, whole: bool = False, by_name: bool = False) -> Iterator[Shard | None]:
         """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches.
@@ -167,19 +167,19 @@ class Evaluation:
         """
         data = self.data
         if isinstance(data, Stream):
-            batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
+            batches = whole_batches(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
             shards = feed.stream_shards(batches, Division(self.world))
-            return (shard for _, shard in loader_batches.agreed(shards, self.world.all_have))
+            return (shard for _, shard in loader_batches.check_agreement(shards, self.world.all_have))
         assert data.count is not None
         size = whole_size(data, self.batch_size) if whole else batch_size_for(self.batch_size)
         every = list(windows(Cursor(), data.count, size, whole=whole))
         return feed.shards(data, np.arange(data.count), every, Division(self.world))
 
-    def _rounded(self, outputs: Any) -> Any:
+    def _round(self, outputs: Any) -> Any:
         """Outputs that are in half precision only because the trainer computes in it, as float32."""
         if self.number_format.autocast is None:
             return outputs
-        return map_tensors(widened, outputs)
+        return map_tensors(widen, outputs)
 
 
 def is_by_name(batch: Batch) -> bool:
@@ -208,7 +208,7 @@ class _RecordedOutputs:
     def take(self, batch: Batch) -> Any:
         """The output for the batch that the objective has just seen."""
         seen = list(self._seen)
-        output = seen[0] if len(seen) == 1 else predicted(self.model, batch)
+        output = seen[0] if len(seen) == 1 else predict(self.model, batch)
         self._seen.clear()
         return output
 
@@ -228,7 +228,7 @@ class _Outputs:
             pair = (_with_rows(pair[0]), pair[1])
             check_rows(pair[0], size)
         leaves, structure = tree.flatten(pair)
-        self._late.add(([_started(leaf) for leaf in leaves], structure))
+        self._late.add(([_start_copy(leaf) for leaf in leaves], structure))
 
     def finish(self) -> None:
         self._late.finish()
@@ -238,12 +238,12 @@ class _Outputs:
         pair = structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
         if self.world.size > 1:
             parts = self.world.values_at_first(job_bytes.dumps(map_tensors(_compact, pair)))
-            pair = _joined([pickle.loads(part) for part in parts]) if self.world.first else None
+            pair = _join_parts([pickle.loads(part) for part in parts]) if self.world.first else None
         if pair is not None and self.take_pair is not None:
             self.take_pair(*pair)
 
 
-def _started(leaf: Any) -> Any:
+def _start_copy(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
         return backend.start_move(leaf.detach(), _HOST)
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
@@ -255,15 +255,15 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if is_part else tensor
 
 
-def _joined(parts: list[tuple[Any, Any] | None]) -> Any:
-    pieces = Pieces(joined)
+def _join_parts(parts: list[tuple[Any, Any] | None]) -> Any:
+    pieces = Pieces(join_arrays)
     for part in parts:
         if part is not None:
             pieces.add(part)
     return pieces.whole()
 
 
-def joined(arrays: list[Any]) -> Any:
+def join_arrays(arrays: list[Any]) -> Any:
     """Tensors, or NumPy's arrays, as one."""
     return torch.cat(arrays) if isinstance(arrays[0], torch.Tensor) else np.concatenate(arrays)
 
@@ -291,7 +291,7 @@ def _is_of_batch(part: Any) -> bool:
 # Batches
 
 
-def predicted(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None) -> Any:
+def predict(model: torch.nn.Module, batch: Batch, inputs: ModelInputs | None = None) -> Any:
     """The model's output for a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict.
 
     ``inputs``: which parts of a batch these are; None: all but the target.
@@ -319,7 +319,7 @@ def _inputs(model: torch.nn.Module, batch: Any) -> int:
 # processes on several, or in the processes of a launcher. Workers send outputs in pieces, through the first rank.
 
 
-def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
+def compute(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
     """This rank's part: returns the totals over all ranks; a prediction goes to ``take`` and returns None."""
     precision = job.settings.precision
     number_format = NumberFormat(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
@@ -327,7 +327,7 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
     here.broadcast_([*model.parameters(), *model.buffers()])
     randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))
     data = feed.resident(job.train, here.device)
-    objective = placed(job.objective, here.device, number_format.dtype)
+    objective = place(job.objective, here.device, number_format.dtype)
     recorder = steps.recorder_for(here.device) if job.settings.step.optimize != "off" else None
     evaluation = Evaluation(model, here, number_format, job.settings.batch_size, data, objective, recorder)
     if job.purpose == "predict":
@@ -341,8 +341,8 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
     """In the calling process; the model, and the caller's random numbers, are then as they were."""
-    with randomness.preserved(here.device), placement_preserved(job.model):
-        return computed(job, here, take, ignore_progress)
+    with randomness.preserve(here.device), placement_preserved(job.model):
+        return compute(job, here, take, ignore_progress)
 
 
 def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
         say({"kind": "outputs", "step": 0, "bytes": job_bytes.dumps(outputs)})
 
     alive()
-    return {"kind": "done", "step": 0, "metrics": computed(job, here, send, alive)}
+    return {"kind": "done", "step": 0, "metrics": compute(job, here, send, alive)}
 
 
 def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict[str, Any] | None:

@@ -14,14 +14,14 @@ from manyhands import tree
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.data.roles import Inputs
+from manyhands.training.data.roles import ModelInputs
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.options import Settings
 from manyhands.training.schedules import Schedule
 from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import SEVERAL, Objective, OwnStep, makes_updates
-from manyhands.training.torch.optimizers import Configured, MakeOptimizer, Several, configured
+from manyhands.training.torch.optimizers import Configured, MakeOptimizer, Several, configuration_of
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,13 +43,13 @@ class Job:
     metrics: Metrics = field(default_factory=Metrics)
     # To evaluate and to predict a job computes with ``train`` and trains nothing.
     purpose: Literal["fit", "evaluate", "predict"] = "fit"
-    inputs: Inputs | None = None  # of a prediction: which parts of a batch are the model's
+    inputs: ModelInputs | None = None  # of a prediction: which parts of a batch are the model's
     # Notes from before the job began, for its result.
     notes: list[str] = field(default_factory=list)
 
     def make_optimizer(self, model: torch.nn.Module) -> Configured:
         """The optimizer of this model, the user's or a new one, and the schedulers that come with it."""
-        result = configured(
+        result = configuration_of(
             self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
         )
         if not isinstance(result.optimizer, Several) and makes_updates(model) and isinstance(self.objective, OwnStep):

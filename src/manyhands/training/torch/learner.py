@@ -25,7 +25,7 @@ from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.feed import Division
 from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.job import Job, NumberFormat, number_format_for
-from manyhands.training.torch.objective import OwnStep, makes_updates, placed
+from manyhands.training.torch.objective import OwnStep, makes_updates, place
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.ranks import division, global_batch_norm
 from manyhands.training.torch.ranks.division import RankFeed
@@ -36,7 +36,7 @@ from manyhands.training.torch.state import checkpoint, job_state, lent_model, ra
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.running_sums import RunningSums
-from manyhands.training.torch.step.steps import Steps
+from manyhands.training.torch.step.steps import RankSteps
 
 
 def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
@@ -77,7 +77,7 @@ class Rank:
         self.replicas = _replicas(job, world, self.number_format)
         self.model = self.replicas.model
         self.module_state = ModuleState(self.model)
-        self.objective = placed(job.objective, world.device, self.number_format.dtype)
+        self.objective = place(job.objective, world.device, self.number_format.dtype)
         self._choose_optimizer(job)
         self.averaging: Averaging | None = None
         self._evaluation: Evaluation | None = None
@@ -85,7 +85,7 @@ class Rank:
             self.feed = self._feed(job, world)
             self.data = self.feed.data
             self.test = feed.resident(job.test, world.device) if job.test is not None else None
-            self.steps = Steps(self)
+            self.steps = RankSteps(self)
         except BaseException:
             self.rates.close()  # a job that is refused leaves the caller's scheduler alone
             raise
@@ -149,7 +149,7 @@ class Rank:
         self.metrics.send(step, self.world)
 
     def arrived_totals(self, *, wait: bool) -> list[tuple[int, Totals]]:
-        return self.metrics.arrived(wait=wait)
+        return self.metrics.take_arrived(wait=wait)
 
     def learning_rates(self) -> dict[str, float]:
         return self.rates.by_name()
@@ -171,7 +171,7 @@ class Rank:
             self._evaluation = Evaluation(
                 self.model, self.world, self.number_format, size, self.test, self.objective, recorder
             )
-        with self.replicas.gathered():
+        with self.replicas.with_whole_weights():
             return self._evaluation.evaluate(alive, take)
 
     def why_no_numbers(self) -> str | None:
@@ -196,7 +196,7 @@ class Rank:
         self.averaging = averaging
         self.steps.build_again()
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    def with_averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         if self.average is None:
             return contextlib.nullcontext()
         self.share_buffers()

@@ -64,8 +64,8 @@ class Objective(abc.ABC):
         """What the loss is computed from; None where the model computes its loss itself."""
         return None
 
-    def _gathered(self, output: Any, target: Any) -> tuple[Any, Any]:
-        return (output, target) if self.rows is None else self.rows.gathered(output, target)
+    def _gather(self, output: Any, target: Any) -> tuple[Any, Any]:
+        return (output, target) if self.rows is None else self.rows.gather(output, target)
 
     def __call__(
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
@@ -83,7 +83,7 @@ class Objective(abc.ABC):
             return value, scored
         if part:
             raise BadSettings(_TWO_KINDS)
-        whole = checked(value)
+        whole = check_sum(value)
         return whole.total / whole.count.to(whole.total.dtype), scored
 
     def is_mean(self, model: torch.nn.Module) -> bool:
@@ -106,7 +106,7 @@ class Objective(abc.ABC):
         known = KnownMeans()
         value, scored = self.value(model, batch, known)
         loss_sum = value if isinstance(value, LossSum) else known.sum_of(value)
-        return None if loss_sum is None else checked(loss_sum), value, self.correct(scored, batch)
+        return None if loss_sum is None else check_sum(loss_sum), value, self.correct(scored, batch)
 
     def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
         """The number of correct predictions of the batch whose value was asked for last; None: not class scores."""
@@ -119,7 +119,7 @@ _TWO_KINDS = (
 )
 
 
-def checked(loss_sum: LossSum) -> LossSum:
+def check_sum(loss_sum: LossSum) -> LossSum:
     """The sum with scalar tensors: the count in float64, without a gradient."""
     total, count = loss_sum.total, loss_sum.count
     if not isinstance(total, torch.Tensor) or total.dim():
@@ -165,7 +165,7 @@ class Supervised(Objective):
                 output = dict_batches.output_of(model, batch)
             target, value = batch, dict_batches.loss_of(output, model, batch)
         else:
-            output, target = self._gathered(*both)
+            output, target = self._gather(*both)
             if not isinstance(batch, Mapping):
                 if self.labels is not None and self.labels.classes.classes is None:
                     self.labels.learn(output)
@@ -210,13 +210,13 @@ class OwnStep(Objective):
             inputs, target = inputs_and_target(batch)
             output = user(*inputs)
             with known or nullcontext():
-                return in_full(user.loss, *self._gathered(output, target)), class_scores(output, target)
+                return in_full(user.loss, *self._gather(output, target)), class_scores(output, target)
         with known or nullcontext():
-            returned = self._called(getattr(user, name), batch)
+            returned = self._call(getattr(user, name), batch)
             if not trains and (plots := plots_of(model)) is not None:
                 plotted = plots.take()
                 self.plotted_accuracy = plotted.get("acc")
-                returned = plotted_loss(returned, plotted, lambda: self._called(user.training_step, batch))
+                returned = plotted_loss(returned, plotted, lambda: self._call(user.training_step, batch))
         if returned is None and not trains:
             returned = loss_of_pass()
         value = (
@@ -241,13 +241,13 @@ class OwnStep(Objective):
             return super().correct(scored, batch)
         return (torch.as_tensor(share).detach() * rows(batch)).round()
 
-    def _called(self, step: Callable[..., Any], batch: Batch) -> Any:
+    def _call(self, step: Callable[..., Any], batch: Batch) -> Any:
         return step(batch, self.batch_idx) if takes_number(step) else step(batch)
 
 
 def takes_number(step: Callable[..., Any]) -> bool:
     """Whether a step takes the number of the batch as its second argument."""
-    return "batch_idx" in inspect.signature(step).parameters or len(_required(step)) >= 2
+    return "batch_idx" in inspect.signature(step).parameters or len(_required_arguments(step)) >= 2
 
 
 SEVERAL = (
@@ -262,7 +262,7 @@ def makes_updates(model: torch.nn.Module) -> bool:
     return callable(step) and "optimizers" in inspect.signature(step).parameters
 
 
-def _required(step: Callable[..., Any]) -> list[inspect.Parameter]:
+def _required_arguments(step: Callable[..., Any]) -> list[inspect.Parameter]:
     """The positional arguments without a default."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()
@@ -296,7 +296,7 @@ def _check_shapes(loss: Any, output: Any, target: Any) -> None:
     raise refusals.unlike_target(output.shape, target.shape, may_be_classes=not target.is_floating_point())
 
 
-def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
+def place(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
     """The objective with the tensors of its loss, class weights say, on the model's device.
 
     ``dtype``: that of the model, where the trainer has changed it. The caller's own loss stays as it is.
@@ -304,16 +304,16 @@ def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None
     if not isinstance(objective, Supervised):
         return objective
 
-    def moved(tensor: Any) -> Any:
+    def move(tensor: Any) -> Any:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     loss: Any = objective.loss
     if isinstance(loss, torch.nn.Module):
-        if all(moved(tensor) is tensor for tensor in [*loss.parameters(), *loss.buffers()]):
+        if all(move(tensor) is tensor for tensor in [*loss.parameters(), *loss.buffers()]):
             return objective
         loss = copy.deepcopy(loss).to(device, dtype)
     elif isinstance(loss, functools.partial):
-        keywords = {n: moved(value) if isinstance(value, torch.Tensor) else value for n, value in loss.keywords.items()}
+        keywords = {n: move(value) if isinstance(value, torch.Tensor) else value for n, value in loss.keywords.items()}
         loss = functools.partial(loss.func, *loss.args, **keywords)
     return dataclasses.replace(objective, loss=loss)
 
@@ -337,10 +337,10 @@ def in_full(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Any:
     if not torch.is_autocast_enabled(kind):
         return loss(output, target)
     with torch.autocast(kind, enabled=False):
-        return loss(widened(output) if isinstance(output, torch.Tensor) else map_tensors(widened, output), target)
+        return loss(widen(output) if isinstance(output, torch.Tensor) else map_tensors(widen, output), target)
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def widen(tensor: torch.Tensor) -> torch.Tensor:
     """Half precision as float32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 

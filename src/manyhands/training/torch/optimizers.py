@@ -89,7 +89,7 @@ class Configured:
     schedules: list[tuple[str, torch.optim.Optimizer, PerStep | PerEpoch]] = field(default_factory=list)
 
 
-def configured(value: Any) -> Configured:
+def configuration_of(value: Any) -> Configured:
     """The optimizers and schedulers in the value of ``configure_optimizers``, or of a function for the optimizer."""
     if isinstance(value, torch.optim.Optimizer):
         return Configured(value)

@@ -26,7 +26,7 @@ from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.data.roles import Inputs, inputs_of
+from manyhands.training.data.roles import ModelInputs, inputs_of
 from manyhands.training.evaluation.metrics import MetricCalls, collect_outputs
 from manyhands.training.loss import own_step
 from manyhands.training.options import Settings
@@ -39,7 +39,7 @@ from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state, lent_model, module_state, randomness
 from manyhands.training.torch.state.module_state import modes_preserved
-from manyhands.training.torch.step.logged import attached, may_log
+from manyhands.training.torch.step.logged import attach, may_log
 from manyhands.training.trainer import BaseTrainer
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ class Trainer(BaseTrainer):
     ) -> Result:
         checks.check_trainable(model)
         checks.check_hooks(model)
-        before = checks.copied(model) if checks.is_lazy(model) else model
+        before = checks.copy_of(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
-        with own_step.plots_taken_over(model), attached(model), _explained(dataclasses.replace(job, model=before)):
+        with own_step.plots_taken_over(model), attach(model), _explain_errors(dataclasses.replace(job, model=before)):
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
@@ -194,17 +194,17 @@ class Trainer(BaseTrainer):
         return evaluation.own_meter(metric)
 
     @staticmethod
-    def _joined(arrays: list[Any]) -> Any:
+    def _join_arrays(arrays: list[Any]) -> Any:
         from manyhands.training.torch import evaluation
 
-        return evaluation.joined(arrays)
+        return evaluation.join_arrays(arrays)
 
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
         from manyhands.training.torch.workers import pool
 
         def say(event: dict[str, Any]) -> dict[str, Any] | None:
             if event["kind"] == "model":
-                return lent_model.received(event, job.model, dispatcher.event)
+                return lent_model.receive(event, job.model, dispatcher.event)
             return dispatcher.event(event)
 
         final_state = pool.pool_for(self.ranks).run(_on_host(job), say)
@@ -253,7 +253,7 @@ class Trainer(BaseTrainer):
     def _trial(self, devices: Sequence[torch.device]) -> Iterator[None]:
         """Without what several GPUs need to sum gradients; afterwards random numbers and memory are as before."""
         device = devices[0]
-        with randomness.preserved(device):
+        with randomness.preserve(device):
             reserved = _OF_NCCL if len(self.ranks) > 1 and device.type == "cuda" else 0
             reserve = torch.empty(reserved, dtype=torch.uint8, device=device if reserved else None)
             try:
@@ -263,7 +263,7 @@ class Trainer(BaseTrainer):
                 gc.collect()
                 torch.cuda.empty_cache()
 
-    def _copied(self, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    def _copies_of(self, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
         both = (model, optimizer)
         return copy.deepcopy(both, checks.lazy_buffers(model))
 
@@ -276,22 +276,22 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        with own_step.plots_taken_over(model), attached(model), _explained(job):
+        with own_step.plots_taken_over(model), attach(model), _explain_errors(job):
             with modes_preserved(model):
                 checks.check_labels(job)
-            metrics = self._computed(job, None)
+            metrics = self._compute(job, None)
         assert metrics is not None
         return metrics
 
-    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+    def _inputs_of(self, model: Any, targets: bool | None) -> ModelInputs:
         checks.check_is_module(model)
         return inputs_of(model.forward, type(model).__name__, targets)
 
-    def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
+    def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: ModelInputs) -> Any:
         job = self._other_job(model, source, settings, "predict")
         job.inputs = inputs
-        with _explained(job):
-            return collect_outputs(lambda _, take: self._computed(job, take), self._joined)
+        with _explain_errors(job):
+            return collect_outputs(lambda _, take: self._compute(job, take), self._join_arrays)
 
     def _other_job(
         self, model: torch.nn.Module, source: Source, settings: Settings, purpose: Literal["evaluate", "predict"]
@@ -302,7 +302,7 @@ class Trainer(BaseTrainer):
         objective = objective_for(model, self.options.loss)
         return Job(model, objective, source, None, settings, _no_optimizer, purpose=purpose)
 
-    def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
+    def _compute(self, job: Job, take: Take | None) -> dict[str, Any] | None:
         from manyhands.training.torch import evaluation
 
         if launcher.is_launched():
@@ -333,7 +333,7 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     from manyhands.training.torch.learner import loop_of  # what a job in worker processes does not need here
 
     try:
-        with randomness.preserved(here.device), placement_preserved(job.model), modes_preserved(job.model):
+        with randomness.preserve(here.device), placement_preserved(job.model), modes_preserved(job.model):
             loop, rank = loop_of(job, here, dispatcher.event)
             result = loop.fit()
             rank.update_caller_model()
@@ -372,7 +372,7 @@ def _on_host(job: Job) -> Job:
 
 
 @contextlib.contextmanager
-def _explained(job: Job) -> Iterator[None]:
+def _explain_errors(job: Job) -> Iterator[None]:
     """Raises a BadBatch that says what to change, where PyTorch may have refused the samples, here or in a worker."""
     try:
         yield

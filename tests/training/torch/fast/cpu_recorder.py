@@ -104,7 +104,7 @@ class Signal:
 
 
 class CpuRecorder:
-    """A :class:`~manyhands.training.torch.fast.recorder.Recorder` of a CPU."""
+    """A :class:`~manyhands.training.torch.fast.recorder.GraphRecorder` of a CPU."""
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
@@ -112,7 +112,7 @@ class CpuRecorder:
         self.replays = 0
         self.started_after_signals = 0
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
+    def run_stream(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def rehearsal(self) -> Any:

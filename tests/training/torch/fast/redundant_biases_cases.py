@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search
+from manyhands.training.torch.fast.redundant_biases import BiasSearch, RedundantBiases
 
 X = torch.rand(6, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(6) % 3
@@ -20,7 +20,7 @@ def loss_of(net: nn.Module) -> torch.Tensor:
 
 
 def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> RedundantBiases | None:
-    with Search(net) as search:
+    with BiasSearch(net) as search:
         value = loss(net)
         search.trace(value)
         value.backward()

@@ -20,7 +20,7 @@ from training_cases import difference, mlp, vectors
 from manyhands.book import torch as models
 from manyhands.training.options import Step
 from manyhands.training.torch.fast.lanes.eager import StepLanes
-from manyhands.training.torch.fast.redundant_biases import RedundantBiases, Search, may_have_redundant_biases
+from manyhands.training.torch.fast.redundant_biases import BiasSearch, RedundantBiases, may_have_redundant_biases
 from manyhands.training.torch.ranks.gradient_sum import LocalGradients
 
 
@@ -236,7 +236,7 @@ def test_a_search_that_fails_costs_nothing(options: dict[str, Any]) -> None:
             self.net = mlp(norm=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if any(isinstance(mode, Search) for mode in _get_current_dispatch_mode_stack()):
+            if any(isinstance(mode, BiasSearch) for mode in _get_current_dispatch_mode_stack()):
                 raise ValueError("not here")
             return self.net(x)  # type: ignore[no-any-return]
 

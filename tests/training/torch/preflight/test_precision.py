@@ -118,9 +118,12 @@ def test_what_the_user_gives_is_not_decided(tmp_path: Path) -> None:
 
 
 def test_all_ranks_compute_alike() -> None:
-    gpu, cpu = precision.Choice("bf16", "the GPU has bfloat16"), precision.Choice("fp32", "the CPU has no AMX")
-    assert precision.agreed([gpu, gpu]) == gpu
-    assert precision.agreed([gpu, cpu]) == precision.agreed([cpu, gpu]) == cpu
+    gpu, cpu = (
+        precision.PrecisionChoice("bf16", "the GPU has bfloat16"),
+        precision.PrecisionChoice("fp32", "the CPU has no AMX"),
+    )
+    assert precision.agree([gpu, gpu]) == gpu
+    assert precision.agree([gpu, cpu]) == precision.agree([cpu, gpu]) == cpu
 
 
 def test_ranks_in_processes_of_their_own_agree(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_half_precision_and_tied_weights() -> None:
     moved = (average.tensors()[0] - before).mean()
     assert 0.0095 < float(moved) < 0.0105, "bfloat16 would have lost most of it"
     again = Average(net, Averaging(0.999))
-    assert again.restore(*average.saved()) is None
+    assert again.restore(*average.state_to_save()) is None
     assert torch.equal(again.tensors()[0], average.tensors()[0])
     weights = net[0].weight.detach().clone()
     with average.in_model():
@@ -124,7 +124,7 @@ def test_buffers_that_cannot_be_averaged_stay() -> None:
     assert (net.mask == -torch.inf).all()
     assert net.count == 4
     again = Average(net, Averaging(0.5, buffers=True))
-    assert again.restore(*average.saved()) is None
+    assert again.restore(*average.state_to_save()) is None
     assert again.of_buffers[0].tolist() == [0.5, 0.5]
 
 

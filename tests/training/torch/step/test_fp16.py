@@ -106,7 +106,7 @@ def test_the_scale_follows_the_rules_of_torch() -> None:
         theirs.step(optimizer)
         theirs.update()
         assert float(ours.scale) == theirs.get_scale()
-    assert ours.saved()[0]["loss_scale"]["skipped"] == 2
+    assert ours.state_to_save()[0]["loss_scale"]["skipped"] == 2
 
 
 def test_what_cannot_be() -> None:

@@ -81,9 +81,9 @@ def test_an_update_of_pytorchs_own_costs_nothing() -> None:
     net = mlp()
     optimizer = torch.optim.AdamW(net.parameters())
     draws = UpdateDraws(optimizer, torch.device("cpu"), 0, 0)
-    assert isinstance(draws.updating(Turn(0)), nullcontext)
+    assert isinstance(draws.around_update(Turn(0)), nullcontext)
     optimizer.register_step_post_hook(lambda *_: None)
-    assert not isinstance(draws.updating(Turn(0)), nullcontext)
+    assert not isinstance(draws.around_update(Turn(0)), nullcontext)
 
 
 def test_two_updates_of_a_batch_draw_other_numbers() -> None:
@@ -91,7 +91,7 @@ def test_two_updates_of_a_batch_draw_other_numbers() -> None:
     other = UpdateDraws(langevin(mlp().parameters()), torch.device("cpu"), 0, 1)
     seen, state = [], torch.get_rng_state()
     for stream, step in ((draws, 0), (draws, 0), (draws, 1), (other, 0)):
-        with stream.updating(Turn(step)):
+        with stream.around_update(Turn(step)):
             seen.append(float(torch.rand(())))
     assert len(set(seen)) == 4
     assert torch.equal(torch.get_rng_state(), state)

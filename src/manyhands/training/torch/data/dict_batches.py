@@ -18,7 +18,7 @@ from manyhands.training.data.roles import LABELS
 
 def output_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
     """The model's output for a batch, each part of which is passed by name."""
-    taken = _taken(model, batch)
+    taken = _arguments_for(model, batch)
     try:
         return model(**taken)
     except TypeError as error:
@@ -27,7 +27,7 @@ def output_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
             signature.bind(**taken)
         except TypeError:
             raise BadBatch(
-                f"a batch is a dict with {_listed(batch)}, and each part is given to the model by name: forward of "
+                f"a batch is a dict with {_list(batch)}, and each part is given to the model by name: forward of "
                 f"{type(model).__name__} takes {signature}. Name the parts as its arguments; or give fit a "
                 "model with training_step(batch), and predict the inputs alone"
             ) from error
@@ -39,10 +39,10 @@ def loss_of(output: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> An
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
         return loss
-    name, left = type(model).__name__, [key for key in batch if key not in _taken(model, batch)]
-    unused = f" ({_listed(left)} of the batch: forward has no argument of that name)" if left else ""
+    name, left = type(model).__name__, [key for key in batch if key not in _arguments_for(model, batch)]
+    unused = f" ({_list(left)} of the batch: forward has no argument of that name)" if left else ""
     raise BadBatch(
-        f"a batch is a dict with {_listed(batch)}, it was given to {name} as {name}(**batch), and there is no loss in "
+        f"a batch is a dict with {_list(batch)}, it was given to {name} as {name}(**batch), and there is no loss in "
         f"the output, {type_in_words(output)}{unused}. Let forward return an object with .loss or a dict with "
         "'loss'; or give the trainer loss=function of (output, batch), or the model a training_step(batch)"
     )
@@ -63,12 +63,12 @@ def target_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
     for name in LABELS:
         if name in batch:
             return batch[name]
-    left = [name for name in batch if name not in _taken(model, batch)]
+    left = [name for name in batch if name not in _arguments_for(model, batch)]
     if len(left) == 1:
         return batch[left[0]]
     raise BadBatch(
-        f"metrics compare outputs with targets, and a batch is a dict with {_listed(batch)}: call the targets 'labels' "
-        f"(or {_listed(LABELS[1:])}), or give one part that forward of {type(model).__name__} has no argument for"
+        f"metrics compare outputs with targets, and a batch is a dict with {_list(batch)}: call the targets 'labels' "
+        f"(or {_list(LABELS[1:])}), or give one part that forward of {type(model).__name__} has no argument for"
     )
 
 
@@ -82,12 +82,12 @@ class Named:
         return dict(zip(self.names, rows, strict=True))
 
 
-def _taken(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_for(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(batch)
     return {name: value for name, value in batch.items() if name in parameters}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))

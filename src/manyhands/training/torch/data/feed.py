@@ -78,12 +78,12 @@ def shards(
 ) -> Iterator[Shard | None]:
     """This rank's shard of every window of an epoch, on its device; ``seed``: what a dataset draws follows from it."""
     spans = [division.spans(window) for window in windows]
-    batches = _taken(source, order, windows, division.world, [span for each in spans for span in each], seed)
+    batches = _take(source, order, windows, division.world, [span for each in spans for span in each], seed)
     for window, each in zip(windows, spans, strict=True):
         yield division.shard(window, itertools.islice(batches, len(each)))
 
 
-def _taken(
+def _take(
     source: Source,
     order: NDArray[np.int64],
     windows: Sequence[Window],
@@ -131,13 +131,13 @@ def _pieces(batch: Batch) -> Iterator[bytes]:
         if isinstance(leaf, torch.Tensor):
             yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
             if leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_nested:
-                few = leaf.detach().resolve_conj().reshape(-1)[loader_batches.sampled(leaf.numel())]
+                few = leaf.detach().resolve_conj().reshape(-1)[loader_batches.sampled_places(leaf.numel())]
                 yield few.contiguous().view(torch.uint8).numpy().tobytes()
         elif isinstance(leaf, (str, bytes, int, float)):
             yield repr(leaf).encode()
         elif isinstance(leaf, np.ndarray):
             yield f"{leaf.dtype} {leaf.shape}".encode()
-            yield leaf.flat[loader_batches.sampled(leaf.size)].tobytes()
+            yield leaf.flat[loader_batches.sampled_places(leaf.size)].tobytes()
 
 
 def stream_shards(batches: Iterable[tuple[Window, Batch]], division: Division) -> Iterator[tuple[Window, Shard | None]]:
@@ -164,7 +164,7 @@ def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
 
     def next_value() -> Any:
         value = next(left, end)
-        return map_tensors(_pinned, value) if on_gpu else value
+        return map_tensors(_pin, value) if on_gpu else value
 
     thread = ThreadPoolExecutor(1, "manyhands-feed")
     if on_gpu:
@@ -178,7 +178,7 @@ def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
         thread.shutdown(cancel_futures=True)
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in pinned memory; sparse, nested and GPU tensors are not changed."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         return tensor
@@ -193,7 +193,7 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     def start(value: Any) -> Any:
         leaves, structure = tree.flatten(value)
-        return [_started(leaf, device) for leaf in leaves], structure
+        return [_start_copy(leaf, device) for leaf in leaves], structure
 
     def finish(started: Any) -> Any:
         moving, structure = started
@@ -207,7 +207,7 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
     yield from map(finish, coming)
 
 
-def _started(leaf: Any, device: torch.device) -> Any:
+def _start_copy(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         return backend.start_move(leaf, device, source_is_final=True)  # a batch is ours alone
     return backend.move_model(leaf, device) if backend.is_model(leaf) else leaf  # a PackedSequence moves itself

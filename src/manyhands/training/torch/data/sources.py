@@ -140,7 +140,7 @@ class Samples:
         """The samples of these numbers; ``draws``: the seed of what a collate function draws."""
         plain = dataclasses.replace(self, workers=0, look=None)
         if self.collate is not None and draws is not None:
-            plain.collate = functools.partial(_collated, self.collate, draws)
+            plain.collate = functools.partial(_collate, self.collate, draws)
         (batch,) = plain.batches([numbers], seed=0, draws=0)
         return batch
 
@@ -316,7 +316,7 @@ def _gives_each_once(loader: DataLoader[Any]) -> bool:
     return plain and loader.batch_size is not None
 
 
-def _collated(collate: Callable[[list[Any]], Any], seed: int, samples: list[Any]) -> Any:
+def _collate(collate: Callable[[list[Any]], Any], seed: int, samples: list[Any]) -> Any:
     randomness.seed_all(seed)
     return collate(samples)
 

@@ -16,19 +16,19 @@ from manyhands.errors import CannotCompile
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import CapturedStep
 from manyhands.training.torch.fast.extension import Extension, Passes
-from manyhands.training.torch.fast.inputs import Inputs, LoaderInputs, ResidentInputs
+from manyhands.training.torch.fast.inputs import LoaderInputs, ResidentInputs, StepInputs
 from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
 from manyhands.training.torch.fast.python_state import is_compiled
-from manyhands.training.torch.fast.recorder import Recorder, stream_of
+from manyhands.training.torch.fast.recorder import GraphRecorder, stream_of
 from manyhands.training.torch.fast.redundant_biases import Biases, may_have_redundant_biases
 from manyhands.training.torch.fast.small_kernels import SmallKernels
 from manyhands.training.torch.optimizers import Several
 from manyhands.training.torch.ranks.global_batch_norm import normalises_batches
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.step.part import Step
+from manyhands.training.torch.step.part import TrainingStep
 from manyhands.training.torch.step.plain import PlainStep
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def why_not(rank: Rank) -> str | None:
     return rank.scheduler.why_not_captured if rank.scheduler is not None else None
 
 
-def step_of_rank(rank: Rank, recorder: Recorder) -> CapturedStep:
+def step_of_rank(rank: Rank, recorder: GraphRecorder) -> CapturedStep:
     """The captured step of a job; compiled if the user asks for it."""
     step, settings = rank.steps.plain, rank.settings
     for optimizer in step.optimizer.optimizers if isinstance(step.optimizer, Several) else [step.optimizer]:
@@ -69,7 +69,7 @@ def step_of_rank(rank: Rank, recorder: Recorder) -> CapturedStep:
     if rank.size == 1 and settings.step.accumulate > 1:  # its segments share the gradients
         step.gradients.close()
         step.gradients = GradientSum(rank.model.parameters(), alone=True)
-    inputs: Inputs = LoaderInputs()
+    inputs: StepInputs = LoaderInputs()
     if isinstance(rank.data, Arrays) and rank.data.tensors[0].device == step.device:
         inputs = ResidentInputs(rank.data, step.device, rank.feed.division.spans)
     usual_size = -(-settings.batch_size // (rank.size * settings.step.accumulate))
@@ -77,7 +77,7 @@ def step_of_rank(rank: Rank, recorder: Recorder) -> CapturedStep:
 
 
 def captured_step(
-    step: Step, inputs: Inputs, recorder: Recorder, usual_size: int, *, compiled: bool = False
+    step: TrainingStep, inputs: StepInputs, recorder: GraphRecorder, usual_size: int, *, compiled: bool = False
 ) -> CapturedStep:
     """A captured step with all extensions that it supports."""
     if not isinstance(step, PlainStep) or any(part.recomputes for part in step.parts):

@@ -36,13 +36,13 @@ from manyhands.training.data.order import Window
 from manyhands.training.torch.data.batches import Batch, Shard
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.extension import Extension, Passes
-from manyhands.training.torch.fast.inputs import Inputs, MicroBatch, Place
+from manyhands.training.torch.fast.inputs import DeviceCounter, MicroBatch, StepInputs
 from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.python_state import unread
-from manyhands.training.torch.fast.recorder import NotRecorded, Recorder, Replay, error_in_words
+from manyhands.training.torch.fast.recorder import GraphRecorder, NotRecorded, Replay, error_in_words
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.step.part import LossOf, Step, Turn, enter_all
+from manyhands.training.torch.step.part import LossOf, TrainingStep, Turn, enter_all
 from manyhands.training.torch.step.update import StepSnapshot
 
 WARM_UP = 3
@@ -71,9 +71,9 @@ class CapturedStep:
 
     def __init__(
         self,
-        step: Step,
-        inputs: Inputs,
-        recorder: Recorder,
+        step: TrainingStep,
+        inputs: StepInputs,
+        recorder: GraphRecorder,
         usual_size: int,
         extensions: Sequence[Extension] = (),
         *,
@@ -98,7 +98,7 @@ class CapturedStep:
         self._several_ranks = self._sums is not None and not self._sums.alone
         if self._sums is not None:
             self._sums.start_later(recorder.signal)
-        self._number = Place(step.device)  # of the step
+        self._number = DeviceCounter(step.device)  # of the step
         self._read_at: str | None = None  # the line that has read the number of the batch
         self._tried: Passes | None = None  # the newest that were made without their graph
         self._is_summing = False  # whether sums over the ranks have begun: then the step cannot be made again
@@ -150,14 +150,14 @@ class CapturedStep:
         loss_of: LossOf = self._step.loss_of
         if is_compiled := self.compiled and size == self._usual_size:
             try:
-                loss_of = self._compiled()
+                loss_of = self._compile()
             except Exception as error:  # there may be no compiler for this version of Python
                 is_compiled = False
                 self._compile_nothing(f"{type(error).__name__}: {error}")
         warm = -_AS_WRITTEN if any(each.searches for each in self._extensions) else 0
         return Passes(kind, size, loss_of, is_compiled, self._lanes, warm)
 
-    def _compiled(self) -> LossOf:
+    def _compile(self) -> LossOf:
         """The forward pass; it is compiled when it is called for the first time."""
         options: dict[str, Any] = (
             {} if self._lanes is None else {"post_grad_custom_post_pass": self._lanes.inductor_pass()}
@@ -196,7 +196,7 @@ class CapturedStep:
             before, kinds = StepSnapshot(self._step), tuple(passes.kind for _, passes in parts)
             self._watch.before()
             try:
-                with self._recorder.running():
+                with self._recorder.run_stream():
                     self._run(turn, parts)
             except Exception as error:
                 if self._is_summing or (not isinstance(error, NotRecorded) and before.has_updated):
@@ -393,7 +393,7 @@ class CapturedStep:
         notes = [self.reasons[feature] for feature in _FEATURES if feature in self.reasons]
         plain, every = self.steps["plain"], sum(self.steps.values())
         if plain > every * _MANY and len(self._kinds) > MOST_GRAPHS:
-            padded = {multiple: _padded(self._kinds, multiple) for multiple in _MULTIPLES}
+            padded = {multiple: _padded_length(self._kinds, multiple) for multiple in _MULTIPLES}
             best = next((multiple for multiple, count in padded.items() if count <= MOST_GRAPHS), None)
             cure = "" if best is None else f": padded to multiples of {best} they would be of {padded[best]}"
             kinds = f"their batches are of {len(self._kinds)} kinds of shapes, and {MOST_GRAPHS} at most get a graph"
@@ -416,7 +416,7 @@ class CapturedStep:
         return "\n".join(lines)
 
 
-def _padded(kinds: Mapping[Hashable, Sequence[torch.Size]], multiple: int) -> int:
+def _padded_length(kinds: Mapping[Hashable, Sequence[torch.Size]], multiple: int) -> int:
     """How many kinds of shapes there would be, if all lengths but those of the batch were multiples of this number."""
     return len(
         {tuple(tuple(-(-length // multiple) for length in shape[1:]) for shape in shapes) for shapes in kinds.values()}

@@ -30,7 +30,7 @@ from manyhands.training.torch.fast.python_state import unread
 _PLAIN = (str, bytes, bool, int, float)
 
 
-class Place:
+class DeviceCounter:
     """A number on the device that graphs advance, and the host knows without asking."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class MicroBatch(Protocol):
         """What the recorded work does at its end."""
 
 
-class Inputs(Protocol):
+class StepInputs(Protocol):
     """The batches of a job."""
 
     def begin_epoch(self, order: NDArray[np.int64] | None) -> None:
@@ -93,7 +93,7 @@ class ResidentInputs:
         """``spans``: where each micro-batch of this rank begins and ends in the epoch's order."""
         self._data, self._spans = data, spans
         self._order = torch.zeros(data.count, dtype=torch.int64, device=device)
-        self._place = Place(device)
+        self._place = DeviceCounter(device)
         self._ranges: dict[int, torch.Tensor] = {}
 
     def begin_epoch(self, order: NDArray[np.int64] | None) -> None:
@@ -158,7 +158,7 @@ class LoaderInputs:
         batches = () if shard is None else zip(shard.parts, shard.sizes, strict=True)
         return [LoadedPart(self, batch, size) for batch, size in batches]
 
-    def watched(self, value: Any) -> Any:
+    def watch(self, value: Any) -> Any:
         """A plain value that notices being read, unless values are known to be read."""
         if self.values_are_read:
             return value
@@ -202,7 +202,7 @@ class LoadedPart:
     def batch(self, *, recorded: bool) -> Batch:
         tensors = iter(self._inputs.memory(self.kind, self._tensors) if recorded else self._tensors)
         return self._structure.unflatten(
-            next(tensors) if isinstance(leaf, torch.Tensor) else self._inputs.watched(leaf) for leaf in self._leaves
+            next(tensors) if isinstance(leaf, torch.Tensor) else self._inputs.watch(leaf) for leaf in self._leaves
         )
 
     def finish(self) -> None: ...

@@ -187,11 +187,11 @@ def unread(value: Any, report: Report) -> Any:
 def _class_for(kind: Any) -> type[Unread]:
     """A class with the special methods of this one; ``isinstance`` takes its instances for this one's."""
     special = {name for name in dir(kind) if name.startswith("__") and callable(getattr(kind, name))} - _UNTOUCHED
-    methods: dict[str, Any] = {name: _forwarded(name) for name in special}
+    methods: dict[str, Any] = {name: _forward(name) for name in special}
     return type("Unread", (Unread,), {"__slots__": (), **methods, "__class__": property(lambda _: kind)})
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
+def _forward(name: str) -> Callable[..., Any]:
     def method(self: Unread, *args: Any) -> Any:
         return getattr(_read(self), name)(*map(_value_of, args))
 

@@ -36,10 +36,10 @@ def error_in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """What a captured step needs of a device; the tests have one for CPUs."""
 
-    def running(self) -> AbstractContextManager[None]:
+    def run_stream(self) -> AbstractContextManager[None]:
         """Work within it runs where it would be recorded, in order with the work before and after."""
 
     def rehearsal(self) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class CudaRecorder:
         self._pool: tuple[int, int] = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)
 
-    def running(self) -> AbstractContextManager[None]:
+    def run_stream(self) -> AbstractContextManager[None]:
         return on(self._stream, self._device)
 
     @contextmanager

@@ -11,8 +11,8 @@ its gradient are two useless passes over the layer's output: a fifth of a step o
 its bias, the bias's share is added to the running mean after the backward pass, and the bias gets a gradient of zeros,
 so that weight decay, momentum and checkpoints do not change.
 
-Names and order of layers prove nothing: a model may use an output twice. So :class:`Search` observes one step, and a
-bias is redundant if three conditions hold in that step:
+Names and order of layers prove nothing: a model may use an output twice. So :class:`BiasSearch` observes one step, and
+a bias is redundant if three conditions hold in that step:
 
 1. In autograd's graph a single edge leads to the layer's node, from the node of the BatchNorm; and a single edge from
    the layer's node to the bias (also through a cast). Nothing else that is differentiated uses them.
@@ -65,13 +65,13 @@ class Biases(Extension):
 
     def __init__(self, model: nn.Module, gradients: Gradients) -> None:
         self._model, self._gradients = model, gradients
-        self._search: Search | None = None
+        self._search: BiasSearch | None = None
         self._of: dict[Hashable, RedundantBiases] = {}  # by the kind of micro-batch
 
     @contextmanager
     def search(self, passes: Passes) -> Iterator[None]:
         self._of.pop(passes.kind, None)
-        with Search(self._model) as self._search:
+        with BiasSearch(self._model) as self._search:
             yield
         if (redundant := self._search.redundant_biases()) is not None:
             self._of[passes.kind] = redundant
@@ -147,7 +147,7 @@ class RedundantBiases:
 
 
 @dataclass
-class _Call:
+class _LayerCall:
     """The call of a layer in the observed step: its output, and the BatchNorm that read it."""
 
     count: int = 0
@@ -157,7 +157,7 @@ class _Call:
     norm_node: Any = None
 
 
-class Search(TorchDispatchMode):
+class BiasSearch(TorchDispatchMode):
     """Observes one step without changing its results.
 
     ::
@@ -172,7 +172,7 @@ class Search(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         layers, self._norms = _candidates(model)
-        self._calls = {layer: _Call() for layer in layers}
+        self._calls = {layer: _LayerCall() for layer in layers}
         self._norm_calls = Counter[nn.Module]()
         self._inside: list[nn.Module] = []
         self._spoilt: set[nn.Module] = set()
@@ -182,7 +182,7 @@ class Search(TorchDispatchMode):
         self._edges = Counter[Any]()
         self._traced = False
 
-    def __enter__(self) -> Search:
+    def __enter__(self) -> BiasSearch:
         try:
             for layer in self._calls:
                 self._watch(layer, layer.bias)
@@ -223,7 +223,7 @@ class Search(TorchDispatchMode):
         pairs = [(layer, call.norm) for layer, call in self._calls.items() if self._is_redundant(layer, call)]
         return RedundantBiases(pairs) if pairs else None  # type: ignore[arg-type]
 
-    def _is_redundant(self, layer: nn.Module, call: _Call) -> bool:
+    def _is_redundant(self, layer: nn.Module, call: _LayerCall) -> bool:
         if not self._traced or call.count != 1 or call.norm is None or self._norm_calls[call.norm] != 1:
             return False
         if layer in self._spoilt or call.norm in self._spoilt or call.output is None or call.output() is not None:

@@ -30,7 +30,7 @@ from manyhands.training.torch.data.batches import Batch, as_the_model
 from manyhands.training.torch.data.sources import Arrays, Source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import SEVERAL, Supervised
-from manyhands.training.torch.state.module_state import evaluating
+from manyhands.training.torch.state.module_state import evaluation_mode
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 from manyhands.training.torch.step.logged import LIGHTNING
 
@@ -82,7 +82,7 @@ def is_lazy(model: torch.nn.Module) -> bool:
     return any(torch.nn.parameter.is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()])
 
 
-def copied(model: torch.nn.Module) -> torch.nn.Module:
+def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model that may have lazy layers."""
     return copy.deepcopy(model, lazy_buffers(model))
 
@@ -99,8 +99,8 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
     if not is_lazy(model):
         return
     batch = data.few(_FEW)
-    with torch.no_grad(), evaluating(model):
-        _call(copied(model), batch)  # if that fails, the layers stay as they are
+    with torch.no_grad(), evaluation_mode(model):
+        _call(copy_of(model), batch)  # if that fails, the layers stay as they are
         _call(model, batch)
 
 

@@ -34,9 +34,9 @@ from manyhands.training.data.roles import LABELS
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
 from manyhands.training.torch.data.sources import Samples
-from manyhands.training.torch.evaluation import predicted
+from manyhands.training.torch.evaluation import predict
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective, Supervised, placed
+from manyhands.training.torch.objective import Objective, Supervised, place
 from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.state import randomness
 
@@ -68,7 +68,7 @@ def of(job: Job, error: Exception) -> str | None:
             return None
         case = _Case(dataclasses.replace(job, train=data))
         if case.error(case.batch) is not None:
-            found = _corrected(case) or _layer(case, error)
+            found = _correct_dtype(case) or _layer(case, error)
             return None if found is None else words.format(found)
         if job.settings.precision == "auto" and _is_cause(_Case(case.job, bf16=True).error(case.batch), error):
             return _IN_BF16
@@ -88,17 +88,17 @@ class _Case:
 
     def copies(self, batch: Batch) -> tuple[Any, Any]:
         """A copy of the model, and the batch on its device; both in float64 if the job is."""
-        model = checks.copied(self.job.model)
+        model = checks.copy_of(self.job.model)
         device = next(model.parameters()).device
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, self._dtype if tensor.is_floating_point() else None)
 
-        return model.to(device, self._dtype), map_tensors(moved, batch)
+        return model.to(device, self._dtype), map_tensors(move, batch)
 
     def train(self, model: torch.nn.Module, batch: Batch, objective: Objective | None = None) -> None:
         """A forward and a backward pass."""
-        objective = placed(objective or self.job.objective, next(model.parameters()).device, self._dtype)
+        objective = place(objective or self.job.objective, next(model.parameters()).device, self._dtype)
         objective(model, batch)[0].backward()
 
     def error(self, batch: Batch, work: Callable[[Any, Any], Any] | None = None) -> Exception | None:
@@ -106,14 +106,14 @@ class _Case:
         try:
             model, batch = self.copies(batch)
             device = next(model.parameters()).device
-            with randomness.preserved(device), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+            with randomness.preserve(device), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
                 (work or self.train)(model, batch)
         except Exception as error:
             return error
         return None
 
 
-def _corrected(case: _Case) -> str | None:
+def _correct_dtype(case: _Case) -> str | None:
     """The first corrections that make a supervised job work."""
     objective, batch = case.job.objective, case.batch
     if not isinstance(objective, Supervised) or isinstance(batch, Mapping) or len(batch) < 2:
@@ -154,12 +154,12 @@ def _of_batches(case: _Case) -> Iterator[Correction]:
 def _of_samples(model: torch.nn.Module, batch: Any) -> Iterator[Correction]:
     """Samples and labels of a dtype or a shape that the model or the loss does not take."""
     weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    kind, X, y = _named(weights), batch[0], batch[-1]
+    kind, X, y = _name_of(weights), batch[0], batch[-1]
 
     def target(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Tried]:
         return lambda *tried: (*tried[:-2], change(tried[-2]), tried[-1])
 
-    if found := ", ".join(sorted({_named(tensor.dtype) for tensor in tensors_in(batch[:-1])} - {kind})):
+    if found := ", ".join(sorted({_name_of(tensor.dtype) for tensor in tensors_in(batch[:-1])} - {kind})):
         words = f"the samples are {found}, the model's weights {kind}: give X.to(torch.{kind})"
         yield words, lambda *tried: (*map_tensors(lambda tensor: tensor.to(weights), tried[:-2]), *tried[-2:])
     if isinstance(X, torch.Tensor):
@@ -171,20 +171,20 @@ def _of_samples(model: torch.nn.Module, batch: Any) -> Iterator[Correction]:
             words = f"the samples have the shape {shape}, with the channels last, and PyTorch takes them first"
             yield f"{words}: give X.permute(0, 3, 1, 2)", lambda X, *rest: (X.permute(0, 3, 1, 2), *rest)
         if X.is_floating_point():
-            words = f"the samples are {_named(X.dtype)}, and an embedding takes whole numbers: give X.long()"
+            words = f"the samples are {_name_of(X.dtype)}, and an embedding takes whole numbers: give X.long()"
             yield words, lambda X, *rest: (X.long(), *rest)
     if isinstance(y, torch.Tensor):
         if y.dtype != torch.int64:
-            words = f"the labels are {_named(y.dtype)}, and numbers of classes must be int64: give y.long()"
+            words = f"the labels are {_name_of(y.dtype)}, and numbers of classes must be int64: give y.long()"
             yield words, target(lambda y: y.long())
         if y.dtype != weights:
-            words = f"the targets are {_named(y.dtype)}, what the model answers is {kind}: give y.to(torch.{kind})"
+            words = f"the targets are {_name_of(y.dtype)}, what the model answers is {kind}: give y.to(torch.{kind})"
             yield words, target(lambda y: y.to(weights))
         if y.dim() == 2 and y.shape[1] == 1:
             yield "the labels have a second axis of length 1: give y.squeeze(1)", target(lambda y: y.squeeze(1))
 
 
-def _named(kind: torch.dtype) -> str:
+def _name_of(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
@@ -221,7 +221,7 @@ def _layer(case: _Case, error: Exception) -> str | None:
     running: list[tuple[str, Any, Any]] = []
     seen: list[Any] = []
 
-    def watched(model: torch.nn.Module, batch: Batch) -> None:
+    def watch(model: torch.nn.Module, batch: Batch) -> None:
         seen.append(batch)
         for name, layer in model.named_modules():
             if not any(True for _ in layer.children()):
@@ -229,7 +229,7 @@ def _layer(case: _Case, error: Exception) -> str | None:
                 layer.register_forward_hook(lambda *_: running.pop() and None)
         case.train(model, batch)
 
-    failed = case.error(case.batch, watched)
+    failed = case.error(case.batch, watch)
     if not running or not _is_cause(failed, error):
         return None
     name, layer, (X, *_) = running[-1]
@@ -268,7 +268,7 @@ def of_prediction(job: Job) -> str | None:
         with torch.no_grad():
             return None if case is None else case.error(batch, lambda model, batch: call(model.eval(), batch))
 
-    if case is None or (reason := error(case.batch, lambda model, batch: predicted(model, batch, job.inputs))) is None:
+    if case is None or (reason := error(case.batch, lambda model, batch: predict(model, batch, job.inputs))) is None:
         return None
     inputs = batch = case.batch
     if isinstance(batch, Mapping):

@@ -62,7 +62,7 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int, device: torch.devic
         objective.rows = Rows()
         return
     try:
-        with randomness.preserved(device):
+        with randomness.preserve(device):
             _Trial(model, job, ranks, device).decide()
     except (BadBatch, BadSettings):
         raise
@@ -94,7 +94,7 @@ class _Trial:
     def decide(self) -> None:
         """How the parts of the job's batches are put together."""
         copy, objective = self._copy, self._copy.objective
-        outcome = self._compared()
+        outcome = self._compare()
         if copy.asks_for_rows:
             objective.rows = Rows()
             if self._micro:
@@ -103,7 +103,7 @@ class _Trial:
         differing = self._check_state(draws=draws)
         if draws:  # once more, where no layer draws, of whatever kind
             copy.model.eval()
-            outcome = self._compared()
+            outcome = self._compare()
         if isinstance(outcome, Difference) or (copy.asks_for_rows and outcome is None):
             try:
                 self._gather(outcome)
@@ -117,7 +117,7 @@ class _Trial:
             objective.rows = Rows()  # every rank changes it in every step, also one without samples
         self._job.objective.sums, self._job.objective.rows = objective.sums, objective.rows
 
-    def _compared(self) -> Difference | str | None:
+    def _compare(self) -> Difference | str | None:
         def compute(few: Few, chosen: Sequence[int]) -> Pass:
             return self._copy.compute(few.part(chosen))
 
@@ -134,19 +134,19 @@ class _Trial:
             runs += copy.together(parts)
         elif self._ranks > 1:
             runs += [copy.one_by_one([part])[0] for part in parts]
-        names = {name for run in runs for name in copy.differing(expected, run)}
+        names = {name for run in runs for name in copy.differences(expected, run)}
         if not names:
             return names
         trained = names & {name for name, _ in copy.model.named_parameters()}
         if not draws and (trained or self._reads_back()):
             raise BadSettings(
-                f"the forward pass changes {_listed(names)}, and for parts of a batch in another way than for the "
+                f"the forward pass changes {_list(names)}, and for parts of a batch in another way than for the "
                 "whole: on several devices, or with accumulate, a batch is processed in parts, and training would "
                 "compute something else than on one device. Train on one device with accumulate=1, change it in the "
                 "optimizer's step (optimizer.register_step_post_hook), or compute it from mh.whole_batch(tensor)"
             )
         self._job.notes.append(
-            f"{_listed(names)}: updated from each part of a batch for itself, as the statistics of BatchNorm are"
+            f"{_list(names)}: updated from each part of a batch for itself, as the statistics of BatchNorm are"
         )
         return names
 
@@ -193,7 +193,7 @@ class _Trial:
         return outcome.refusal(own_step, _TOGETHER if self._ranks > 1 and not self._micro else _IN_PARTS)
 
 
-def _listed(names: set[str]) -> str:
+def _list(names: set[str]) -> str:
     shown = sorted(names)[:3]
     return ", ".join(map(repr, shown)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

@@ -43,7 +43,7 @@ _WIDE = 64  # channels
 
 
 @dataclass(frozen=True)
-class Choice:
+class PrecisionChoice:
     """A precision, and the reason for it."""
 
     precision: str
@@ -57,42 +57,42 @@ class Choice:
         return f"precision {self.precision}: {self.why}"
 
 
-def choose(job: Job, model: torch.nn.Module, world: World, before: bool | None) -> Choice:
+def choose(job: Job, model: torch.nn.Module, world: World, before: bool | None) -> PrecisionChoice:
     """The precision of all ranks for ``precision="auto"``; a collective.
 
     ``before``: whether a resumed job computed in bfloat16 (None: it is not resumed).
     """
     if before is not None:
-        return Choice("bf16" if before else _of_weights(model), CONTINUED)
-    return agreed(world.values(_of_this_rank(job, model, world.device)))
+        return PrecisionChoice("bf16" if before else _of_weights(model), CONTINUED)
+    return agree(world.values(_of_this_rank(job, model, world.device)))
 
 
-def agreed(choices: Sequence[Choice]) -> Choice:
+def agree(choices: Sequence[PrecisionChoice]) -> PrecisionChoice:
     """The precision that all ranks support: bfloat16 if each of them has chosen it."""
     return next((choice for choice in choices if not choice.bf16), choices[0])
 
 
-def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> Choice:
+def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> PrecisionChoice:
     if job.settings.step.optimize == "off":
-        return Choice(_of_weights(model), "optimize='off'")
+        return PrecisionChoice(_of_weights(model), "optimize='off'")
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported():
-            return Choice("bf16", "the GPU has bfloat16")
-        return Choice(_of_weights(model), "the GPU has no bfloat16")
+            return PrecisionChoice("bf16", "the GPU has bfloat16")
+        return PrecisionChoice(_of_weights(model), "the GPU has no bfloat16")
     return on_cpu(model, machine.host_features())
 
 
-def on_cpu(model: torch.nn.Module, features: Collection[str]) -> Choice:
+def on_cpu(model: torch.nn.Module, features: Collection[str]) -> PrecisionChoice:
     """The precision on a CPU with those features (:func:`manyhands.machine.host_features`)."""
     weights = _of_weights(model)
     if "amx_bf16" not in features:
-        return Choice(weights, "the CPU has no AMX")
+        return PrecisionChoice(weights, "the CPU has no AMX")
     if weights != "fp32":
-        return Choice(weights, "the precision of the model's weights")
+        return PrecisionChoice(weights, "the precision of the model's weights")
     sizes = [size for layer in model.modules() if (size := _channels(layer)) is not None]
     wide = sum(min(size) >= _WIDE for size in sizes)
     counted = f"{wide} of {len(sizes)} convolutions and linear layers have {_WIDE} channels or more"
-    return Choice("bf16" if 2 * wide > len(sizes) else "fp32", f"the CPU has AMX, and {counted}")
+    return PrecisionChoice("bf16" if 2 * wide > len(sizes) else "fp32", f"the CPU has AMX, and {counted}")
 
 
 def _of_weights(model: torch.nn.Module) -> str:
@@ -115,10 +115,10 @@ def bf16_format(model: torch.nn.Module) -> NumberFormat:
     return NumberFormat(torch.bfloat16, channels_last=images)
 
 
-def _refusal(model: torch.nn.Module, error: Exception) -> Choice:
+def _refusal(model: torch.nn.Module, error: Exception) -> PrecisionChoice:
     """Float32, because of an error in bfloat16."""
     why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return Choice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
+    return PrecisionChoice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
 
 
 class AutoPrecision:
@@ -145,7 +145,7 @@ class AutoPrecision:
                 rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 job_state.settle(rank.optimizer)
 
-    def _report(self, choice: Choice, *, as_a_note: bool) -> None:
+    def _report(self, choice: PrecisionChoice, *, as_a_note: bool) -> None:
         rank, before = self._rank, self._note
         self._note = str(choice) if as_a_note else ""
         rank.notes = [note for note in (self._note, *rank.notes) if note and note != before]

@@ -25,7 +25,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Array
 from manyhands.training.loss.loss_trial import Pass, Term
 from manyhands.training.torch.data.batches import Batch, as_the_model, tensors_in
-from manyhands.training.torch.objective import Objective, OwnStep, placed
+from manyhands.training.torch.objective import Objective, OwnStep, place
 from manyhands.training.torch.ranks import whole_batch
 from manyhands.training.torch.ranks.whole_batch import Gather, Rows
 from manyhands.training.torch.state.module_state import modes_preserved
@@ -55,7 +55,7 @@ class TrialModel:
     def __init__(self, model: torch.nn.Module, objective: Objective, device: torch.device) -> None:
         self.model, self.objective = _copies(model, objective)
         self.model.to(device)
-        self.objective = placed(self.objective, device, None)
+        self.objective = place(self.objective, device, None)
         if isinstance(self.objective, OwnStep):
             self.objective.training = True
         self.changed: set[str] = set()  # names of parameters and buffers that a forward pass has changed
@@ -132,12 +132,12 @@ class TrialModel:
 
     def compute_again(self, part: Part) -> Pass:
         """The same as :meth:`compute`, after what the pass before has changed."""
-        return self._pass([self._run(part, self._noted)])
+        return self._pass([self._run(part, self._note)])
 
     def gives_sum(self, part: Part) -> bool:
         """Whether the loss comes as a sum and its count."""
         self._put_back()
-        with torch.no_grad(), whole_batch.gathered_by(self._noted):
+        with torch.no_grad(), whole_batch.gathered_by(self._note):
             found = self.objective.as_sum(self.model, as_the_model(self.model, part[0]))[0]
         self._see_changes()
         return found is not None
@@ -145,7 +145,7 @@ class TrialModel:
     def one_by_one(self, parts: Sequence[Part]) -> list[Run]:
         """A pass over each of these parts, on one device."""
         self._put_back()
-        return [self._run(part, self._noted) for part in parts]
+        return [self._run(part, self._note) for part in parts]
 
     def together(self, parts: Sequence[Part]) -> list[Run]:
         """A pass over each of these parts, on a device of its own, which gather rows from each other.
@@ -160,7 +160,7 @@ class TrialModel:
                 given.append([])
                 self._put_back()
                 try:
-                    runs.append(self._run(part, functools.partial(_gathered, rank, part[1], given[-1], before)))
+                    runs.append(self._run(part, functools.partial(_gather, rank, part[1], given[-1], before)))
                 except Exception as error:  # a loss of too few rows may fail: only the last round counts
                     failed.append(error)
             if len({len(calls) for calls in given}) > 1:
@@ -188,7 +188,7 @@ class TrialModel:
         state = self._state()
         self.changed |= {name for name, start in self._start.items() if not _equal(state[name], start)}
 
-    def differing(self, first: Run, second: Run) -> set[str]:
+    def differences(self, first: Run, second: Run) -> set[str]:
         """The parameters and buffers that these passes left behind in different states."""
         return {
             name
@@ -196,7 +196,7 @@ class TrialModel:
             if not _close(*(run.state.get(name, self._start[name]) for run in (first, second)))
         }
 
-    def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         self.asks_for_rows = True
         return tensor
 
@@ -204,7 +204,7 @@ class TrialModel:
         total, count = sum(run.total for run in runs), sum(float(run.count) for run in runs)
         assert isinstance(total, torch.Tensor)
         computed = torch.autograd.grad(total, self._parameters, allow_unused=True, materialize_grads=True)
-        return Pass([Term(float(total.detach()), count, [numbers(_sampled(each)) for each in computed])])
+        return Pass([Term(float(total.detach()), count, [numbers(_sample(each)) for each in computed])])
 
     def find_rows(self, whole: Part, part: Part) -> tuple[Rows, int] | None:
         """Which tensors of output and target have a row for each sample, and their bytes for a sample; None: none."""
@@ -223,7 +223,7 @@ class TrialModel:
         return (Rows(*flags), width) if any(flags[0]) else None
 
 
-def _gathered(
+def _gather(
     rank: int, size: int, calls: list[torch.Tensor], before: Sequence[Sequence[torch.Tensor]], tensor: torch.Tensor
 ) -> torch.Tensor:
     """The rows of all devices in the next call of this one, as far as the others' are known."""
@@ -261,7 +261,7 @@ def numbers(tensor: torch.Tensor) -> Array:
     return np.asarray((tensor.detach().float() if wide else tensor.detach()).cpu().numpy())
 
 
-def _sampled(gradient: torch.Tensor) -> torch.Tensor:
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
     """Not too many of its numbers. An odd step meets every column of a matrix, whose width is mostly even."""
     step = gradient.numel() // _COMPARED
     dense = gradient.to_dense()

@@ -117,7 +117,7 @@ def measure_shares(
     """The shares of all ranks, and a note about them; all ranks take part."""
     seconds = 0.0
     if shard is not None and shard.size:
-        with randomness.preserved(world.device):
+        with randomness.preserve(world.device):
             passes = [_timed_pass(model, objective, shard, number_format, world.device) for _ in range(_PASSES + 1)]
         seconds = min(passes[1:]) / shard.size
     per_sample = [float(each) for each in world.gather(torch.tensor([seconds], dtype=torch.float64))]

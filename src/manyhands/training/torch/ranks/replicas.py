@@ -53,7 +53,7 @@ class Replicas:
             return LocalGradients(optimizer)
         return GradientSum(parameters)
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def with_whole_weights(self) -> AbstractContextManager[None]:
         """Within it every rank holds all weights, so that each can evaluate on its own."""
         return nullcontext()
 

@@ -103,7 +103,7 @@ class Shards(Replicas):
         return ShardedGradients(self.model, optimizer, self._world.device)
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
+    def with_whole_weights(self) -> Iterator[None]:
         modules = _modules(self.model)
         for module in modules:
             module.unshard()

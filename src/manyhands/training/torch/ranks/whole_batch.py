@@ -77,7 +77,7 @@ class Rows:
     of_output: tuple[bool, ...] = ()
     of_target: tuple[bool, ...] = ()
 
-    def gathered(self, output: Any, target: Any) -> tuple[Any, Any]:
+    def gather(self, output: Any, target: Any) -> tuple[Any, Any]:
         return _gather_some(output, self.of_output), _gather_some(target, self.of_target)
 
 

@@ -39,7 +39,7 @@ def save(rank: Rank) -> Saved | None:
     of_parts: dict[str, Any] = {}
     blobs_of_parts: dict[str, bytes] = {}
     for part in rank.steps.plain.parts:
-        state, blobs = part.saved()
+        state, blobs = part.state_to_save()
         of_parts |= state
         blobs_of_parts |= blobs
     attributes, module_tensors, notes = rank.module_state.save()

@@ -21,7 +21,7 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.state import job_state, module_state, randomness
-from manyhands.training.torch.state.module_state import ModuleState, evaluating
+from manyhands.training.torch.state.module_state import ModuleState, evaluation_mode
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
@@ -67,7 +67,7 @@ def _check_trained(rank: Rank, names: list[str]) -> None:
 def _lent(model: torch.nn.Module) -> Iterator[None]:
     """Within it callbacks have the model; afterwards modes and random numbers are as before."""
     parameters = [*model.parameters()]
-    with randomness.preserved(parameters[0].device), evaluating(model):
+    with randomness.preserve(parameters[0].device), evaluation_mode(model):
         yield
     if [*map(id, model.parameters())] != [*map(id, parameters)]:
         raise BadSettings(
@@ -90,7 +90,7 @@ def sent(event: Event, say: Callable[[Event], Any]) -> Event:
     return answer
 
 
-def received(event: Event, model: torch.nn.Module, say: Callable[[Event], Event | None]) -> Event:
+def receive(event: Event, model: torch.nn.Module, say: Callable[[Event], Event | None]) -> Event:
     """In the caller's process: say the event with the caller's model; the answer has what changed."""
     weights, attributes, tensors = event["model"]
     job_state.restore_model(model, weights)

@@ -130,7 +130,7 @@ def modes_preserved(net: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(net: object) -> Iterator[None]:
+def evaluation_mode(net: object) -> Iterator[None]:
     """Within it the net is in evaluation mode: no dropout, and no statistics of the batch."""
     with modes_preserved(net):
         if isinstance(net, nn.Module):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from manyhands.training.data.loader_batches import OwnStream as HostStream
+from manyhands.training.data.loader_batches import OwnRandomStream as HostStream
 
 # Held by whoever replaces the process's random numbers for a time, and by whoever watches who draws from them.
 untouched = threading.RLock()
@@ -71,7 +71,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def preserved(device: torch.device, seed: int | None = None) -> Iterator[None]:
+def preserve(device: torch.device, seed: int | None = None) -> Iterator[None]:
     """Afterwards the random numbers go on as if nothing had been drawn within; ``seed``: for those within."""
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -152,7 +152,7 @@ class DrawnSamples(Dataset[Any]):
 
 
 def _begin(seed: int, number: int) -> None:
-    mixed = _mixed(seed, number)
+    mixed = _mix(seed, number)
     torch.default_generator.manual_seed(mixed)  # not torch.manual_seed: that would reset those of the GPUs
     np.random.seed(mixed & 0xFFFFFFFF)
     random.seed(mixed)
@@ -165,7 +165,7 @@ def _reads_at_once(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _mixed(seed: int, number: int) -> int:
+def _mix(seed: int, number: int) -> int:
     """One seed of two, well mixed (splitmix64): NumPy's SeedSequence would take longer than many a sample."""
     word = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD

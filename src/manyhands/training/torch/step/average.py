@@ -78,7 +78,7 @@ class Average(Part):
         for current, value in zip(self._values(), values, strict=True):
             current.copy_(value)
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def state_to_save(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """The average as weights of the model, with its other tensors."""
         by_value = {id(value): average for value, average in zip(self._values(), self._averages, strict=True)}
         names = itertools.chain(

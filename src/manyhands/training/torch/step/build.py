@@ -14,7 +14,7 @@ from manyhands.training.torch.ranks.whole_batch import AllRanks, NotAnnounced
 from manyhands.training.torch.step import activation_checkpoints
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
-from manyhands.training.torch.step.part import Part, Step
+from manyhands.training.torch.step.part import Part, TrainingStep
 from manyhands.training.torch.step.plain import PlainStep
 from manyhands.training.torch.step.several_optimizers import OwnUpdates
 from manyhands.training.torch.step.update import Clip, StepUndo, UpdateDraws
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
 
 
-def build_step(rank: Rank) -> Step:
+def build_step(rank: Rank) -> TrainingStep:
     """The step that the rank makes where no CUDA graph does."""
     of_batch = _parts_of_batch(rank)
     if not isinstance(rank.optimizer, Several):

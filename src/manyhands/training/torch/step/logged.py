@@ -29,7 +29,7 @@ MOST = 32  # names of a job
 
 
 @dataclass
-class Value:
+class LoggedValue:
     """One value of a pass; ``weight``: None is the samples of its batch."""
 
     name: str
@@ -37,7 +37,7 @@ class Value:
     weight: float | None
 
 
-_values: list[Value] | None = None  # of the pass that is running
+_values: list[LoggedValue] | None = None  # of the pass that is running
 _METHODS = ("log", "log_dict")
 LIGHTNING = ("lightning.", "pytorch_lightning.")
 
@@ -58,7 +58,7 @@ def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_
             f"self.log({name!r}, ...) got {type_in_words(value)}: give one number of this batch, as a tensor. For a "
             "metric of torchmetrics that is metric(output, target); Trainer(metrics=...) computes it over an epoch"
         )
-    _values.append(Value(name, value, batch_size))
+    _values.append(LoggedValue(name, value, batch_size))
 
 
 def log_dict(values: Mapping[str, Any], *_: Any, **options: Any) -> None:
@@ -68,7 +68,7 @@ def log_dict(values: Mapping[str, Any], *_: Any, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[Value]]:
+def collect() -> Iterator[list[LoggedValue]]:
     """Collects what is logged within it."""
     global _values
     before, _values = _values, []
@@ -89,7 +89,7 @@ def loss_of_pass() -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def attached(model: torch.nn.Module) -> Iterator[None]:
+def attach(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model has ``log`` and ``log_dict``, unless its class has its own, other than Lightning's."""
     attributes = vars(compat.uncompiled(model))  # of a compiled model those of the model itself
     methods = {name: method for name, method in zip(_METHODS, (log, log_dict), strict=True) if _is_free(model, name)}

@@ -47,7 +47,7 @@ class LossScale(Part):
         self._in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._infinite = torch.zeros((), dtype=torch.float32, device=device)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.scale.to(loss.dtype)
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class LossScale(Part):
             "precision='bf16' or 'fp32', or a loss that is a mean and not a sum"
         )
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def state_to_save(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         counts = {"good_steps": self._good_steps, "skipped": self._skipped, "in_row": self._in_row}
         numbers = {name: int(count) for name, count in counts.items()}
         return {"loss_scale": {"scale": float(self.scale), **numbers}}, {}

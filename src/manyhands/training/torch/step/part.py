@@ -55,12 +55,12 @@ class Part:
     def forward(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
     def after_backward(self, turn: Turn, parameters: Sequence[torch.Tensor]) -> None: ...
 
-    def updating(self, turn: Turn) -> AbstractContextManager[Any]:
+    def around_update(self, turn: Turn) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def after_update(self, turn: Turn) -> None: ...
@@ -74,7 +74,7 @@ class Part:
         """What ``after_update`` changes: it is taken back with the update."""
         return ()
 
-    def saved(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def state_to_save(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Its state in a checkpoint: JSON, and bytes by name."""
         return {}, {}
 
@@ -98,7 +98,7 @@ OnePart = TypeVar("OnePart", bound=Part)
 LossOf = Callable[["Batch", int], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 
 
-class Step:
+class TrainingStep:
     """The parts of a step, called at its moments; subclasses make the passes between them.
 
     A step is ``begin``, ``passes`` of each micro-batch, ``sum_up`` and ``update``. A captured step calls the same.
@@ -121,11 +121,11 @@ class Step:
         self.device, self.number_format = device, number_format
         self.parts = [part for part in parts if part is not None]
         # What acts at each moment, known before the first step: a step of a small net takes a few hundred microseconds.
-        self._begin, self._forward = self.acting("begin"), self.acting("forward")
-        self._scaled, self._updating = self.acting("scaled"), self.acting("updating")
-        self._after_update = self.acting("after_update")
+        self._begin, self._forward = self.parts_with("begin"), self.parts_with("forward")
+        self._scaled, self._updating = self.parts_with("scale_loss"), self.parts_with("around_update")
+        self._after_update = self.parts_with("after_update")
 
-    def acting(self, moment: str) -> list[Callable[..., Any]]:
+    def parts_with(self, moment: str) -> list[Callable[..., Any]]:
         """The methods of the parts that override this moment."""
         idle = getattr(Part, moment)
         return [getattr(part, moment) for part in self.parts if getattr(type(part), moment) is not idle]
@@ -161,12 +161,12 @@ class Step:
         scope = self.number_format.scope(self.device)
         return scope if not self._forward else enter_all([scope, *(forward() for forward in self._forward)])
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         for scaled in self._scaled:
             loss = scaled(loss)
         return loss
 
-    def updating(self, turn: Turn) -> AbstractContextManager[None]:
+    def around_update(self, turn: Turn) -> AbstractContextManager[None]:
         return enter_all([updating(turn) for updating in self._updating]) if self._updating else nullcontext()
 
     def after_update(self, turn: Turn) -> None:

@@ -26,11 +26,11 @@ from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import Gradients, LocalGradients
 from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step import logged
-from manyhands.training.torch.step.part import LossOf, Part, Step, Turn
+from manyhands.training.torch.step.part import LossOf, Part, TrainingStep, Turn
 from manyhands.training.torch.step.running_sums import RunningSums
 
 
-class PlainStep(Step):
+class PlainStep(TrainingStep):
     """The step of one optimizer: passes over a shard, and one update."""
 
     def __init__(
@@ -49,7 +49,7 @@ class PlainStep(Step):
     ) -> None:
         """``counts``: its samples count; of several optimizers' steps those of the first do."""
         super().__init__(model, optimizer, metrics, device, number_format, parts)
-        self._after_backward = self.acting("after_backward")
+        self._after_backward = self.parts_with("after_backward")
         self.objective, self.gradients = objective, gradients or LocalGradients(optimizer)
         self._several_ranks = self.gradients.loss_mark is not None
         _check_optimizer(optimizer)
@@ -92,13 +92,13 @@ class PlainStep(Step):
         A captured step has a function of its own for the loss, and acts around the backward pass.
         """
         self.gradients.arm(last)
-        with logged.collected() as values:
+        with logged.collect() as values:
             loss, count, correct = (loss_of or self.loss_of)(batch, size)
         self.gradients.note_loss(loss)
         # A sum is taken as a part of the batch's samples, too: gradients of a whole sum would be too large for float16.
         share = loss * (size / turn.whole) if count is None else loss / turn.whole
         with around_backward or contextlib.nullcontext():
-            self.scaled(share).backward()
+            self.scale_loss(share).backward()
         if count is None:
             if size:
                 self.metrics.add(loss, correct, size, turn.step, counted=self._counts)
@@ -139,7 +139,7 @@ class PlainStep(Step):
         """Clip the gradients, and update the weights."""
         for after_backward in self._after_backward:
             after_backward(turn, self.parameters)
-        with self.updating(turn):
+        with self.around_update(turn):
             self.optimizer.step()
             self.after_update(turn)
 

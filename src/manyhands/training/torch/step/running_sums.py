@@ -75,7 +75,7 @@ class RunningSums:
         if counted:
             self.sums[_COUNT] += count
 
-    def log(self, values: Iterable[logged.Value], size: int) -> None:
+    def log(self, values: Iterable[logged.LoggedValue], size: int) -> None:
         """Add what a pass over so many samples has logged."""
         for name, value, weight in ((each.name, each.value, each.weight) for each in values if size):
             place, weight = self._place_of(name), size if weight is None else weight
@@ -117,7 +117,7 @@ class RunningSums:
         sums[_RANKS].fill_(bool(self._names))
         self._sent.append(_Sent(step, sums, world))
 
-    def arrived(self, *, wait: bool) -> list[tuple[int, Totals]]:
+    def take_arrived(self, *, wait: bool) -> list[tuple[int, Totals]]:
         """The totals that have arrived on the host, with their steps; ``wait``: all that were sent."""
         totals = []
         while self._sent and (wait or self._sent[0].is_ready()):

@@ -26,11 +26,11 @@ from manyhands.amounts import counted
 from manyhands.errors import BadSettings
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
-from manyhands.training.torch.objective import checked
+from manyhands.training.torch.objective import check_sum
 from manyhands.training.torch.optimizers import Key, Several
 from manyhands.training.torch.state.module_state import statistics_kept
 from manyhands.training.torch.step import logged
-from manyhands.training.torch.step.part import Part, Step, Turn
+from manyhands.training.torch.step.part import Part, TrainingStep, Turn
 from manyhands.training.torch.step.plain import PlainStep
 
 
@@ -54,7 +54,7 @@ class Updates:
             loss: The mean over the samples of the batch that ``training_step`` was given, or an ``mh.LossSum``.
             retain_graph: Keep what the backward pass needs, for another loss that shares a part with this one.
         """
-        both = checked(loss) if isinstance(loss, LossSum) else None
+        both = check_sum(loss) if isinstance(loss, LossSum) else None
         total, count = (loss, None) if both is None else (both.total, both.count)
         self._check(total)
         with torch.autocast(self._step.device.type, enabled=False):
@@ -87,7 +87,7 @@ class Updates:
             )
 
 
-class OwnUpdates(Step):
+class OwnUpdates(TrainingStep):
     """The step of a batch: a call of the model's ``training_step(batch, optimizers)``."""
 
     updates_in_passes = True
@@ -126,7 +126,7 @@ class OwnUpdates(Step):
         # Without samples the statistics of layers must not change.
         with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
             user: Any = self.model
-            with logged.collected() as values:
+            with logged.collect() as values:
                 user.training_step(self.number_format.cast(batch), self._updates)
         self.metrics.log(values, size)
         none = self.metrics.sums.new_zeros(())

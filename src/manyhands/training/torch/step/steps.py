@@ -19,11 +19,11 @@ from manyhands.training.torch.step.build import build_step
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.captured_step import CapturedStep
-    from manyhands.training.torch.fast.recorder import Recorder
+    from manyhands.training.torch.fast.recorder import GraphRecorder
     from manyhands.training.torch.learner import Rank
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> GraphRecorder | None:
     """What records the steps of a device; None: nothing does."""
     if device.type != "cuda":
         return None
@@ -32,7 +32,7 @@ def recorder_for(device: torch.device) -> Recorder | None:
     return CudaRecorder(device)
 
 
-class Steps:
+class RankSteps:
     """The plain step of a rank, and the captured one while there is one."""
 
     def __init__(self, rank: Rank) -> None:
@@ -40,7 +40,7 @@ class Steps:
         self.plain = build_step(rank)
         self.captured: CapturedStep | None = None
         self.precision = AutoPrecision(rank)
-        self.recorder: Recorder | None = None
+        self.recorder: GraphRecorder | None = None
         self._begun = False
         self._said: str | None = None  # how the steps run, as the user has read it
         self._first_step = 0  # of the epoch
@@ -76,7 +76,7 @@ class Steps:
         if rank.settings.step.optimize != "off":
             self.recorder = recorder_for(rank.world.device)
         # Trials run where the step is recorded: cuBLAS keeps memory for every stream that it has seen.
-        with contextlib.nullcontext() if self.recorder is None else self.recorder.running():
+        with contextlib.nullcontext() if self.recorder is None else self.recorder.run_stream():
             self.precision.choose()
         self._prepare_parts()
         if self.recorder is not None:
@@ -141,7 +141,7 @@ class Steps:
             shard = rank.feed.shard(window)
         # Plain steps between captured ones run on their stream: what a model keeps of a step's graph stays on it.
         recorder = self.recorder if self.captured is not None else None
-        with recorder.running() if recorder is not None else contextlib.nullcontext():
+        with recorder.run_stream() if recorder is not None else contextlib.nullcontext():
             self.plain(shard, window.size, window.step, number)
 
     def _say(self, how: str) -> None:

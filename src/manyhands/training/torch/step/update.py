@@ -30,7 +30,7 @@ import torch
 
 from manyhands.backends.torch import compat
 from manyhands.training.torch.state import job_state, randomness
-from manyhands.training.torch.step.part import Part, Step, Turn
+from manyhands.training.torch.step.part import Part, TrainingStep, Turn
 
 
 class Clip(Part):
@@ -52,12 +52,12 @@ class UpdateDraws(Part):
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._newest = (-1, 0)  # the step of the newest update, and how many it had before
 
-    def updating(self, turn: Turn) -> AbstractContextManager[None]:
+    def around_update(self, turn: Turn) -> AbstractContextManager[None]:
         if self._is_torchs and not any(compat.hooks_of(self._optimizer).values()):
             return nullcontext()
         step, (before, count) = int(turn.step), self._newest
         self._newest = step, count + 1 if step == before else 0
-        return randomness.preserved(self._device, randomness.mixed_seed(*self._seed, *self._newest))
+        return randomness.preserve(self._device, randomness.mixed_seed(*self._seed, *self._newest))
 
 
 Key = tuple[Any, ...]
@@ -121,7 +121,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 class StepSnapshot:
     """Copies of statistics, metrics and random numbers, from before a step."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: TrainingStep) -> None:
         self._step = step
         self._versions = step.versions()
         self._had_state = set(step.optimizer.state)

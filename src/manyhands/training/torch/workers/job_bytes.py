@@ -27,7 +27,7 @@ from manyhands.errors import NotSendable
 from manyhands.training.torch.job import Job
 
 
-def pickled(job: Job) -> bytes:
+def to_bytes(job: Job) -> bytes:
     """A job as bytes; the error names what cannot be sent."""
     of_optimizers = compat.hooks_of_every_optimizer()
     if any(compat.HOOKS_OF_EVERY_MODULE) or of_optimizers.before or of_optimizers.after:
@@ -85,7 +85,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             base = type(value).__base__
             if base is not None and parametrize.is_parametrized(value):
                 names = list(value.parametrizations)  # type: ignore[arg-type]
-                return _parametrised, (base, names), vars(value), None, None, _fill
+                return _parametrise, (base, names), vars(value), None, None, _fill
         if isinstance(value, torch.optim.Optimizer) and any(compat.hooks_of(value).values()):
             reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return *reduced[:2], (reduced[2], compat.hooks_of(value)), None, None, _hook
@@ -113,7 +113,7 @@ def _importable(module: ModuleType) -> bool:
 
 
 def loads(data: bytes) -> Any:
-    """The job of :func:`pickled`, in a worker."""
+    """The job of :func:`to_bytes`, in a worker."""
     job = cloudpickle.loads(data)
     if isinstance(getattr(job, "model", None), torch.nn.Module):
         _announce(job.model)
@@ -134,7 +134,7 @@ def _announce(model: torch.nn.Module) -> None:
                     registry[str(type(part)) if type(registry) is dict else part] = part._can_record_outputs
 
 
-def _parametrised(base: type[torch.nn.Module], names: list[str]) -> torch.nn.Module:
+def _parametrise(base: type[torch.nn.Module], names: list[str]) -> torch.nn.Module:
     """An empty module of the class that PyTorch creates for parametrised tensors; :func:`_fill` gives it its state."""
     module = base.__new__(base)
     compat.parametrise(module, names)

@@ -138,7 +138,7 @@ class Pool:
     def run(self, job: Job, say: Say) -> dict[str, Any]:
         """Run a job; returns what the first rank sends back: its result, the weights, and the optimizer's state."""
         self.jobs += 1
-        pickled = job_bytes.pickled(job)
+        pickled = job_bytes.to_bytes(job)
         now = time.monotonic()
         for worker in self.workers:
             worker.heard, worker.longest, worker.step, worker.outcome = now, 0.0, -1, None

@@ -56,7 +56,7 @@ _current: CompiledLanes | None = None
 
 
 @dataclass
-class _Call:
+class _LaneCall:
     """Work on a side lane, and the marks after it in the journal and on the lane."""
 
     read: _Memories
@@ -78,7 +78,7 @@ class CompiledLanes:
     def _begin(self) -> None:
         self.moved: list[str] = []
         self._journal = Journal(self._described)
-        self._calls: list[_Call] = []  # not joined yet; their inputs are held until then
+        self._calls: list[_LaneCall] = []  # not joined yet; their inputs are held until then
 
     def __enter__(self) -> CompiledLanes:
         global _current
@@ -109,7 +109,7 @@ class CompiledLanes:
         created = _memories(results)
         self._journal.task(lane, Task(name, frozenset(read), frozenset(created)))
         self.moved.append(name)
-        self._calls.append(_Call(read, created, lane, self._journal.mark(lane), self._lanes.mark(lane)))
+        self._calls.append(_LaneCall(read, created, lane, self._journal.mark(lane), self._lanes.mark(lane)))
         return results
 
     def join(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -131,7 +131,7 @@ class CompiledLanes:
                 "use again while they are read"
             )
 
-    def _join(self, joined: Sequence[_Call]) -> None:
+    def _join(self, joined: Sequence[_LaneCall]) -> None:
         for call in {call.lane: call for call in joined}.values():  # the last call of each lane
             self._journal.wait(0, call.recorded_mark)
             self._lanes.wait(0, call.mark)
@@ -142,7 +142,7 @@ class CompiledLanes:
         self._journal.task(0, Task("join", writes=frozenset(created | free)))
 
     @staticmethod
-    def _read(calls: Sequence[_Call]) -> set[int]:
+    def _read(calls: Sequence[_LaneCall]) -> set[int]:
         return {memory for call in calls for memory in call.read}
 
 

@@ -35,7 +35,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.amounts import counted
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.norms.pending import DeferringMode, Gradient, Norm, Note, Rectified, Statistics, Sum
+from manyhands.training.torch.fast.norms.pending import (
+    DeferringMode,
+    Gradient,
+    Norm,
+    Note,
+    PendingSum,
+    Rectified,
+    Statistics,
+)
 from manyhands.training.torch.fast.operations import memories_of, written_by
 
 _aten = torch.ops.aten
@@ -123,12 +131,12 @@ class FusedBatchNorms(DeferringMode):
             return NotImplemented
         self._settle((first, second))
         if func is _aten.add.Tensor:
-            return self._defer(first, Sum(first, second))
+            return self._defer(first, PendingSum(first, second))
         self._settle_before_writing(func, (first, second), {})
         before = first.clone() if self._poison else None  # None: the memory still holds it
         if self._poison:
             first.fill_(float("nan"))
-        self._notes[memory_id(first)] = Note(first, Sum(before, second))
+        self._notes[memory_id(first)] = Note(first, PendingSum(before, second))
         return first
 
     def _relu(self, func: Any, y: Any) -> Any:
@@ -154,7 +162,7 @@ class FusedBatchNorms(DeferringMode):
         if rectified is None or rectified.result.expired() or threshold != 0 or not _same_form(gradient, result):
             return NotImplemented
         note, first, more = self._note(gradient), gradient, None
-        if note is not None and isinstance(note.pending, Sum):
+        if note is not None and isinstance(note.pending, PendingSum):
             first, more = gradient if note.pending.first is None else note.pending.first, note.pending.second
         else:
             self._settle(gradient)
@@ -195,7 +203,7 @@ class FusedBatchNorms(DeferringMode):
 
     # Notes
 
-    def _defer(self, like: torch.Tensor, pending: Norm | Sum | Gradient) -> torch.Tensor:
+    def _defer(self, like: torch.Tensor, pending: Norm | PendingSum | Gradient) -> torch.Tensor:
         y = torch.empty_like(like)
         if self._poison:
             y.fill_(float("nan"))
@@ -238,7 +246,9 @@ class FusedBatchNorms(DeferringMode):
             if note is None:
                 continue
             self._late_writes += 1
-            if isinstance(note.pending, Sum) and note.pending.first is None:  # in place: others read the old value
+            if (
+                isinstance(note.pending, PendingSum) and note.pending.first is None
+            ):  # in place: others read the old value
                 self._write_readers_of({number})
             if not isinstance(note.pending, Gradient):
                 note.write()

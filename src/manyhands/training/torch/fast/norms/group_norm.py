@@ -159,7 +159,7 @@ class FusedGroupNorms(DeferringMode):
     # Casts and copies
 
     def _cast(self, func: Any, x: Any, **options: Any) -> Any:
-        pending, dtype = self._pending(x), options.pop("dtype", None)
+        pending, dtype = self._pending_of(x), options.pop("dtype", None)
         usual = {"layout": torch.strided, "device": x.device, "memory_format": torch.preserve_format}
         if any(value not in (None, False, usual.get(name)) for name, value in options.items()):
             return NotImplemented
@@ -171,7 +171,7 @@ class FusedGroupNorms(DeferringMode):
 
     def _clone(self, func: Any, x: Any, *, memory_format: Any = None) -> Any:
         """Defer the copy of a pending result, too."""
-        pending = self._pending(x)
+        pending = self._pending_of(x)
         if pending is None:
             return NotImplemented
         return self._defer(torch.empty_like(x, memory_format=memory_format or torch.preserve_format), pending)
@@ -180,7 +180,7 @@ class FusedGroupNorms(DeferringMode):
 
     def _norm(self, func: Any, x: Any, weight: Any, bias: Any, *sizes: int) -> Any:
         self._settle((weight, bias))
-        pending, (*_, groups) = self._pending(x), sizes[:-1]
+        pending, (*_, groups) = self._pending_of(x), sizes[:-1]
         if not isinstance(pending, Widened) or not kernels.fits(pending.x, weight, bias):
             return NotImplemented
         mean, rstd = kernels.statistics(pending.x, groups, sizes[-1])
@@ -189,7 +189,7 @@ class FusedGroupNorms(DeferringMode):
         return self._defer(y, Normalised(pending.x, mean, rstd, weight, bias)), mean, rstd
 
     def _activate(self, func: Any, y: Any) -> Any:
-        pending = self._pending(y)
+        pending = self._pending_of(y)
         if not isinstance(pending, Normalised) or pending.activation != "none":
             return NotImplemented
         activation = _ACTIVATIONS[func]
@@ -204,7 +204,7 @@ class FusedGroupNorms(DeferringMode):
 
     def _activation_backward(self, func: Any, gradient: Any, saved: Any, threshold: Any = 0) -> Any:
         """``saved``: the input of a SiLU, or the result of a ReLU."""
-        outer, norm = self._pending(gradient), self._pending(saved)
+        outer, norm = self._pending_of(gradient), self._pending_of(saved)
         activation, before = ("silu", "none") if func is _aten.silu_backward.default else ("relu", "relu")
         if not isinstance(outer, Widened) or not isinstance(norm, Normalised) or norm.activation != before:
             return NotImplemented
@@ -218,7 +218,7 @@ class FusedGroupNorms(DeferringMode):
         self, func: Any, gradient: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes_and_mask: Any
     ) -> Any:
         self._settle((mean, rstd, weight))
-        outer, image, mask = self._pending(gradient), self._pending(x), sizes_and_mask[-1]
+        outer, image, mask = self._pending_of(gradient), self._pending_of(x), sizes_and_mask[-1]
         if not isinstance(image, Widened) or not kernels.fits(image.x, weight):
             return NotImplemented
         if isinstance(outer, ActivationGradient) and memory_id(outer.norm.mean) == memory_id(mean):
@@ -242,7 +242,7 @@ class FusedGroupNorms(DeferringMode):
         self._notes[memory_id(y)] = Note(y, pending)
         return y
 
-    def _pending(self, tensor: Any) -> Any:
+    def _pending_of(self, tensor: Any) -> Any:
         """The pending result in a tensor's memory, unless the tensor is another view of it."""
         note = self._note(tensor)
         return None if note is None else note.pending

@@ -74,7 +74,7 @@ class Norm:
 
 
 @dataclass
-class Sum:
+class PendingSum:
     """A pending sum of two gradients; ``first`` is None if the sum is in place: the memory still holds it."""
 
     first: torch.Tensor | None
